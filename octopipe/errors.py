@@ -1,0 +1,34 @@
+"""The one exception a user's mistake raises.
+
+Knows: how an error line reads (the thing, the place, the mend) and that the command line turns it into
+exit code 2. Does not know: what can go wrong; every room words its own errors.
+"""
+
+
+class OctoPipeError(Exception):
+    """Bad input: one line that names the thing, the place and the mend; never a traceback for the user."""
+
+
+class PlanError(OctoPipeError):
+    """A plan that cannot run: carries every problem found, one line each, the first one as the message."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = tuple(problems)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        super().__init__(problems[0] + more)
+
+
+class DeadlockError(OctoPipeError):
+    """Orders that wait for each other in a circle; `cycle` lists the operations of one such circle."""
+
+    def __init__(self, message: str, cycle: tuple[str, ...]):
+        self.cycle = cycle
+        super().__init__(message)
+
+
+class DoesNotFitError(OctoPipeError):
+    """No plan fits in memory: the message names the rank, the missing GiB and what would help."""
+
+
+class NotApplicableError(OctoPipeError):
+    """A system's own constraints do not hold here (an even number of ranks, m >= 2p, ...)."""
