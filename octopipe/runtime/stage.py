@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from octopipe.errors import OctoPipeError
 from octopipe.runtime.wgrad import SplitMode, WeightQueue
+
+_NOTHING = nullcontext()
 
 
 def flatten(value: Any, leaves: list[Any]) -> None:
@@ -77,7 +79,7 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 class Stage:
-    """Modules in sequence on one rank. `input_grad=False` marks a first stage: nobody wants its I's result."""
+    """Modules in sequence on one rank. `input_grad=False` marks a first stage: its I has no result."""
 
     def __init__(self, modules: Sequence[nn.Module], *, input_grad: bool = True, first_layer: int = 0):
         self.modules = tuple(modules)
@@ -95,10 +97,10 @@ class Stage:
         seed: int | None = None,
         input_grad: Sequence[bool] | None = None,
     ) -> StageRun:
-        """F of one micro-batch. `then` (the loss, say) is applied to the last module's value inside the graph.
+        """F of one micro-batch. `then` (the loss, say) is applied to the last value, inside the graph.
 
-        `seed` makes random draws depend on it and the layer's index alone, and leaves the global generators as
-        they were. `input_grad` says leaf by leaf which inputs want a gradient (default: all floating ones).
+        `seed` makes random draws depend on it and the layer's index alone, and leaves the global generators
+        as they were. `input_grad` says leaf by leaf which inputs want a gradient (default: floating ones).
         """
         run = StageRun(self, inputs, then, seed, input_grad)
         run._forward(grad=not recompute)
@@ -131,8 +133,8 @@ class StageRun:
     """One micro-batch's passage through a stage; made by `Stage.forward`."""
 
     __slots__ = (
-        "_edges", "_inputs", "_leaves", "_mode", "_queue", "_rng", "_seed", "_stage", "_then", "_wanted",
-        "outputs", "outputs_need_grad",
+        "_edges", "_inputs", "_leaves", "_likes", "_mode", "_queue", "_rng", "_seed", "_stage", "_then",
+        "_wanted", "outputs", "outputs_need_grad",
     )  # fmt: skip
 
     def __init__(
@@ -146,6 +148,7 @@ class StageRun:
         self._stage, self._then, self._seed = stage, then, seed
         self._mode, self._queue = stage.mode, WeightQueue()
         self._edges: list[Any] | None = None
+        self._likes: list[Any] = []
         self._rng: Any = None
         leaves: list[Any] = []
         flatten(inputs, leaves)
@@ -172,16 +175,17 @@ class StageRun:
         if self._seed is None:
             if not grad:
                 self._rng = _rng_state()
-            with torch.set_grad_enabled(grad), mode:
+            with torch.set_grad_enabled(grad), mode if grad else _NOTHING:
                 value = stage._call(self._inputs, self._then, None)
         else:
-            with _rng_kept(), torch.set_grad_enabled(grad), mode:
+            with _rng_kept(), torch.set_grad_enabled(grad), mode if grad else _NOTHING:
                 value = stage._call(self._inputs, self._then, self._seed)
         leaves: list[Any] = []
         flatten(value, leaves)
         if grad:
             self.outputs_need_grad = need = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
             self._edges = [get_gradient_edge(t) if n else None for t, n in zip(leaves, need)]
+            self._likes = [(t.shape, t.dtype, t.device) if n else None for t, n in zip(leaves, need)]
             if self._wanted.count(True) == 0:
                 self._leaves, self._inputs = [], None  # the graph holds what it needs
         cut = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
@@ -220,10 +224,10 @@ class StageRun:
     def _backward(self, grads: Any) -> list[Tensor | None]:
         edges = self._edges
         if edges is None:
-            raise OctoPipeError("backward of a run without a graph: run recompute first, and each I or B once")
+            raise OctoPipeError("backward of a run without a graph: run R first, and I or B only once")
         leaves: list[Any] = []
         if grads is None:
-            leaves = [None if e is None else _one(e) for e in edges]
+            leaves = [None if like is None else _one(*like) for like in self._likes]
         else:
             flatten(grads, leaves)
         self._edges = None
@@ -236,7 +240,8 @@ class StageRun:
             with self._mode:
                 torch.autograd.backward(roots, seeds)
             del roots, seeds
-        inputs, self._leaves, self._inputs, self.outputs = self._leaves, [], None, None
+        inputs, self._leaves, self._inputs = self._leaves, [], None
+        self.outputs = self._then = None
         result: list[Tensor | None] = []
         for leaf, wanted in zip(inputs, self._wanted):
             if not wanted:
@@ -251,18 +256,17 @@ class StageRun:
         return _storage_bytes(self._queue.tensors(), {})
 
 
-def _one(edge: Any) -> Tensor:
-    meta = edge.node._input_metadata[edge.output_nr]
-    if meta.shape.numel() != 1:
-        raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(meta.shape)}")
-    return torch.ones(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+def _one(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if shape.numel() != 1:
+        raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(shape)}")
+    return torch.ones(shape, dtype=dtype, device=device)
 
 
 # --- random numbers --------------------------------------------------------------------------------------
 
 
 def _generators() -> list[torch.Generator]:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
     return [torch.default_generator]
 

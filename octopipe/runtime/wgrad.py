@@ -114,6 +114,7 @@ def _is_transpose(param: Tensor, layout: Layout) -> bool:
     return (
         layout is not None
         and layout[2] == 0
+        and param.ndim == len(layout[0])
         and layout[1] == param.mT.stride()
         and layout[0] == tuple(param.mT.shape)
     )
@@ -161,7 +162,9 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 
 # --- the split functions ---------------------------------------------------------------------------------
 # Each takes the weight as an input, so that its output requires grad even when nothing else does, and
-# returns None for it: autograd then adds nothing, the queue does.
+# returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
+# checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
+_mode_off = torch._C.DisableTorchFunction
 
 
 class _Linear(Function):
@@ -176,10 +179,11 @@ class _Linear(Function):
     def backward(ctx, g):  # type: ignore[override]
         x, w = ctx.saved_tensors
         needs, site = ctx.needs_input_grad, ctx.site
-        gx = g @ w if needs[0] else None
-        gb = g.reshape(-1, g.shape[-1]).sum(0) if needs[2] else None
-        # F.linear's weight is [out, in], so its gradient is g.mT @ x.
-        site.queue.add(add_product, site.param, site.layout, g, x)
+        with _mode_off():
+            gx = g @ w if needs[0] else None
+            gb = g.reshape(-1, g.shape[-1]).sum(0) if needs[2] else None
+            # F.linear's weight is [out, in], so its gradient is g.mT @ x.
+            site.queue.add(add_product, site.param, site.layout, g, x)
         return gx, None, gb, None, None
 
 
@@ -200,13 +204,14 @@ class _Batched(Function):
     def backward(ctx, g):  # type: ignore[override]
         a, b = ctx.saved_tensors
         needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
-        ga = g @ b.mT if needs[0] and not left else None
-        gb = a.mT @ g if needs[1] and left else None
-        gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
-        if left:
-            site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
-        else:
-            site.queue.add(add_product, site.param, site.layout, a, g)
+        with _mode_off():
+            ga = g @ b.mT if needs[0] and not left else None
+            gb = a.mT @ g if needs[1] and left else None
+            gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
+            if left:
+                site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
+            else:
+                site.queue.add(add_product, site.param, site.layout, a, g)
         return ga, gb, gbias, None, None, None
 
 
@@ -221,10 +226,11 @@ class _Grouped(Function):
     def backward(ctx, g):  # type: ignore[override]
         x, w, offs = ctx.saved_tensors
         site = ctx.site
-        if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
-            g = g.contiguous()
-        gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
-        site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
+        with _mode_off():
+            if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
+                g = g.contiguous()
+            gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
+            site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
         return gx, None, None, None
 
 
@@ -238,7 +244,8 @@ class _Embedding(Function):
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
+        with _mode_off():
+            ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
         return None, None, None, None
 
 
@@ -309,7 +316,7 @@ class SplitMode(TorchFunctionMode):
             if stride < reach:  # overlapping (expanded) view: two entries would share one gradient
                 return None, None
             reach = stride * size
-        offset = weight.storage_offset() - base.storage_offset()
+        offset = int(weight.storage_offset()) - int(base.storage_offset())
         return param, (tuple(weight.shape), tuple(weight.stride()), offset)
 
     def autocast(self, x: Tensor, weight: Tensor, site: WeightSite) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,513 @@
+"""The split backward against plain autograd, in float64, for every way a weight is met."""
+
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from octopipe.errors import OctoPipeError  # noqa: E402
+from octopipe.runtime.stage import Stage, flatten, held_bytes, rebuild  # noqa: E402
+from octopipe.runtime.wgrad import SplitMode, WeightQueue, _Linear  # noqa: E402
+
+TOLERANCE = 1e-12
+
+
+def _params(modules):
+    return list(dict.fromkeys(p for m in modules for p in m.parameters()))
+
+
+def _close(a, b, tolerance=TOLERANCE):
+    if a is None or b is None:
+        return a is None and b is None
+    return bool((a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max())))
+
+
+def _plain(modules, batches, then=None):
+    """Gradients of a plain run: (of every parameter, of every input)."""
+    for p in _params(modules):
+        p.grad = None
+    input_grads = []
+    for seed, x in enumerate(batches):
+        torch.manual_seed(seed)
+        y = x = x.detach().clone().requires_grad_(x.is_floating_point())
+        for m in modules:
+            y = m(y)
+        y = (y if then is None else then(y)).double().square().sum()
+        y.backward()
+        input_grads.append(x.grad)
+    return [p.grad for p in _params(modules)], input_grads
+
+
+def _split(modules, batches, ops, then=None):
+    """The same through a Stage. `ops` is "B", "IW" or "RIW"; I and W of all micro-batches are far apart."""
+    for p in _params(modules):
+        p.grad = None
+    stage = Stage(modules)
+    runs, input_grads = [], []
+    for seed, x in enumerate(batches):
+        torch.manual_seed(seed)
+        runs.append(stage.forward(x, then=then, recompute="R" in ops))
+    for run in runs:
+        y = run.outputs
+        if "R" in ops:
+            run.recompute()
+        grads = run.backward_full(2 * y) if ops == "B" else run.backward_input(2 * y)
+        input_grads.append(grads[0])
+    if ops != "B":
+        for run in runs:
+            run.backward_weight()
+    return [p.grad for p in _params(modules)], input_grads
+
+
+def _check(modules, batches, then=None, *, deferred=None):
+    modules = [m.double() for m in modules]
+    want, want_inputs = _plain(modules, batches, then)
+    for ops in ("B", "IW", "RIW"):
+        got, got_inputs = _split(modules, batches, ops, then)
+        assert all(_close(a, b) for a, b in zip(got, want, strict=True)), ops
+        assert all(_close(a, b) for a, b in zip(got_inputs, want_inputs, strict=True)), ops
+    if deferred is not None:
+        assert _count_deferred(modules, batches[0], then) == deferred
+
+
+def _count_deferred(modules, x, then=None):
+    run = Stage(modules).forward(x, then=then)
+    run.backward_input(torch.ones_like(run.outputs))
+    count = len(run._queue)
+    run.backward_weight()
+    return count
+
+
+def _batches(*shape, n=3):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(*shape, dtype=torch.float64, generator=g) for _ in range(n)]
+
+
+class Raw(nn.Module):
+    """A parameter of `shape` and any expression of it."""
+
+    def __init__(self, shape, expression):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(2)) / 3)
+        self.b = nn.Parameter(torch.randn(5, generator=torch.Generator().manual_seed(3)))
+        self.expression = expression
+
+    def forward(self, x):
+        return self.expression(x, self.w, self.b)
+
+
+class Scaled(torch.autograd.Function):
+    """A view with a gradient rule of its own: it must not be taken for a plain view."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_split_exactly(bias):
+    torch.manual_seed(0)
+    mlp = [nn.Linear(4, 8, bias=bias), nn.GELU(), nn.Linear(8, 4, bias=bias), nn.LayerNorm(4)]
+    _check(mlp, _batches(2, 3, 4), deferred=2)
+
+
+WEIGHT_USES = {
+    "matmul": ((4, 5), lambda x, w, b: x @ w, 1),
+    "matmul of a transpose": ((5, 4), lambda x, w, b: x @ w.t(), 1),
+    "torch.matmul, mT": ((5, 4), lambda x, w, b: torch.matmul(x, w.mT), 1),
+    "weight on the left": ((5, 3), lambda x, w, b: w @ x[0], 1),
+    "mm": ((4, 5), lambda x, w, b: torch.mm(x.view(-1, 4), w), 1),
+    "vector": ((4, 5), lambda x, w, b: x[0, 0] @ w, 1),
+    "addmm": ((4, 5), lambda x, w, b: torch.addmm(b, x.view(-1, 4), w), 1),
+    "addmm, scaled (left alone)": ((4, 5), lambda x, w, b: torch.addmm(b, x.view(-1, 4), w, alpha=2), 0),
+    "bmm": ((2, 4, 5), lambda x, w, b: torch.bmm(x, w), 1),
+    "bmm, weight on the left": ((2, 5, 3), lambda x, w, b: torch.bmm(w, x), 1),
+    "bmm of a transpose": ((2, 5, 4), lambda x, w, b: x @ w.transpose(1, 2), 1),
+    "baddbmm": ((2, 4, 5), lambda x, w, b: torch.baddbmm(b, x, w), 1),
+    "broadcast batch (left alone)": ((2, 4, 5), lambda x, w, b: x[None] @ w, 0),
+    "slices": ((8, 4), lambda x, w, b: F.linear(x, w[:5]) * F.linear(x, w[3:]), 2),
+    "column slice": ((5, 9), lambda x, w, b: F.linear(x, w[:, 2:6]), 1),
+    "select": ((3, 5, 4), lambda x, w, b: F.linear(x, w[2], b) + F.linear(x, w[0]), 2),
+    "chunk": ((10, 4), lambda x, w, b: F.linear(x, w.chunk(2)[1]), 1),
+    "view": ((20,), lambda x, w, b: F.linear(x, w.view(5, 4)), 1),
+    "cast": ((5, 4), lambda x, w, b: F.linear(x.float(), w.to(torch.float32).mT.mT), 1),
+    "expanded (left alone)": ((1, 4), lambda x, w, b: F.linear(x, w.expand(5, 4)), 0),
+    "computed (left alone)": ((5, 4), lambda x, w, b: F.linear(x, w * 2), 0),
+    "own gradient rule (left alone)": ((5, 4), lambda x, w, b: F.linear(x, Scaled.apply(w)), 0),
+    "two weights (left alone)": ((4, 4), lambda x, w, b: x * (w @ w).sum(), 0),
+    "detached": ((5, 4), lambda x, w, b: F.linear(x, w.detach()) + b, 0),
+    "used twice": ((4, 4), lambda x, w, b: F.linear(F.linear(x, w).relu(), w), 2),
+    "split and ordinary use": ((5, 4), lambda x, w, b: F.linear(x, w) * w.sum(), 1),
+    "keyword arguments": ((5, 4), lambda x, w, b: F.linear(input=x, weight=w, bias=b), 1),
+    "einsum (left alone)": ((5, 4), lambda x, w, b: torch.einsum("btk,nk->btn", x, w), 0),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_USES)
+def test_any_use_of_a_weight_gives_autograds_gradient(name):
+    shape, expression, deferred = WEIGHT_USES[name]
+    tolerant = 1e-5 if name == "cast" else TOLERANCE
+    module, batches = Raw(shape, expression).double(), _batches(2, 3, 4)
+    want, want_inputs = _plain([module], batches)
+    for ops in ("B", "IW", "RIW"):
+        got, got_inputs = _split([module], batches, ops)
+        assert all(_close(a, b, tolerant) for a, b in zip(got + got_inputs, want + want_inputs, strict=True))
+        assert all(p.grad is None or p.grad.dtype == p.dtype for p in module.parameters())
+    assert _count_deferred([module], batches[0]) == deferred
+
+
+def test_a_transposed_view_of_a_weight_gets_a_gradient_of_the_weights_own_strides():
+    module = Raw((4, 5), lambda x, w, b: x @ w).double()
+    _split([module], _batches(2, 3, 4), "IW")
+    assert module.w.grad.stride() == module.w.stride()
+
+
+def test_modules_that_share_a_parameter_add_their_gradients():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    b.weight = a.weight
+    _check([a, nn.Tanh(), b], _batches(2, 3, 4), deferred=2)
+
+
+def test_tied_embedding_and_head_in_one_stage():
+    table, head = nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7, bias=False)
+    head.weight = table.weight
+    ids = [torch.tensor([[1, 2, 2], [6, 0, 1]]), torch.tensor([[3, 3, 3], [1, 5, 2]])]
+    _check([table, nn.Tanh(), head], ids, deferred=2)
+
+
+def test_frozen_weights_stay_without_gradient():
+    frozen, live = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    frozen.weight.requires_grad_(False)
+    _check([frozen, live], _batches(2, 3, 4), deferred=1)
+    assert frozen.weight.grad is None and frozen.bias.grad is not None
+
+
+class MlpWith(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.drop, self.wrap = nn.Dropout(0.5), wrap
+
+    def inner(self, x):
+        return x + self.down(self.drop(F.silu(self.up(self.norm(x)))))
+
+    def forward(self, x):
+        return self.wrap(self.inner, x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_split_without_a_second_recompute(reentrant):
+    calls = []
+
+    def wrap(inner, x):
+        def counted(x):
+            calls.append(1)
+            return inner(x)
+
+        return checkpoint(counted, x, use_reentrant=reentrant)
+
+    layer = MlpWith(wrap)
+    _check([layer], _batches(2, 3, 4))
+    calls.clear()
+    run = Stage([layer]).forward(_batches(2, 3, 4)[0])
+    run.backward_input(torch.ones_like(run.outputs))
+    assert len(run._queue) == 2
+    run.backward_weight()
+    assert len(calls) == 2
+
+
+def test_recompute_draws_the_same_dropout_and_leaves_the_generator_alone():
+    layer = MlpWith(lambda inner, x: inner(x)).double()
+    _check([layer], _batches(2, 3, 4), deferred=2)
+    run = Stage([layer]).forward(_batches(2, 3, 4)[0], recompute=True)
+    before = torch.get_rng_state()
+    run.recompute()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_seed_makes_dropout_depend_on_layer_and_seed_alone():
+    layers = [nn.Dropout(0.5), nn.Dropout(0.5)]
+    x = torch.ones(64)
+    whole = Stage(layers).forward(x, seed=5).outputs
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    first = Stage(layers[:1]).forward(x, seed=5).outputs
+    second = Stage(layers[1:], first_layer=1).forward(first, seed=5).outputs
+    assert torch.equal(whole, second)
+    assert not torch.equal(whole, Stage(layers).forward(x, seed=6).outputs)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_first_stage_does_its_chain_in_I_and_only_gemms_in_W():
+    layers = [m.double() for m in (nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))]
+    stage = Stage(layers, input_grad=False)
+    run = stage.forward(_batches(2, 3, 4)[0])
+    assert run.backward_input(torch.ones_like(run.outputs)) == [None]
+    assert layers[1].weight.grad is not None and layers[0].bias.grad is not None
+    assert layers[0].weight.grad is None and len(run._queue) == 2
+    run.backward_weight()
+    got = [p.grad.clone() for p in _params(layers)]
+    want = torch.autograd.grad(nn.Sequential(*layers)(_batches(2, 3, 4)[0]).sum(), _params(layers))
+    assert all(_close(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_I_and_W_give_bitwise_what_B_gives_in_float32():
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)]
+    batches = [b.float() for b in _batches(4, 8, 32)]
+    fused, fused_inputs = _split(layers, batches, "B")
+    for ops in ("IW", "RIW"):
+        parts, part_inputs = _split(layers, batches, ops)
+        assert all(torch.equal(a, b) for a, b in zip(fused + fused_inputs, parts + part_inputs))
+
+
+def test_autocast_casts_each_weight_once_and_keeps_the_gradients_dtype():
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)]
+    batches = [b.float() for b in _batches(2, 3, 16)]
+    with torch.autocast("cpu", torch.bfloat16):
+        want, want_inputs = _plain(layers, batches)
+    for ops in ("B", "IW", "RIW"):
+        stage = Stage(layers)
+        for p in _params(layers):
+            p.grad = None
+        got_inputs = []
+        for x in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                run = stage.forward(x, recompute="R" in ops)
+            y = run.outputs
+            if "R" in ops:
+                with torch.autocast("cpu", torch.bfloat16):
+                    run.recompute()
+            assert y.dtype is torch.bfloat16
+            got_inputs += run.backward_full(2 * y) if ops == "B" else run.backward_input(2 * y)
+            run.backward_weight()
+        got = [p.grad for p in _params(layers)]
+        assert all(g.dtype is torch.float32 for g in got)
+        assert all(_close(a, b, 2e-2) for a, b in zip(got + got_inputs, want + want_inputs))
+        assert len(stage.mode._casts) == 2
+        stage.end_step()
+        assert not stage.mode._casts
+
+
+def test_bf16_parameters_get_bf16_gradients():
+    layers = [nn.Linear(8, 8).bfloat16()]
+    got, _ = _split(layers, [b.bfloat16() for b in _batches(2, 3, 8)], "IW")
+    want, _ = _plain(layers, [b.bfloat16() for b in _batches(2, 3, 8)])
+    assert all(g.dtype is torch.bfloat16 and _close(g, w, 0.05) for g, w in zip(got, want))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_matmul_defers_its_expert_weights(transposed):
+    offs = torch.tensor([3, 3, 8], dtype=torch.int32)
+    shape = (3, 8, 16) if transposed else (3, 16, 8)
+
+    def grouped(x, w, b):
+        return torch._grouped_mm(x, w.transpose(1, 2) if transposed else w, offs=offs)
+
+    module = Raw(shape, grouped)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+    def reference(x, w, b):
+        w = w.transpose(1, 2) if transposed else w
+        return torch.cat([x[:3] @ w[0], x[3:8] @ w[2]])
+
+    want, want_inputs = _plain([Raw(shape, reference)], [x, x])
+    for ops in ("B", "IW", "RIW"):
+        got, got_inputs = _split([module], [x, x], ops)
+        assert _close(got[0], want[0], 1e-5) and _close(got_inputs[0], want_inputs[0], 1e-5)
+    assert _count_deferred([module], x) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_are_right_beside_split_ones(backend):
+    torch._dynamo.reset()
+    plain = [nn.Linear(4, 4).double(), MlpWith(lambda inner, x: inner(x)).double().eval()]
+    compiled = [plain[0], torch.compile(plain[1], backend=backend, fullgraph=True)]
+    want, want_inputs = _plain(plain, _batches(2, 3, 4))
+    for ops in ("B", "IW", "RIW"):
+        got, got_inputs = _split(compiled, _batches(2, 3, 4), ops)
+        assert all(_close(a, b) for a, b in zip(got + got_inputs, want + want_inputs, strict=True))
+    assert _count_deferred(compiled, _batches(2, 3, 4)[0]) == 1
+
+
+def test_a_parameter_with_a_gradient_hook_is_left_to_autograd():
+    layer = nn.Linear(4, 4).double()
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    assert _count_deferred([layer], _batches(2, 3, 4)[0]) == 0 and len(seen) == 1
+
+
+def test_multihead_attention_and_vmap_fall_back_to_autograd():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.linear = attention, nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            x = self.attention(x, x, x, need_weights=False)[0]
+            return torch.vmap(self.linear)(x)
+
+    _check([Wrapped()], _batches(2, 3, 4))
+
+
+class Several(nn.Module):
+    """Takes and gives several values: a float pair, a view of an input, ids, and one without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y, ids):
+        return self.a(x) + self.b(y), self.b(y)[:, :1].transpose(0, 1), ids
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Linear(4, 4)
+
+    def forward(self, value):
+        x, y, ids = value
+        return {"z": self.c(x) + y.transpose(0, 1) * ids[..., None], "none": ids.double()}
+
+
+def test_tuples_dicts_views_and_integers_cross_stages():
+    torch.manual_seed(0)
+    first, last = Several().double(), Joined().double()
+    x, y, ids = _batches(2, 3, 4)[0], _batches(2, 3, 4)[1], torch.tensor([[1, 2, 3], [4, 5, 6]])
+    xr, yr = x.clone().requires_grad_(), y.clone().requires_grad_()
+    out = last(first(xr, yr, ids))
+    (out["z"] ** 2).sum().backward()
+    want = [p.grad.clone() for p in _params([first, last])]
+    for p in _params([first, last]):
+        p.grad = None
+
+    one, two = Stage([first]), Stage([last])
+    run1 = one.forward((x, y, ids))
+    assert run1.outputs_need_grad == [True, True, False] and run1.outputs[1].shape == (1, 2, 4)
+    run2 = two.forward(run1.outputs)
+    assert run2.outputs_need_grad == [True, False] and set(run2.outputs) == {"z", "none"}
+    grads = run2.backward_input({"z": 2 * run2.outputs["z"], "none": None})
+    assert grads[2] is None
+    grads = run1.backward_input(grads)
+    run1.backward_weight()
+    run2.backward_weight()
+    got = [p.grad for p in _params([first, last])]
+    assert all(_close(a, b) for a, b in zip(got, want, strict=True))
+    assert _close(grads[0], xr.grad) and _close(grads[1], yr.grad)
+
+
+def test_an_input_passed_straight_through_and_one_not_used_get_their_gradients():
+    class Through(nn.Module):
+        def forward(self, x, y):
+            return x
+
+    run = Stage([Through()]).forward((torch.ones(3), torch.ones(2)))
+    grads = run.backward_input([torch.full((3,), 7.0)])
+    assert torch.equal(grads[0], torch.full((3,), 7.0)) and torch.equal(grads[1], torch.zeros(2))
+
+
+def test_a_loss_needs_no_gradient_and_a_missing_one_is_dropped():
+    layer = nn.Linear(4, 2).double()
+    x = _batches(2, 3, 4)[0]
+    run = Stage([layer]).forward(x, then=lambda y: y.square().mean())
+    run.backward_input()
+    run.backward_weight()
+    want = torch.autograd.grad(layer(x).square().mean(), layer.weight)[0]
+    assert _close(layer.weight.grad, want)
+    run = Stage([layer]).forward(x)
+    assert torch.equal(run.backward_full([None])[0], torch.zeros_like(x))
+
+
+def test_only_what_the_next_op_needs_stays_alive():
+    kept = {}
+
+    class Watch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            up = self.up(x)
+            act = up.exp()
+            kept.update(up=weakref.ref(up), act=weakref.ref(act))
+            kept["act_storage"] = act.untyped_storage().data_ptr()
+            return self.down(act).exp()
+
+    stage = Stage([Watch()])
+    gc.collect()
+    gc.disable()  # memory must go by reference count, not when a collection happens by
+    try:
+        run = stage.forward(torch.randn(4, 8))
+        out = weakref.ref(run.outputs)
+        run.backward_input(run.outputs.clone())
+        assert out() is None and kept["up"]() is None
+        operands = run._queue.tensors()
+        assert len(operands) == 4 and run.weight_bytes() == 4 * (4 * 8 + 4 * 16) * 2
+        assert kept["act_storage"] in {t.untyped_storage().data_ptr() for t in operands}
+        refs = [weakref.ref(t) for t in operands]
+        del operands
+        run.backward_weight()
+        assert len(run._queue) == 0 and not any(r() is not None for r in refs)
+    finally:
+        gc.enable()
+
+
+def test_recompute_holds_only_the_inputs_between_F_and_R():
+    seen = []
+    layer = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    layer[0].register_forward_hook(lambda m, i, o: seen.append(weakref.ref(o)))
+    run = Stage([layer]).forward(torch.randn(4, 8), recompute=True)
+    assert seen[0]() is None and run._edges is None
+    run.recompute()
+    run.backward_full(torch.ones(4, 8))
+
+
+def test_held_bytes_counts_shared_storage_once_and_no_parameters():
+    layer = nn.Linear(8, 16)
+    held = held_bytes(Stage([layer, nn.ReLU()]), torch.randn(4, 8))
+    assert held.until_input == 4 * (4 * 8 + 4 * 16)
+    assert held.until_weight == 4 * (4 * 8 + 4 * 16)
+    assert layer.weight.grad is None
+
+
+def test_ops_out_of_order_are_named():
+    stage = Stage([nn.Linear(2, 2)])
+    run = stage.forward(torch.ones(1, 2))
+    with pytest.raises(OctoPipeError, match="W before I"):
+        run.backward_weight()
+    with pytest.raises(OctoPipeError, match="kept its graph"):
+        run.recompute()
+    with pytest.raises(OctoPipeError, match="scalar loss"):
+        run.backward_input()
+    run.backward_full(torch.ones(1, 2))
+    with pytest.raises(OctoPipeError, match="only once"):
+        run.backward_full(torch.ones(1, 2))
+
+
+def test_values_flatten_and_rebuild():
+    value = {"a": 1, "b": (2, [3, {"c": 4}])}
+    leaves = []
+    flatten(value, leaves)
+    assert leaves == [1, 2, 3, 4] and rebuild(value, iter(leaves)) == value
+
+
+def test_outside_a_stage_nothing_is_intercepted():
+    layer = nn.Linear(2, 2)
+    assert "_Linear" not in layer(torch.ones(2)).grad_fn.name()
+    with SplitMode(layer.parameters(), WeightQueue()):
+        assert _Linear.__name__ in layer(torch.ones(2)).grad_fn.name()
+        with torch.no_grad():
+            assert layer(torch.ones(2)).grad_fn is None
