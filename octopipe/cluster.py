@@ -185,7 +185,7 @@ class Cluster:
                 raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
         if self.tp > 1 and self.node_size % self.tp and self.tp % self.node_size:
             raise OctoPipeError(
-                f"tp {self.tp} does not divide a node of {self.node_size} GPUs; give a divisor, or gpus_per_node"
+                f"tp {self.tp} does not divide a node of {self.node_size} GPUs; give a divisor of it"
             )
         if (self.tp * self.dp) % self.ep:
             raise OctoPipeError(

@@ -17,6 +17,7 @@ or how times are measured.
 
 from __future__ import annotations
 
+import json
 import math
 import stat
 from collections.abc import Mapping
@@ -73,10 +74,24 @@ def read_json_object(path: str | Path) -> dict[str, object]:
     except RecursionError:
         raise OctoPipeError(f"{name}: nested too deeply for a model file; flatten it") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise OctoPipeError(f"{name}: not valid JSON ({error}); write the file again") from None
+        value = _lenient(data)
+        if value is None:
+            raise OctoPipeError(f"{name}: not valid JSON ({error}); write the file again") from None
     if not isinstance(value, dict):
         raise OctoPipeError(f"{name}: holds a JSON {_kind(value)}; a model file is one object {{...}}")
     return value
+
+
+def _lenient(data: bytes) -> object:
+    """What Python's own decoder makes of it, or None.
+
+    It takes NaN and Infinity, which are no JSON but which Python programs write: so the error that follows
+    names the key that holds one instead of a byte offset.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def load_layer_times(path: str | Path) -> CostTable:

@@ -1,0 +1,199 @@
+"""From whatever a user names as MODEL to a CostTable.
+
+Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder) or a file
+whose "format" key says what it is; and the numbers that go with it. Does not know: how each of them is read
+(their own modules) or priced (`analytic.py`).
+
+>>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
+34
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from octopipe.analytic import analytic_costs
+from octopipe.cluster import GIB, Cluster, Network
+from octopipe.cluster import gpu as gpu_preset
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface import from_config
+from octopipe.layer_times import costs_of_layer_times, read_json_object, shown
+from octopipe.model import ModelSpec
+from octopipe.zoo import PRESETS, names, preset, suggestion
+
+DEFAULT_SEQ = 4096
+Reader = Callable[[Mapping[str, object], str, str], CostTable]
+
+
+def _layer_times(file: Mapping[str, object], name: str, where: str) -> CostTable:
+    return costs_of_layer_times(file, name=name, where=where)
+
+
+FORMATS: Mapping[str, Reader] = MappingProxyType(
+    {"octopipe.layer-times": _layer_times, "octopipe.profile": _layer_times}
+)
+"""The "format" key of a file, without its `/version`, and what reads it. A profile is a layer-times file with
+more keys beside."""
+
+
+def resolve_spec(model: str | Path | ModelSpec) -> ModelSpec | None:
+    """The layers behind MODEL, or None where only times are known (a layer-times file)."""
+    found = _find(model)
+    return found if isinstance(found, ModelSpec) else None
+
+
+def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
+    """The spec of a preset or config, or the costs of a file of times."""
+    if isinstance(model, ModelSpec):
+        return model
+    name = str(model)
+    if name in PRESETS:
+        return preset(name)
+    path = Path(name)
+    try:
+        if path.is_dir() and (path / "config.json").exists():
+            path = path / "config.json"
+        is_path = os.path.lexists(path) or os.sep in name or name.endswith(".json")
+    except (OSError, ValueError):
+        is_path = True  # read_json_object says what is wrong with it
+    if not name or not is_path:
+        shown_name = shown(name[:80])
+        raise OctoPipeError(
+            f"unknown model {shown_name!r}{suggestion(name[:80], names())}; give a preset (`octopipe models` "
+            "lists them), a layer-times file or a Hugging Face config.json"
+        )
+    file, where = read_json_object(path), shown(path)
+    tag = file.get("format")
+    if isinstance(tag, str):
+        reader = FORMATS.get(tag.split("/")[0])
+        if reader is None:
+            known = ", ".join(sorted(FORMATS))
+            raise OctoPipeError(
+                f"{where}: format {tag[:60]!r} is no model; give a file of format {known}, or a preset"
+            )
+        return reader(file, path.stem, where)
+    if "pattern" in file or "forward_ms" in file:
+        return _layer_times(file, path.stem, where)
+    if "model_type" in file or "architectures" in file or "hidden_size" in file or "text_config" in file:
+        return from_config(
+            file, name=path.parent.name if path.name == "config.json" else path.stem, where=where
+        )
+    raise OctoPipeError(
+        f'{where}: neither a layer-times file ("pattern", "forward_ms", ...) nor a Hugging Face config '
+        '("model_type", ...); check the file'
+    )
+
+
+def _tensor_parallel(spec: ModelSpec, cluster: Cluster) -> int:
+    """The smallest power of two at which weights, gradients and optimizer state of an even share of the model
+    take at most half of a GPU, never above a node or beyond what divides the heads."""
+    best = 1
+    for tp in (1, 2, 4, 8, 16, 32, 64):
+        sizes = (getattr(p, n, None) for x in spec for p in x.parts for n in ("heads", "value_heads", "ffn"))
+        if cluster.node_size % tp or any(isinstance(size, int) and size % tp for size in sizes):
+            break
+        best = tp
+        if spec.training_parameters * 18 / (tp * cluster.pp) <= cluster.gpu.memory_gib * GIB / 2:
+            break
+    return best
+
+
+def _memory(memory_gib: float | Sequence[float] | None, pp: int) -> tuple[float, ...]:
+    if memory_gib is None:
+        return ()
+    values = (memory_gib,) if isinstance(memory_gib, int | float) else tuple(memory_gib)
+    if len(values) not in (1, pp):
+        raise OctoPipeError(f"memory_gib has {len(values)} entries for {pp} ranks; give one, or one per rank")
+    return tuple(_positive("memory_gib", value) for value in values)
+
+
+def _positive(name: str, value: object, *, zero: bool = False) -> float:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
+        raise OctoPipeError(f"{name} is {value}; give a finite number {'>= 0' if zero else '> 0'}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def resolve_costs(
+    model: str | Path | ModelSpec,
+    *,
+    pp: int,
+    gpu: str = "h800",
+    tp: int | None = None,
+    dp: int = 1,
+    ep: int = 1,
+    seq: int | None = None,
+    micro_batch_size: int = 1,
+    p2p_ms: float | None = None,
+    memory_gib: float | Sequence[float] | None = None,
+    rank_speed: Sequence[float] = (),
+    gpus_per_node: int | None = None,
+    sequence_parallel: bool = True,
+    distributed_optimizer: bool = False,
+    micro_batch_tokens: Sequence[int] | None = None,
+) -> CostTable:
+    """The costs of MODEL on `pp` pipeline ranks.
+
+    `tp` left out: the smallest that fits (see `_tensor_parallel`); 1 for a file of times, whose times already
+    hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every transfer cost
+    that much. `memory_gib` left out: the GPU's, or no limit for a file of times.
+    """
+    whole = {"seq": seq, "micro_batch_size": micro_batch_size, "pp": pp, "tp": tp, "dp": dp, "ep": ep}
+    for name, value in whole.items():
+        optional = value is None and name in ("seq", "tp")
+        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
+    bare = Cluster(gpu=gpu_preset(gpu), pp=pp, gpus_per_node=gpus_per_node)
+    network = None if p2p_ms is None else Network.constant(_positive("p2p_ms", p2p_ms, zero=True))
+    memory = _memory(memory_gib, pp)
+
+    found = _find(model)
+    if found.num_layers < pp:
+        raise OctoPipeError(
+            f"pp {pp} is more than the {found.num_layers} layers of {shown(str(model)[:80])}; "
+            f"give at most {found.num_layers}"
+        )
+    if tp is None:
+        tp = _tensor_parallel(found, bare) if isinstance(found, ModelSpec) else 1
+    cluster = replace(bare, tp=tp, dp=dp, ep=ep, rank_speed=tuple(rank_speed), rank_memory_gib=memory)
+    if isinstance(found, ModelSpec):
+        table = analytic_costs(
+            found,
+            cluster,
+            seq=DEFAULT_SEQ if seq is None else seq,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=sequence_parallel,
+            distributed_optimizer=distributed_optimizer,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+    else:
+        table = _measured(found, cluster, seq, micro_batch_size, micro_batch_tokens)
+    return table if network is None else table.replace(network=network)
+
+
+def _measured(
+    table: CostTable, cluster: Cluster, seq: int | None, micro_batch_size: int, lengths: Sequence[int] | None
+) -> CostTable:
+    """A file's times with the run's numbers around them."""
+    if lengths is not None:
+        raise OctoPipeError(
+            f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times knows one length"
+        )
+    tokens = table.tokens_per_micro_batch
+    if tokens is None and seq is not None:
+        tokens = seq * micro_batch_size
+    # Without boundary sizes nothing is known about transfers: they cost nothing unless p2p_ms says so.
+    network = cluster.network() if table.boundary_bytes.any() else Network.constant(0.0)
+    return table.replace(
+        network=network,
+        rank_slowdown=cluster.rank_slowdown(),
+        rank_memory_bytes=tuple(gib * GIB for gib in cluster.rank_memory_gib),
+        tokens_per_micro_batch=tokens,
+        gpus_per_rank=cluster.tp,
+    )

@@ -1,0 +1,113 @@
+"""What verbs share: the flags that describe a model and a setting, JSON out, a console that respects pipes.
+
+Knows: argparse and rich. Does not know: any verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from octopipe.cost import CostTable
+
+
+def whole_number(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not 1 <= value <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"{value} is out of range; give a whole number from 1 on")
+    return value
+
+
+def non_negative(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number >= 0")
+    return value
+
+
+def number_list(text: str) -> list[float]:
+    """An argparse type: numbers > 0 separated by commas."""
+    values = [non_negative(part) for part in text.split(",")]
+    if any(v == 0 for v in values):
+        raise argparse.ArgumentTypeError(f"{text}: every number must be > 0")
+    return values
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json."""
+    parser.add_argument("model", metavar="MODEL", help="a preset (`octopipe models`), a layer-times or config.json file")
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:
+    """The flags that describe ranks, micro-batches, hardware and memory."""
+    parser.add_argument("--pp", type=whole_number, required=pp_required, help="pipeline ranks")
+    parser.add_argument("--micro-batches", type=whole_number, help="micro-batches per step (default: 2 x pp)")
+    parser.add_argument("--gpu", default="h800", help="GPU preset for analytic costs (default: h800)")
+    parser.add_argument("--tp", type=whole_number, help="tensor-parallel size: GPUs per rank (default: 1)")
+    parser.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
+    parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
+    parser.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
+    parser.add_argument("--memory-gib", type=number_list, help="capacity per rank: one number, or one per rank")
+    parser.add_argument("--speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1")
+    parser.add_argument(
+        "--split-backward",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run backward as I and W (default: as the system was published)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def costs_from(args: argparse.Namespace) -> CostTable:
+    """The cost table that the model and setting flags describe."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.resolve import resolve_costs
+
+    costs = resolve_costs(
+        args.model,
+        pp=args.pp,
+        gpu=args.gpu,
+        tp=args.tp,
+        dp=args.dp,
+        seq=args.seq,
+        p2p_ms=args.p2p_ms,
+        memory_gib=None if not args.memory_gib else args.memory_gib[0] if len(args.memory_gib) == 1 else args.memory_gib,
+    )
+    if args.memory_gib and len(args.memory_gib) not in (1, args.pp):
+        raise OctoPipeError(f"--memory-gib gives {len(args.memory_gib)} sizes for {args.pp} ranks; give 1 or {args.pp}")
+    if args.speeds:
+        if len(args.speeds) != args.pp:
+            raise OctoPipeError(f"--speeds gives {len(args.speeds)} numbers for {args.pp} ranks; give one per rank")
+        costs = costs.replace(rank_slowdown=tuple(1.0 / s for s in args.speeds))
+    return costs
+
+
+def micro_batches_from(args: argparse.Namespace) -> int:
+    return args.micro_batches or 2 * args.pp
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout; numbers that are not finite become null."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console; colour only on a terminal and never with NO_COLOR."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=False)
