@@ -1,0 +1,1 @@
+"""Plans and timelines in other people's formats: terminal, SVG, PNG, CSV, Perfetto, PyTorch, Megatron."""
