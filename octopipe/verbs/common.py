@@ -95,6 +95,12 @@ def costs_from(args: argparse.Namespace) -> CostTable:
     return costs
 
 
+def setting_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
+    names = ("model", "gpu", "tp", "dp", "seq", "p2p_ms", "memory_gib", "speeds")
+    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+
+
 def micro_batches_from(args: argparse.Namespace) -> int:
     return args.micro_batches or 2 * args.pp
 

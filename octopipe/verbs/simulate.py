@@ -1,0 +1,176 @@
+"""`octopipe simulate MODEL --system NAME | --plan FILE`: step time, bubbles, memory, a timeline.
+
+Knows: how a prediction is shown. Does not know: how it is made (simulate.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from octopipe.verbs.common import (
+    add_model_arguments,
+    add_setting_arguments,
+    console,
+    costs_from,
+    micro_batches_from,
+    non_negative,
+    print_json,
+    setting_from,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from octopipe.cost import CostTable
+    from octopipe.plan import Plan
+    from octopipe.timeline import Timeline
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`); default: 1f1b")
+    what.add_argument("--plan", metavar="FILE", help="a plan file instead of a system")
+    add_setting_arguments(parser, pp_required=False)
+    parser.add_argument("--chunks", type=whole_number, help="stages per rank, for systems that interleave")
+    parser.add_argument(
+        "--channel",
+        choices=("directed", "pair", "single", "blocking"),
+        default="directed",
+        help="which sends and receives share an in-order queue (default: directed)",
+    )
+    parser.add_argument("--jitter", type=non_negative, metavar="SIGMA", help="also: step times with noisy ops")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan")
+    parser.add_argument("--timeline", metavar="FILE", help="write the timeline (for `octopipe report`)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octopipe.bounds import lower_bound_ms
+    from octopipe.lower import lower
+    from octopipe.plan_file import save_plan
+    from octopipe.simulate import jitter_ms, simulate
+
+    plan, costs = plan_and_costs(args)
+    program = lower(plan, costs, channel=args.channel)
+    timeline = simulate(program, costs)
+    numbers = {
+        "model": costs.model,
+        "system": plan.extra.get("system"),
+        "pp": plan.num_ranks,
+        "micro_batches": plan.num_micro_batches,
+        "stages": len(plan.stages),
+        "channel": args.channel,
+        **timeline.summary(),
+        "lower_bound_ms": lower_bound_ms(costs, plan.num_ranks, plan.num_micro_batches),
+        "tokens_per_gpu_per_second": tokens_per_gpu_per_second(costs, plan, timeline.step_ms),
+    }
+    if args.jitter is not None:
+        runs = max(1000, costs.data_parallel)
+        samples = jitter_ms(program, costs, sigma=args.jitter, runs=runs)
+        numbers["jitter"] = {
+            "sigma": args.jitter,
+            "mean_ms": float(samples.mean()),
+            "p95_ms": float(_quantile(samples, 0.95)),
+            "slowest_pipeline_ms": float(samples[: costs.data_parallel].max()),
+        }
+    if args.output:
+        save_plan(plan, args.output)
+    if args.timeline:
+        timeline.save(args.timeline)
+    if args.json:
+        print_json(numbers)
+    else:
+        _show(plan, costs, timeline, numbers)
+    return 0
+
+
+def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
+    """The plan that the flags name, and the costs to price it with."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.plan_file import load_plan
+    from octopipe.systems import build_plan
+
+    if args.plan:
+        plan = load_plan(args.plan)
+        for flag, value in (("--pp", plan.num_ranks), ("--micro-batches", plan.num_micro_batches)):
+            given = getattr(args, flag[2:].replace("-", "_"))
+            if given is not None and given != value:
+                raise OctoPipeError(f"{args.plan} has {flag[2:]} {value}, not {given}; leave {flag} out")
+        args.pp, args.micro_batches = plan.num_ranks, plan.num_micro_batches
+        return plan, costs_from(args)
+    if args.pp is None:
+        raise OctoPipeError("how many ranks? give --pp (or a --plan)")
+    costs = costs_from(args)
+    options = {} if args.chunks is None else {"chunks": args.chunks}
+    plan = build_plan(
+        args.system, costs, args.pp, micro_batches_from(args), split_backward=args.split_backward, **options
+    )
+    return plan.with_extra(setting=setting_from(args)), costs
+
+
+def tokens_per_gpu_per_second(costs: CostTable, plan: Plan, step_ms: float) -> float | None:
+    """Training throughput, where the sequence length is known."""
+    if costs.tokens_per_micro_batch is None or step_ms <= 0:
+        return None
+    tokens = costs.tokens_per_micro_batch * plan.num_micro_batches
+    return tokens / (plan.num_ranks * costs.gpus_per_rank) / (step_ms / 1e3)
+
+
+def _quantile(samples: Any, q: float) -> float:
+    import numpy as np
+
+    return float(np.quantile(samples, q))
+
+
+def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from octopipe.export.terminal import timeline_text
+
+    out = console()
+    bound = numbers["lower_bound_ms"]
+    limited = any(c != float("inf") for c in timeline.capacity_bytes)
+    fits = "" if not limited else ", [green]fits[/]" if timeline.fits else ", [bold red]does not fit[/]"
+    out.print(
+        f"[bold]{timeline.label or 'plan'}[/] on {costs.model}: [bold]{timeline.step_ms:.1f} ms[/] a step, "
+        f"{100 * timeline.bubble_ratio:.1f} % bubble{fits}"
+    )
+    speed = numbers["tokens_per_gpu_per_second"]
+    overlap = timeline.overlap
+    facts = [
+        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.num_micro_batches} micro-batches",
+        f"lower bound {bound:.1f} ms ({100 * (timeline.step_ms / bound - 1):.1f} % above it)" if bound > 0 else "",
+        f"{speed:.0f} tokens/GPU/s" if speed else "",
+        f"{overlap.communications} communications, {100 * overlap.rate:.0f} % overlapped",
+    ]
+    out.print("; ".join(f for f in facts if f), style="dim")
+    if "jitter" in numbers:
+        j = numbers["jitter"]
+        out.print(
+            f"with {100 * j['sigma']:g} % jitter: {j['mean_ms']:.1f} ms mean, {j['p95_ms']:.1f} ms 95th percentile, "
+            f"{j['slowest_pipeline_ms']:.1f} ms slowest of {costs.data_parallel} pipelines",
+            style="dim",
+        )
+    b = timeline.bubbles
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("rank")
+    table.add_column("stages", overflow="ellipsis", no_wrap=True, max_width=24)
+    titles = ("layers", "busy ms", "idle ms", "boundary", "imbalance", "comm", "residual")
+    for title in titles:
+        table.add_column(title, justify="right")
+    table.add_column("peak GiB" + (" / limit" if limited else ""), justify="right")
+    for r in range(plan.num_ranks):
+        mine = plan.stages_of_rank(r)
+        peak = timeline.peak_gib[r]
+        limit = timeline.capacity_bytes[r] / (1 << 30)
+        memory = f"{peak:.1f}" + (f" / {limit:.0f}" if limited else "")
+        table.add_row(
+            str(r),
+            " ".join(map(str, mine)),
+            str(sum(plan.stages[s].num_layers for s in mine)),
+            *(f"{x[r]:.1f}" for x in (timeline.busy_ms, b.idle_ms, b.boundary_ms, b.imbalance_ms)),
+            *(f"{x[r]:.1f}" for x in (b.communication_ms, b.residual_ms)),
+            memory if peak <= limit else f"[red]{memory}[/]",
+        )
+    out.print(table)
+    out.print(timeline_text(timeline, width=out.width, color=out.is_terminal and not out.no_color))
