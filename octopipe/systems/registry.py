@@ -31,6 +31,8 @@ BUILT_IN = (
     "gpipe",
     "one_f_one_b",
     "interleaved",
+    "zb_h1",
+    "zb_h2",
 )
 """Modules of this package that declare policies, in the order `octopipe systems` lists them."""
 
