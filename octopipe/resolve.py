@@ -22,8 +22,9 @@ from octopipe.cluster import GIB, Cluster, Network
 from octopipe.cluster import gpu as gpu_preset
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.files import read_json_object, shown
 from octopipe.huggingface import from_config
-from octopipe.layer_times import costs_of_layer_times, read_json_object, shown
+from octopipe.layer_times import costs_of_layer_times
 from octopipe.model import ModelSpec
 from octopipe.zoo import PRESETS, names, preset, suggestion
 
