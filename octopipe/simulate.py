@@ -33,7 +33,6 @@ from octopipe.price import (
 from octopipe.timeline import Extra, MemoryCurve, Spans, Timeline, Transfers
 
 Floats = NDArray[np.float64]
-_LAST = 1 << 40
 
 
 def simulate(
@@ -135,16 +134,11 @@ def memory_curves(
     at_start += scratch
     at_end -= scratch
 
-    # Events that share a time keep this order: within op k first buffers are handed over (4k), then the op
-    # allocates (4k+1), frees (4k+2) and leaves its output (4k+3); a finished transfer frees before all.
-    number = np.arange(t.stage.size, dtype=np.int64)
-    rank, time = [t.rank, t.rank], [spans.start_ms, spans.end_ms]
-    order, delta = [4 * number + 1, 4 * number + 2], [at_start, at_end]
+    rank, time, delta = [t.rank, t.rank], [spans.start_ms, spans.end_ms], [at_start, at_end]
 
-    def add(on: NDArray[np.int32], when: Floats, sequence: NDArray[np.int64], change: Floats) -> None:
+    def add(on: NDArray[np.int32], when: Floats, change: Floats) -> None:
         rank.append(on)
         time.append(when)
-        order.append(sequence)
         delta.append(change)
 
     out_bytes, gradient_bytes = boundary_bytes(plan, costs)
@@ -155,20 +149,13 @@ def memory_curves(
         size = (out_bytes if kind == F else gradient_bytes)[t.stage[producer], t.micro_batch[producer]]
         carried = program.transfer_of[consumer, column]
         local = carried < 0
-        add(t.rank[producer], spans.end_ms[producer], 4 * number[producer] + 3, size)
-        released = spans.start_ms[consumer] if kind == F else spans.end_ms[consumer]
-        sequence = 4 * number[consumer] + (0 if kind == F else 2)
-        add(t.rank[consumer], released, sequence, -size)
+        add(t.rank[producer], spans.end_ms[producer], size)
+        add(t.rank[consumer], spans.start_ms[consumer] if kind == F else spans.end_ms[consumer], -size)
         moved = carried[~local]
-        add(transfers.source[moved], transfers.end_ms[moved], np.full(moved.size, -1, np.int64), -size[~local])
-        add(
-            transfers.destination[moved],
-            transfers.start_ms[moved],
-            np.full(moved.size, _LAST, np.int64),
-            size[~local],
-        )
+        add(transfers.source[moved], transfers.end_ms[moved], -size[~local])
+        add(transfers.destination[moved], transfers.start_ms[moved], size[~local])
     ranks, times, deltas = np.concatenate(rank), np.concatenate(time), np.concatenate(delta)
-    by = np.lexsort((np.concatenate(order), times, ranks))
+    by = np.lexsort((times, ranks))
     ranks, times, deltas = ranks[by], times[by], deltas[by]
     static = static_bytes(plan, costs)
     bounds = np.searchsorted(ranks, np.arange(plan.num_ranks + 1))
@@ -178,9 +165,10 @@ def memory_curves(
         used = static[r] + np.cumsum(deltas[mine])
         # Rounding of sums of large byte counts can leave a hair below the static level at the end.
         used = np.maximum(used, static[r])
-        curves.append(
-            MemoryCurve(np.concatenate(([0.0], times[mine])), np.concatenate(([static[r]], used)), float(static[r]))
-        )
+        when = times[mine]
+        # What exists for no time at all (freed and taken in one instant) is no state of the memory.
+        lasting = np.append(when[1:] > when[:-1], True)[: when.size]
+        curves.append(MemoryCurve(when[lasting], used[lasting], float(static[r])))
     return tuple(curves)
 
 

@@ -1,0 +1,47 @@
+# Two commands do everything on a bare machine with Python and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Pinned for reproducible installs; any torch from 2.9 on works.
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint types unit bench docs clean
+demo: $(VENV)/.demo
+	@$(BIN)/python scripts/demo.py
+
+test: $(VENV)/.test lint types unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check octopipe tests benchmarks scripts
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/pytest -n 2 --dist worksteal
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/bench_simulate.py
+	$(BIN)/python benchmarks/bench_tune.py
+
+docs: $(VENV)/.test
+	$(BIN)/python scripts/make_pictures.py
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact]"
+	@touch $@
+
+# Browser tests drive Debian's Chromium; it is installed where that is allowed, and skipped elsewhere.
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
+	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,dev]"
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache

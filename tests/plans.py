@@ -1,0 +1,102 @@
+"""Random plans for tests: any partition, placement, order, recomputation and routes that check accepts."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from octopipe.cluster import Link, Network
+from octopipe.cost import CostTable
+from octopipe.plan import Op, Plan, Stage
+
+
+def random_cuts(rng: random.Random, layers: int, stages: int) -> list[tuple[int, int]]:
+    inner = sorted(rng.sample(range(1, layers), stages - 1))
+    edges = [0, *inner, layers]
+    return list(zip(edges, edges[1:]))
+
+
+def random_plan(
+    rng: random.Random, *, max_layers: int = 8, max_ranks: int = 4, max_micro_batches: int = 5, routes: int = 1
+) -> Plan:
+    """A valid plan; its orders are one random interleaving of all ops that respects the dependencies."""
+    layers = rng.randint(1, max_layers)
+    ranks = rng.randint(1, max_ranks)
+    micro_batches = rng.randint(1, max_micro_batches)
+    stages: list[Stage] = []
+    paths: list[tuple[int, ...]] = []
+    for _ in range(routes):
+        cuts = random_cuts(rng, layers, rng.randint(1, layers))
+        paths.append(tuple(range(len(stages), len(stages) + len(cuts))))
+        for first, stop in cuts:
+            again = rng.choice([False, False, True, (rng.randrange(first, stop),)])
+            stages.append(Stage(first=first, stop=stop, rank=rng.randrange(ranks), recompute=again))
+    route_of = tuple(rng.randrange(routes) for _ in range(micro_batches))
+    needs: dict[Op, list[Op]] = {}
+    for m in range(micro_batches):
+        path = paths[route_of[m]]
+        split = {s: rng.random() < 0.7 for s in path}
+        for k, s in enumerate(path):
+            forward, back = Op(s, "F", m), Op(s, "I" if split[s] else "B", m)
+            needs[forward] = [Op(path[k - 1], "F", m)] if k else []
+            needs[back] = [forward]
+            if stages[s].recompute:
+                needs[Op(s, "R", m)] = [forward]
+                needs[back].append(Op(s, "R", m))
+            if k + 1 < len(path):
+                after = path[k + 1]
+                needs[back].append(Op(after, "I" if split[after] else "B", m))
+            if split[s]:
+                needs[Op(s, "W", m)] = [back]
+    orders: list[list[Op]] = [[] for _ in range(ranks)]
+    done: set[Op] = set()
+    waiting = list(needs)
+    while waiting:
+        ready = [op for op in waiting if all(p in done for p in needs[op])]
+        op = rng.choice(ready)
+        orders[stages[op.stage].rank].append(op)
+        done.add(op)
+        waiting.remove(op)
+    return Plan(
+        model="random",
+        num_layers=layers,
+        num_ranks=ranks,
+        num_micro_batches=micro_batches,
+        stages=tuple(stages),
+        orders=tuple(map(tuple, orders)),
+        routes=tuple(paths),
+        route_of_micro_batch=route_of,
+    )
+
+
+def random_costs(rng: random.Random, plan: Plan, *, zeros: bool = True) -> CostTable:
+    """Uneven layers, links, ranks and micro-batches; with `zeros`, some times are exactly zero."""
+    layers = plan.num_layers
+
+    def times() -> np.ndarray:
+        return np.array([rng.choice([0.0 if zeros else 0.5, 1.0, rng.uniform(0.01, 5)]) for _ in range(layers)])
+
+    activation = np.array([rng.uniform(0, 4) for _ in range(layers)])
+    factor = None
+    if rng.random() < 0.5:
+        factor = np.array([[rng.uniform(0.5, 2) for _ in range(layers)] for _ in range(plan.num_micro_batches)])
+    return CostTable(
+        model="random",
+        symbols="T" * layers,
+        forward_ms=times(),
+        input_ms=times(),
+        weight_ms=times(),
+        activation_bytes=activation,
+        stash_bytes=activation * rng.random(),
+        static_bytes=np.array([rng.uniform(0, 3) for _ in range(layers)]),
+        boundary_bytes=np.array([rng.choice([0.0, rng.uniform(0, 2)]) for _ in range(layers)]),
+        workspace_bytes=np.array([rng.choice([0.0, rng.uniform(0, 2)]) for _ in range(layers)]),
+        network=Network(
+            intra=Link(latency_ms=rng.choice([0.0 if zeros else 0.1, 0.3, 2.0]), ms_per_byte=rng.choice([0.0, 0.5])),
+            inter=Link(latency_ms=rng.uniform(0.01, 3), ms_per_byte=rng.uniform(0, 1)),
+            ranks_per_node=rng.randint(1, 4),
+        ),
+        rank_slowdown=tuple(rng.uniform(0.5, 2) for _ in range(plan.num_ranks)) if rng.random() < 0.5 else (),
+        micro_batch_factor=factor,
+    )
