@@ -56,9 +56,9 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool 
     parser.add_argument("--pp", type=whole_number, required=pp_required, help="pipeline ranks")
     parser.add_argument("--micro-batches", type=whole_number, help="micro-batches per step (default: 2 x pp)")
     parser.add_argument("--gpu", default="h800", help="GPU preset for analytic costs (default: h800)")
-    parser.add_argument("--tp", type=whole_number, help="tensor-parallel size: GPUs per rank (default: 1)")
+    parser.add_argument("--tp", type=whole_number, help="GPUs per rank (default: the smallest that fits)")
     parser.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
-    parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
+    parser.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 4096, or what the file says)")
     parser.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
     parser.add_argument("--memory-gib", type=number_list, help="capacity per rank: one number, or one per rank")
     parser.add_argument("--speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1")
@@ -76,7 +76,11 @@ def costs_from(args: argparse.Namespace) -> CostTable:
     from octopipe.errors import OctoPipeError
     from octopipe.resolve import resolve_costs
 
-    costs = resolve_costs(
+    if args.speeds and len(args.speeds) != args.pp:
+        raise OctoPipeError(f"--speeds gives {len(args.speeds)} numbers for {args.pp} ranks; give one per rank")
+    if args.memory_gib and len(args.memory_gib) not in (1, args.pp):
+        raise OctoPipeError(f"--memory-gib gives {len(args.memory_gib)} sizes for {args.pp} ranks; give 1 or {args.pp}")
+    return resolve_costs(
         args.model,
         pp=args.pp,
         gpu=args.gpu,
@@ -84,15 +88,9 @@ def costs_from(args: argparse.Namespace) -> CostTable:
         dp=args.dp,
         seq=args.seq,
         p2p_ms=args.p2p_ms,
-        memory_gib=None if not args.memory_gib else args.memory_gib[0] if len(args.memory_gib) == 1 else args.memory_gib,
+        memory_gib=args.memory_gib,
+        rank_speed=args.speeds or (),
     )
-    if args.memory_gib and len(args.memory_gib) not in (1, args.pp):
-        raise OctoPipeError(f"--memory-gib gives {len(args.memory_gib)} sizes for {args.pp} ranks; give 1 or {args.pp}")
-    if args.speeds:
-        if len(args.speeds) != args.pp:
-            raise OctoPipeError(f"--speeds gives {len(args.speeds)} numbers for {args.pp} ranks; give one per rank")
-        costs = costs.replace(rank_slowdown=tuple(1.0 / s for s in args.speeds))
-    return costs
 
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:

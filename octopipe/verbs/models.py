@@ -45,21 +45,24 @@ def _list(args: argparse.Namespace) -> int:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title, justify in (("model", "left"), ("params", "right"), ("layers", "right"), ("hidden", "right")):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+        table.add_column(title, justify=justify, no_wrap=True, min_width=20 if title == "model" else 7)  # type: ignore[arg-type]
     table.add_column("pattern", overflow="ellipsis", no_wrap=True)
     for s in specs:
         table.add_row(s.name, f"{s.parameters / 1e9:.2f} B", str(s.num_layers), str(s.hidden), s.pattern)
     out = console()
     out.print(table)
-    out.print("\nE embedding  M Mamba  - MLP  * attention  # MoE  T transformer block  L head + loss", style="dim")
+    out.print("\nE embedding  M Mamba  - MLP  * attention  # MoE  T transformer block  L head", style="dim")
     out.print("`octopipe models NAME` shows one layer by layer.", style="dim")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    from octopipe.resolve import resolve_model
+    from octopipe.errors import OctoPipeError
+    from octopipe.resolve import resolve_spec
 
-    spec = resolve_model(args.model)
+    spec = resolve_spec(args.model)
+    if spec is None:
+        raise OctoPipeError(f"{args.model} holds layer times only; `octopipe simulate {args.model} --pp N` uses them")
     if args.json:
         print_json(
             {

@@ -153,23 +153,22 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
         )
     b = timeline.bubbles
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("rank")
-    table.add_column("stages", overflow="ellipsis", no_wrap=True, max_width=24)
-    titles = ("layers", "busy ms", "idle ms", "boundary", "imbalance", "comm", "residual")
-    for title in titles:
-        table.add_column(title, justify="right")
-    table.add_column("peak GiB" + (" / limit" if limited else ""), justify="right")
+    table.add_column("rank", no_wrap=True)
+    table.add_column("stages", overflow="ellipsis", no_wrap=True, max_width=22)
+    memory_title = "GiB of limit" if limited else "peak GiB"
+    for title in ("layers", "busy", "idle ms =", "edge", "+ less work", "+ comm", "+ rest", memory_title):
+        table.add_column(title, justify="right", no_wrap=True)
     for r in range(plan.num_ranks):
         mine = plan.stages_of_rank(r)
         peak = timeline.peak_gib[r]
         limit = timeline.capacity_bytes[r] / (1 << 30)
-        memory = f"{peak:.1f}" + (f" / {limit:.0f}" if limited else "")
+        memory = f"{peak:.1f}" + (f" of {limit:.0f}" if limited else "")
+        parts = (timeline.busy_ms, b.idle_ms, b.boundary_ms, b.imbalance_ms, b.communication_ms, b.residual_ms)
         table.add_row(
             str(r),
             " ".join(map(str, mine)),
             str(sum(plan.stages[s].num_layers for s in mine)),
-            *(f"{x[r]:.1f}" for x in (timeline.busy_ms, b.idle_ms, b.boundary_ms, b.imbalance_ms)),
-            *(f"{x[r]:.1f}" for x in (b.communication_ms, b.residual_ms)),
+            *(f"{x[r]:.1f}" for x in parts),
             memory if peak <= limit else f"[red]{memory}[/]",
         )
     out.print(table)
