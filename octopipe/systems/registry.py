@@ -33,6 +33,10 @@ BUILT_IN = (
     "interleaved",
     "zb_h1",
     "zb_h2",
+    "chimera",
+    "hanayo",
+    "dualpipe",
+    "dualpipe_v",
 )
 """Modules of this package that declare policies, in the order `octopipe systems` lists them."""
 
