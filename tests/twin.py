@@ -26,8 +26,7 @@ def op_ms(plan: Plan, costs: CostTable, op: Op) -> float:
     return total * (costs.rank_slowdown[stage.rank] if costs.rank_slowdown else 1.0)
 
 
-def inputs_of(plan: Plan, op: Op) -> list[Op]:
-    ops = {o for order in plan.orders for o in order}
+def inputs_of(plan: Plan, op: Op, ops: set[Op]) -> list[Op]:
     path = plan.routes[plan.route_of_micro_batch[op.micro_batch]]
     at = path.index(op.stage)
     m = op.micro_batch
@@ -54,15 +53,27 @@ def hop_ms(plan: Plan, costs: CostTable, producer: Op, consumer: Op) -> float:
     return costs.network.transfer_ms(a.rank, b.rank, costs.boundary_bytes[layer] * size)
 
 
-def run(plan: Plan, costs: CostTable) -> tuple[dict[Op, tuple[float, float]], dict[int, float]]:
+Interval = tuple[float, float]
+
+
+def run(plan: Plan, costs: CostTable) -> tuple[dict[Op, Interval], dict[int, float]]:
     """Start and end of every op under directed channels, and the peak bytes of every rank."""
+    times, arrived, consumers = timing(plan, costs)
+    return times, _peaks(plan, costs, times, arrived, consumers)
+
+
+def timing(
+    plan: Plan, costs: CostTable
+) -> tuple[dict[Op, Interval], dict[tuple[Op, Op], Interval], dict[Op, list[Op]]]:
+    """Intervals of ops and of transfers, and who consumes what."""
+    ops = {op for order in plan.orders for op in order}
     times: dict[Op, tuple[float, float]] = {}
     arrived: dict[tuple[Op, Op], tuple[float, float]] = {}
     free: dict[tuple[int, int], float] = {}
     consumers: dict[Op, list[Op]] = {}
     for order in plan.orders:
         for op in order:
-            for p in inputs_of(plan, op):
+            for p in inputs_of(plan, op, ops):
                 consumers.setdefault(p, []).append(op)
     head = [0] * plan.num_ranks
     while any(head[r] < len(plan.orders[r]) for r in range(plan.num_ranks)):
@@ -70,7 +81,7 @@ def run(plan: Plan, costs: CostTable) -> tuple[dict[Op, tuple[float, float]], di
             if head[r] == len(order):
                 continue
             op = order[head[r]]
-            needed = inputs_of(plan, op)
+            needed = inputs_of(plan, op, ops)
             if any(p not in times for p in needed):
                 continue
             begin = times[order[head[r] - 1]][1] if head[r] else 0.0
@@ -86,7 +97,7 @@ def run(plan: Plan, costs: CostTable) -> tuple[dict[Op, tuple[float, float]], di
                     go = max(end, free.get((r, to), 0.0))
                     arrived[op, c] = (go, go + hop_ms(plan, costs, op, c))
                     free[r, to] = arrived[op, c][1]
-    return times, _peaks(plan, costs, times, arrived, consumers)
+    return times, arrived, consumers
 
 
 def _peaks(plan, costs, times, arrived, consumers):  # type: ignore[no-untyped-def]

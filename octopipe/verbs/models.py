@@ -43,10 +43,10 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, expand=True)
     for title, justify in (("model", "left"), ("params", "right"), ("layers", "right"), ("hidden", "right")):
         table.add_column(title, justify=justify, no_wrap=True, min_width=20 if title == "model" else 7)  # type: ignore[arg-type]
-    table.add_column("pattern", overflow="ellipsis", no_wrap=True)
+    table.add_column("pattern", overflow="ellipsis", no_wrap=True, ratio=1)
     for s in specs:
         table.add_row(s.name, f"{s.parameters / 1e9:.2f} B", str(s.num_layers), str(s.hidden), s.pattern)
     out = console()

@@ -152,12 +152,12 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
             style="dim",
         )
     b = timeline.bubbles
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    table.add_column("stages", overflow="ellipsis", no_wrap=True, max_width=22)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("rank", no_wrap=True, min_width=4)
+    table.add_column("stages", overflow="ellipsis", no_wrap=True, max_width=12)
     memory_title = "GiB of limit" if limited else "peak GiB"
-    for title in ("layers", "busy", "idle ms =", "edge", "+ less work", "+ comm", "+ rest", memory_title):
-        table.add_column(title, justify="right", no_wrap=True)
+    for title in ("layers", "busy ms", "idle ms", "edge", "less", "comm", "rest", memory_title):
+        table.add_column(title, justify="right", no_wrap=True, min_width=5)
     for r in range(plan.num_ranks):
         mine = plan.stages_of_rank(r)
         peak = timeline.peak_gib[r]
@@ -172,4 +172,6 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
             memory if peak <= limit else f"[red]{memory}[/]",
         )
     out.print(table)
+    out.print("idle = edge (before first, after last op) + less (work than the busiest rank)", style="dim")
+    out.print("       + comm (waiting for a transfer in flight) + rest", style="dim")
     out.print(timeline_text(timeline, width=out.width, color=out.is_terminal and not out.no_color))
