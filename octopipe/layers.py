@@ -28,6 +28,8 @@ L = TypeVar("L", bound="Layer")
 
 def shrink_width(size: int, factor: float, multiple: int = 16) -> int:
     """`size * factor` rounded to a multiple, at least one multiple and never above the original."""
+    if factor == 1.0:
+        return size
     return min(size, max(multiple, round(size * factor / multiple) * multiple))
 
 
