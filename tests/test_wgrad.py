@@ -337,7 +337,8 @@ def test_compiled_layers_are_right_beside_split_ones(backend):
     for ops in ("B", "IW", "RIW"):
         got, got_inputs = _split(compiled, _batches(2, 3, 4), ops)
         assert all(_close(a, b) for a, b in zip(got + got_inputs, want + want_inputs, strict=True))
-    assert _count_deferred(compiled, _batches(2, 3, 4)[0]) == 1
+    if backend == "aot_eager":  # the eager backend replays torch calls, which are split like any other
+        assert _count_deferred(compiled, _batches(2, 3, 4)[0]) == 1
 
 
 def test_a_parameter_with_a_gradient_hook_is_left_to_autograd():

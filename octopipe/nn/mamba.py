@@ -1,0 +1,239 @@
+"""Mamba-2 and Mamba-1 (and lightning attention, a Mamba-2 scan with a fixed decay) in plain torch.
+
+Knows: the chunked scans. Mamba-2 (Dao & Gu 2024, "Transformers are SSMs"): inside a chunk the recurrence is a
+masked matrix product, every chunk leaves one state, and the states are joined by a small matrix product over
+chunks; nothing loops over tokens. Mamba-1 decays each channel's states by themselves, so it has no such
+product: all chunks advance together one token at a time, twice. Does not know: decoding, or state carried
+from one sequence to the next.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octopipe import mixers as spec
+from octopipe.nn.basic import Made, Residual, at_least_float32, causal_conv, empty, time_step_bias
+
+
+class Decay(torch.autograd.Function):
+    """`exp(sums[i] - sums[j])` for i >= j, else 0, in `dtype`; `sums` [..., chunk] in full precision.
+
+    By hand for memory: only the result is kept, and no full-precision matrix outlives the call.
+    """
+
+    @staticmethod
+    def forward(ctx, sums: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        size = sums.shape[-1]
+        later = torch.ones(size, size, dtype=torch.bool, device=sums.device).triu_(1)
+        out = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_().to(dtype)
+        ctx.save_for_backward(out)
+        ctx.sums_dtype = sums.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx, g: Tensor):  # type: ignore[override]
+        (out,) = ctx.saved_tensors
+        g = g * out
+        return g.sum(-1, dtype=ctx.sums_dtype) - g.sum(-2, dtype=ctx.sums_dtype), None
+
+
+def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
+    """`y[t] = c[t] @ s[t]` with `s[t] = exp(log_decay[t]) s[t-1] + b[t] x[t]^T`, chunk by chunk.
+
+    `x` [batch, tokens, heads, dim], `log_decay` [batch, tokens, heads] (full precision, <= 0), `b` and `c`
+    [batch, tokens, groups, state], a group serving heads / groups heads.
+    """
+    batch, tokens, heads, dim = x.shape
+    groups, state = b.shape[-2:]
+    per = heads // groups
+    chunk = min(chunk, tokens)
+    pad = -tokens % chunk
+    if pad:  # no decay and no input: states pass through unchanged
+        x, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (x, b, c))
+        log_decay = F.pad(log_decay, (0, 0, 0, pad))
+    n = (tokens + pad) // chunk
+
+    # Heads of one group share b and c, so they sit side by side in one wide product per (chunk, group).
+    sums = log_decay.view(batch, n, chunk, groups, per).permute(0, 1, 3, 4, 2).cumsum(-1)
+    x = x.reshape(batch, n, chunk, groups, per, dim)
+    b = b.reshape(batch, n, chunk, groups, state).transpose(2, 3)
+    c = c.reshape(batch, n, chunk, groups, state).transpose(2, 3)
+    by_head = x.permute(0, 1, 3, 4, 2, 5)  # [batch, n, groups, per, chunk, dim]
+
+    scores = (c @ b.mT)[:, :, :, None] * Decay.apply(sums, x.dtype)
+    y = scores @ by_head
+
+    if n > 1:
+        to_end = (sums[..., -1:] - sums).exp().to(x.dtype)
+        left = (x.permute(0, 1, 3, 2, 4, 5) * to_end.transpose(-1, -2)[..., None]).flatten(-2)
+        states = b.mT @ left  # [batch, n, groups, state, per * dim]
+        # State before chunk i: over all j < i, the decay from the end of j to the start of i times states[j].
+        whole = sums[..., -1].permute(0, 2, 3, 1)  # [batch, groups, per, n]
+        carry = Decay.apply(whole.cumsum(-1), whole.dtype)[..., :-1, :-1]
+        states = states.view(batch, n, groups, state, per, dim)[:, :-1].permute(0, 2, 4, 1, 3, 5)
+        states = states.reshape(batch, groups, per, n - 1, state * dim)
+        before = (carry.to(x.dtype) @ states).view(batch, groups, per, n - 1, state, dim)
+        before = before.permute(0, 3, 1, 4, 2, 5).reshape(batch, n - 1, groups, state, per * dim)
+        from_before = (c[:, 1:] @ before).view(batch, n - 1, groups, chunk, per, dim).transpose(3, 4)
+        from_before = from_before * sums[:, 1:].exp().to(x.dtype)[..., None]
+        y = torch.cat((y[:, :1], y[:, 1:] + from_before), dim=1)
+    y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, tokens + pad, heads, dim)
+    return y[:, :tokens] if pad else y
+
+
+class Mamba2(Residual):
+    """State-space duality mixer: projection, short convolution, scan, gated group norm, projection."""
+
+    def __init__(self, layer: spec.Mamba2, eps: float, made: Made):
+        super().__init__(layer.hidden, eps, made)
+        wide = at_least_float32(made)
+        self.layer, self.eps = layer, eps
+        self.proj = nn.Linear(layer.hidden, layer.projection_width, bias=False, **made)
+        self.conv_weight = empty(layer.conv_width, layer.conv, made=made)
+        self.conv_bias = empty(layer.conv_width, made=made)
+        self.dt_bias = empty(layer.heads, made=wide)
+        self.a_log = empty(layer.heads, made=wide)
+        self.d = empty(layer.heads, made=wide)
+        self.gate_norm = empty(layer.inner, made=made)
+        self.out = nn.Linear(layer.inner, layer.hidden, bias=False, **made)
+
+    def special_init(self, generator: torch.Generator) -> None:
+        self.dt_bias.copy_(time_step_bias(self.dt_bias.shape, generator, self.dt_bias.device))
+        self.a_log.uniform_(1, 16, generator=generator).log_()
+        self.conv_weight.uniform_(-0.5, 0.5, generator=generator)
+        self.conv_bias.zero_()
+        self.d.fill_(1)
+        self.gate_norm.fill_(1)
+
+    def inner(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        batch, tokens, _ = x.shape
+        gate, mixed, dt = self.proj(x).split((layer.inner, layer.conv_width, layer.heads), dim=-1)
+        mixed = F.silu(causal_conv(mixed, self.conv_weight, self.conv_bias))
+        bc = layer.groups * layer.state
+        x, b, c = mixed.split((layer.inner, bc, bc), dim=-1)
+        x = x.reshape(batch, tokens, layer.heads, layer.head_dim)
+        b, c = (t.reshape(batch, tokens, layer.groups, layer.state) for t in (b, c))
+        dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
+        y = ssd_scan(x * dt.to(x.dtype)[..., None], dt * -self.a_log.exp(), b, c, layer.chunk)
+        y = (y + x * self.d.to(x.dtype)[:, None]).reshape(batch, tokens, layer.inner)
+        y = (y * F.silu(gate)).view(batch, tokens, layer.groups, -1)
+        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.gate_norm
+        return self.out(y)
+
+
+class LightningAttention(Residual):
+    """Linear attention with a fixed decay per head and an output gate (MiniMax)."""
+
+    def __init__(self, layer: spec.LightningAttention, eps: float, made: Made):
+        super().__init__(layer.hidden, eps, made)
+        self.layer, self.eps = layer, eps
+        self.qkv = nn.Linear(layer.hidden, 3 * layer.inner, bias=False, **made)
+        self.gate = nn.Linear(layer.hidden, layer.inner, bias=False, **made)
+        self.out_norm = nn.RMSNorm(layer.inner, eps=eps, **made)
+        self.out = nn.Linear(layer.inner, layer.hidden, bias=False, **made)
+
+    def inner(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        heads = self.layer.heads
+        q, k, v = F.silu(self.qkv(x)).view(batch, tokens, 3, heads, -1).unbind(2)
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        # Slopes as in ALiBi: 2^(-8 i / heads) for head i = 1, 2, ...
+        slope = 2 ** (-8 * torch.arange(1, heads + 1, device=x.device, dtype=wide) / heads)
+        y = ssd_scan(v, -slope.expand(batch, tokens, -1), k, q, self.layer.chunk)
+        return self.out(self.out_norm(y.flatten(-2)) * self.gate(x).sigmoid())
+
+
+def _advance(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`y[t] = s[t] @ c[t]` with `s[t] = exp(dt[t] a) s[t-1] + u[t] b[t]`.
+
+    `u` and `dt` are [batch, n, chunk, channels], `b` and `c` [batch, n, chunk, state].
+    """
+    batch, n, chunk, channels = u.shape
+    us, dts, bs, cs = (t.unbind(2) for t in (u, dt, b, c))
+
+    def step(s: Tensor | None, t: int) -> Tensor:
+        put = us[t][..., None] * bs[t][:, :, None]
+        return put if s is None else torch.addcmul(put, (dts[t][..., None] * a).exp(), s)
+
+    first: Tensor | None = None
+    if n > 1:  # every chunk's own contribution, then the state each chunk starts from
+        end: Tensor | None = None
+        for t in range(chunk):
+            end = step(end, t)
+        assert end is not None
+        ends, decays = end.unbind(1), (dt.sum(2)[..., None] * a).exp().unbind(1)
+        starts = [torch.zeros_like(ends[0])]
+        for i in range(n - 1):
+            starts.append(torch.addcmul(ends[i], decays[i], starts[-1]))
+        first = torch.stack(starts, dim=1)
+    out, s = [], first
+    for t in range(chunk):
+        s = step(s, t)
+        out.append((s @ cs[t][..., None])[..., 0])
+    return torch.stack(out, dim=2).view(batch, n * chunk, channels)
+
+
+def selective_scan(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, block: int = 1024) -> Tensor:
+    """Mamba-1's recurrence over [batch, tokens, channels] with `a` [channels, state] and `b`, `c` per token.
+
+    Chunks of about the square root of the length keep the number of steps small; channels go in blocks that
+    are recomputed in backward, so the states of all tokens are never alive at once.
+    """
+    batch, tokens, channels = u.shape
+    chunk = 1 << max(0, (tokens - 1).bit_length() + 1) // 2
+    pad = -tokens % chunk
+    if pad:
+        u, dt, b, c = (F.pad(t, (0, 0, 0, pad)) for t in (u, dt, b, c))
+    u, dt, b, c = (t.reshape(batch, -1, chunk, t.shape[-1]) for t in (u, dt, b, c))
+    out = []
+    for start in range(0, channels, block):
+        part = slice(start, start + block)
+        args = u[..., part], dt[..., part], a[part], b, c
+        if torch.is_grad_enabled():
+            out.append(checkpoint(_advance, *args, use_reentrant=False, preserve_rng_state=False))
+        else:
+            out.append(_advance(*args))
+    return torch.cat(out, dim=-1)[:, :tokens]
+
+
+class Mamba1(Residual):
+    """Selective scan with a state per channel (Jamba's has norms on dt, B and C)."""
+
+    def __init__(self, layer: spec.Mamba1, eps: float, made: Made):
+        super().__init__(layer.hidden, eps, made)
+        wide = at_least_float32(made)
+        self.layer = layer
+        self.proj = nn.Linear(layer.hidden, 2 * layer.inner, bias=False, **made)
+        self.conv_weight = empty(layer.inner, layer.conv, made=made)
+        self.conv_bias = empty(layer.inner, made=made)
+        self.x_proj = nn.Linear(layer.inner, layer.dt_rank + 2 * layer.state, bias=False, **made)
+        self.dt_proj = nn.Linear(layer.dt_rank, layer.inner, bias=False, **made)
+        self.dt_bias = empty(layer.inner, made=wide)
+        self.a_log = empty(layer.inner, layer.state, made=wide)
+        self.d = empty(layer.inner, made=wide)
+        self.out = nn.Linear(layer.inner, layer.hidden, bias=False, **made)
+        widths = (layer.dt_rank, layer.state, layer.state) if layer.inner_norms else ()
+        self.inner_norms = nn.ModuleList(nn.RMSNorm(w, eps=eps, **made) for w in widths)
+
+    def special_init(self, generator: torch.Generator) -> None:
+        self.dt_bias.copy_(time_step_bias(self.dt_bias.shape, generator, self.dt_bias.device))
+        self.a_log.copy_(torch.arange(1, self.layer.state + 1, device=self.a_log.device).log())
+        self.conv_weight.uniform_(-0.5, 0.5, generator=generator)
+        self.conv_bias.zero_()
+        self.d.fill_(1)
+
+    def inner(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        x, gate = self.proj(x).chunk(2, dim=-1)
+        x = F.silu(causal_conv(x, self.conv_weight, self.conv_bias))
+        parts = self.x_proj(x).split((layer.dt_rank, layer.state, layer.state), dim=-1)
+        if layer.inner_norms:
+            parts = tuple(norm(p) for norm, p in zip(self.inner_norms, parts))
+        wide = self.dt_bias.dtype
+        dt = F.softplus(self.dt_proj(parts[0]).to(wide) + self.dt_bias)
+        y = selective_scan(x.to(wide) * dt, dt, -self.a_log.exp(), parts[1].to(wide), parts[2].to(wide))
+        return self.out((y + x * self.d).to(x.dtype) * F.silu(gate))
