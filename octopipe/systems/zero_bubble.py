@@ -1,7 +1,6 @@
-"""What the zero-bubble systems share: plans on straight and V-shaped placements, W-aware 1F1B orders.
+"""What the straight zero-bubble systems share: stage i on rank i, and the hand-crafted orders.
 
-Knows: the order "F_x, B_{x-k(p-1-i)}, W_{x-k(p-1)}" of ZB-H1 (k=1) and ZB-H2 (k=2), the straight placement
-(stage i on rank i) and the V (stages r and 2p-1-r on rank r). Does not know: times.
+Knows: the order "F_x, I_{x-k(p-1-i)}, W_{x-k(p-1)}" of ZB-H1 (k=1) and ZB-H2 (k=2). Does not know: times.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Its B (input gradient) is our I.
 """
@@ -12,30 +11,14 @@ from collections.abc import Sequence
 
 from octopipe.cost import CostTable
 from octopipe.plan import Op, Plan
-from octopipe.systems.registry import require
-from octopipe.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes, wave
+from octopipe.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes
 
 ZERO_BUBBLE = "Qi et al., ICLR 2024"
-CONTROLLABLE_MEMORY = "Qi et al., NeurIPS 2024"
 
 
 def straight_plan(costs: CostTable, p: int, m: int, orders: Sequence[Sequence[Op]]) -> Plan:
     """The plan of these orders over the even split, stage i on rank i."""
     return make_plan(costs, p, m, stages_from_sizes(even_sizes(costs, p), loop(p, p)), orders)
-
-
-def v_plan(name: str, costs: CostTable, p: int, m: int, orders: Sequence[Sequence[Op]]) -> Plan:
-    """The plan of these orders over the even split in 2p, stages r and 2p-1-r on rank r."""
-    return make_plan(costs, p, m, stages_from_sizes(even_sizes(costs, 2 * p), wave(2 * p, p)), orders)
-
-
-def require_two_chunks(name: str, costs: CostTable, p: int) -> None:
-    """A V needs two stages a rank, and every stage a layer."""
-    require(
-        costs.num_layers >= 2 * p,
-        name,
-        f"pp {p} needs {2 * p} stages and {costs.model} has {costs.num_layers} layers; use a smaller --pp",
-    )
 
 
 def handcrafted_order(rank: int, p: int, m: int, k: int) -> list[Op]:
