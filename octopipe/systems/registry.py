@@ -40,6 +40,8 @@ BUILT_IN = (
     "hanayo",
     "dualpipe",
     "dualpipe_v",
+    "dynapipe",
+    "mario",
 )
 """Modules of this package that declare policies, in the order `octopipe systems` lists them."""
 
