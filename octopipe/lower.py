@@ -146,7 +146,9 @@ def lower(
     start, end, _ = _engine.longest_path(order, free, np.concatenate((duration, transfer_ms)))
 
     def program(sorting: tuple[NDArray[np.float64], ...]) -> Program:
-        kinds, ids, offsets = _instructions(t, source, target, sorting)
+        return program_of(*_instructions(t, source, target, sorting))
+
+    def program_of(kinds: Ints, ids: Ints, offsets: Ints) -> Program:
         preds = _engine.program_predecessors(
             data, transfer_of, t.rank, source, target, offsets, kinds, ids, _CODES[channel], plan.num_ranks
         )
@@ -174,8 +176,14 @@ def lower(
     elif channel == "directed":
         best = program(_sorted_by_readiness(t, source, target, ready, end[:computes]))
     elif channel == "blocking":
-        chosen = _cheapest_positions(t.rank, t.offsets, source, target, ready, need, end[:computes], CANDIDATES)
-        best = min((by_key(ready), by_key(chosen)), key=lambda p: _makespan(p, duration))
+        chosen = _cheapest_positions(
+            t.rank, t.offsets, source, target, ready, need, transfer_ms, start[:computes], end[:computes], CANDIDATES
+        )
+        met = _meetings(
+            t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks
+        )
+        candidates = [by_key(ready), by_key(chosen), program_of(*met)]
+        best = min(candidates, key=lambda p: _makespan(p, duration))
     else:
         # An in-order queue delays what stands behind a late transfer; re-keying by the delayed times of the
         # first program often finds a better common order. Both are safe; keep the faster.
@@ -303,11 +311,14 @@ def _receive_slots(rank, offsets, source, target, ready, end, prefetch, queue): 
 
 
 @njit(cache=True)
-def _cheapest_positions(rank, offsets, source, target, ready, need, end, limit):  # type: ignore[no-untyped-def]
-    """For blocking programs: the key in each transfer's window at which the two ends wait least.
+def _cheapest_positions(  # type: ignore[no-untyped-def]
+    rank, offsets, source, target, ready, need, took, start, end, limit
+):
+    """For blocking programs: the key in each transfer's window at which the two ranks lose least.
 
-    Candidates are the op ends of either rank inside [ready, need]; the cost is the time between the two
-    ends' arrivals (the span), less nothing, since a blocked rank overlaps nothing.
+    Candidates are the op ends of either rank inside [ready, need]. Both ranks meet when the later one has
+    arrived; the transfer's span then costs each of them what reaches beyond the start of its next op (idle
+    time before that op is overlap for free).
     """
     out = ready.copy()
     for i in range(source.size):
@@ -316,22 +327,122 @@ def _cheapest_positions(rank, offsets, source, target, ready, need, end, limit):
         for side in range(2):
             r = a if side == 0 else b
             lo, hi = offsets[r], offsets[r + 1]
-            first = lo + np.searchsorted(end[lo:hi], ready[i], side="left")
+            at = lo + np.searchsorted(end[lo:hi], ready[i], side="left")
             tried = 0
-            while first < hi and end[first] <= need[i] and tried < limit:
-                key = end[first]
-                if key >= ready[i]:
-                    pa = offsets[a] + np.searchsorted(end[offsets[a] : offsets[a + 1]], key, side="right") - 1
-                    pb = offsets[b] + np.searchsorted(end[offsets[b] : offsets[b + 1]], key, side="right") - 1
-                    ta = end[pa] if pa >= offsets[a] else 0.0
-                    tb = end[pb] if pb >= offsets[b] else 0.0
-                    span = abs(ta - tb)
-                    if span < best - 1e-12:
-                        best = span
-                        out[i] = key
-                first += 1
+            while at < hi and end[at] <= need[i] and tried < limit:
+                key = end[at]
+                meet = 0.0
+                for one in (a, b):
+                    k = offsets[one] + np.searchsorted(end[offsets[one] : offsets[one + 1]], key, side="right") - 1
+                    if k >= offsets[one]:
+                        meet = max(meet, end[k])
+                lost = 0.0
+                for one in (a, b):
+                    k = offsets[one] + np.searchsorted(end[offsets[one] : offsets[one + 1]], key, side="right")
+                    if k < offsets[one + 1]:
+                        lost += max(0.0, meet + took[i] - start[k])
+                if lost < best - 1e-12:
+                    best = lost
+                    out[i] = key
+                at += 1
                 tried += 1
     return out
+
+
+@njit(cache=True)
+def _meetings(  # type: ignore[no-untyped-def]
+    rank, offsets, data, transfer_of, source, target, duration, took, ranks
+):
+    """Blocking programs as they would come about: a transfer happens when both its ranks stand idle.
+
+    A rank between two ops first serves a finished tensor whose other end is waiting, else runs its next op,
+    else waits. Every transfer and op gets its place at the moment it happens, so the order is feasible.
+    """
+    computes, transfers = rank.size, source.size
+    first_out = np.full(computes, -1, np.int32)
+    next_out = np.full(transfers, -1, np.int32)
+    for i in range(transfers):
+        next_out[i] = first_out[source[i]]
+        first_out[source[i]] = i
+    moved = np.zeros(transfers, np.bool_)
+    done = np.zeros(computes, np.bool_)
+    clock = np.zeros(ranks)
+    waiting = np.zeros(ranks, np.bool_)
+    head = offsets[:-1].copy()
+    running = np.full(ranks, -1, np.int32)
+    room = transfers + 1
+    pending = np.empty((ranks, room), np.int32)
+    count = np.zeros(ranks, np.int32)
+    sizes = np.zeros(ranks + 1, np.int32)
+    for c in range(computes):
+        sizes[rank[c] + 1] += 1
+    for i in range(transfers):
+        sizes[rank[source[i]] + 1] += 1
+        sizes[rank[target[i]] + 1] += 1
+    for r in range(ranks):
+        sizes[r + 1] += sizes[r]
+    kinds = np.empty(sizes[ranks], np.int32)
+    ids = np.empty(sizes[ranks], np.int32)
+    fill = sizes[:-1].copy()
+    while True:
+        r = -1
+        for k in range(ranks):
+            if not waiting[k] and (running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0):
+                if r < 0 or clock[k] < clock[r]:
+                    r = k
+        if r < 0:
+            break
+        now = clock[r]
+        if running[r] >= 0:
+            done[running[r]] = True
+            i = first_out[running[r]]
+            while i >= 0:
+                for one in (rank[source[i]], rank[target[i]]):
+                    pending[one, count[one]] = i
+                    count[one] += 1
+                i = next_out[i]
+            running[r] = -1
+        # The oldest finished tensor whose other end stands waiting, or has nothing left to run.
+        served = -1
+        for k in range(count[r]):
+            i = pending[r, k]
+            peer = rank[source[i]] if rank[target[i]] == r else rank[target[i]]
+            if waiting[peer] or (running[peer] < 0 and head[peer] == offsets[peer + 1] and clock[peer] <= now):
+                served = i
+                break
+        if served >= 0:
+            for one in (rank[source[served]], rank[target[served]]):
+                k = 0
+                while pending[one, k] != served:
+                    k += 1
+                for j in range(k, count[one] - 1):
+                    pending[one, j] = pending[one, j + 1]
+                count[one] -= 1
+                kinds[fill[one]] = 1 if rank[source[served]] == one else 2
+                ids[fill[one]] = served
+                fill[one] += 1
+                clock[one] = now + took[served]
+                waiting[one] = False
+            moved[served] = True
+            continue
+        ready = head[r] < offsets[r + 1]
+        if ready:
+            c = head[r]
+            for k in range(data.shape[1]):
+                if data[c, k] >= 0:
+                    i = transfer_of[c, k]
+                    if (i >= 0 and not moved[i]) or (i < 0 and not done[data[c, k]]):
+                        ready = False
+        if ready:
+            kinds[fill[r]] = 0
+            ids[fill[r]] = c
+            fill[r] += 1
+            running[r] = c
+            head[r] += 1
+            clock[r] = now + duration[c]
+        else:
+            waiting[r] = True
+    return kinds, ids, sizes
 
 
 def _count_mismatches(t: OpTable, source: Ints, target: Ints) -> int:
