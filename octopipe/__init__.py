@@ -28,7 +28,7 @@ _HOME = {
     "tune": "octopipe.tune",
     "Pipeline": "octopipe.runtime",
 }
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Reading JSON that users hand over: one object per file, or one clear line about what is wrong with it.
+"""Files that users hand over or ask for: read whole, written whole, or one clear line about what is wrong.
 
 Knows: every way a path or a file can be bad. Does not know: what the object means.
 
@@ -8,7 +8,9 @@ Knows: every way a path or a file can be bad. Does not know: what the object mea
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -19,15 +21,15 @@ from octopipe.errors import OctoPipeError
 MAX_FILE_BYTES = 16 << 20
 
 
-def shown(path: str | Path) -> str:
+def shown(path: str | os.PathLike[str]) -> str:
     """A path as it stands in an error line: always one printable line."""
     text = str(path)
     text = text if len(text) <= 200 else text[:200] + "..."
     return text if text.isprintable() else repr(text)
 
 
-def read_json_object(path: str | Path) -> dict[str, object]:
-    """The JSON object in a file; anything else there raises one line that says what to do."""
+def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """A regular file's bytes, or one line about what is wrong with the path."""
     name = shown(path)
     try:
         info = Path(path).stat()
@@ -35,14 +37,33 @@ def read_json_object(path: str | Path) -> dict[str, object]:
             raise OctoPipeError(f"{name} is a directory; name a JSON file in it")
         if not stat.S_ISREG(info.st_mode):
             raise OctoPipeError(f"{name} is not a regular file; name a JSON file")
-        if info.st_size > MAX_FILE_BYTES:
-            raise OctoPipeError(f"{name} has {info.st_size} bytes; a model file has at most {MAX_FILE_BYTES}")
-        data = Path(path).read_bytes()
+        if info.st_size > most_bytes:
+            raise OctoPipeError(f"{name} has {info.st_size} bytes; such a file has at most {most_bytes}")
+        return Path(path).read_bytes()
     except FileNotFoundError:
         raise OctoPipeError(f"{name}: no such file; check the path") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise OctoPipeError(f"{name}: cannot be read ({why}); check the path") from None
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write beside the target, then rename over it: an interrupted write leaves the old file whole."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        with contextlib.suppress(OSError, ValueError):
+            partial.unlink(missing_ok=True)
+        raise OctoPipeError(f"{shown(path)}: cannot be written ({why}); check the folder") from None
+
+
+def read_json_object(path: str | Path) -> dict[str, object]:
+    """The JSON object in a file; anything else there raises one line that says what to do."""
+    name, data = shown(path), read_bytes(path)
     try:
         value = msgspec.json.decode(data)
     except RecursionError:

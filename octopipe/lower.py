@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numba import njit
@@ -179,9 +179,7 @@ def lower(
         chosen = _cheapest_positions(
             t.rank, t.offsets, source, target, ready, need, transfer_ms, start[:computes], end[:computes], CANDIDATES
         )
-        met = _meetings(
-            t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks
-        )
+        met = _meetings(t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks)
         candidates = [by_key(ready), by_key(chosen), program_of(*met)]
         best = min(candidates, key=lambda p: _makespan(p, duration))
     else:
@@ -244,14 +242,13 @@ def _instructions(
     lane = np.concatenate((t.rank, t.rank[source], t.rank[target]))
     kinds = np.repeat(np.array([COMPUTE, SEND, RECEIVE], np.int32), [computes, transfers, transfers])
     ids = np.concatenate((np.arange(computes), np.arange(transfers), np.arange(transfers))).astype(np.int32)
-    order = np.lexsort((ids, *reversed(sorting), lane))
+    columns: list[NDArray[Any]] = [ids, *reversed(sorting), lane]
+    order = np.lexsort(columns)
     sizes = np.bincount(lane, minlength=t.offsets.size - 1)
     return kinds[order], ids[order], np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
 
-def _sorted_by_key(
-    key: Floats, end: Floats, place: NDArray[np.int64], source: Ints
-) -> tuple[NDArray[np.float64], ...]:
+def _sorted_by_key(key: Floats, end: Floats, place: NDArray[np.int64], source: Ints) -> tuple[NDArray[np.float64], ...]:
     """Ops by their end, transfers by their key; ties by topological place, a transfer after its producer."""
     made = place[source] + 0.5
     return np.concatenate((end, key, key)), np.concatenate((place[: end.size], made, made)).astype(float)
@@ -387,9 +384,9 @@ def _meetings(  # type: ignore[no-untyped-def]
     while True:
         r = -1
         for k in range(ranks):
-            if not waiting[k] and (running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0):
-                if r < 0 or clock[k] < clock[r]:
-                    r = k
+            active = running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0
+            if active and not waiting[k] and (r < 0 or clock[k] < clock[r]):
+                r = k
         if r < 0:
             break
         now = clock[r]

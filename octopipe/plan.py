@@ -8,6 +8,7 @@ Knows: stages, ranks, routes, orders, what makes a plan wrong. Does not know: ti
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ class OpTable(NamedTuple):
     rank: NDArray[np.int32]
     offsets: NDArray[np.int32]
     """Ops of rank r are offsets[r] .. offsets[r+1]-1, in execution order."""
-    index: NDArray[np.int32]
+    index: NDArray[np.int32]  # type: ignore[assignment]  # shadows tuple.index, which nobody needs here
     """index[kind, stage, micro_batch]: the op's number, or -1."""
 
 
@@ -250,7 +251,7 @@ def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     shape = (len(plan.routes), len(plan.stages))
     before, after = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
     for r, route in enumerate(plan.routes):
-        for a, b in zip(route, route[1:]):
+        for a, b in itertools.pairwise(route):
             before[r, b] = a
             after[r, a] = b
     return before, after

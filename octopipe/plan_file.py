@@ -6,15 +6,16 @@ Knows: the file format and how files go wrong. Does not know: what a good plan i
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from octopipe.errors import OctoPipeError, PlanError
+from octopipe.files import read_bytes, shown, write_whole
 from octopipe.plan import Plan, Stage, parse_orders
 
 FORMAT = "octopipe.plan/1"
+MAX_PLAN_BYTES = 1 << 28
 _KNOWN = {
     "format",
     "model",
@@ -46,20 +47,12 @@ class _PlanFile(msgspec.Struct):
     route_of_micro_batch: tuple[int, ...] = ()
 
 
-def read_json(path: str | os.PathLike[str]) -> bytes:
-    """A file's bytes; one line instead of a traceback where it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise OctoPipeError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
-
-
 def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:
     """A checked plan from JSON text; `where` names the source in errors."""
     try:
         raw: dict[str, Any] = msgspec.json.decode(data)
         if not isinstance(raw, dict):
-            raise OctoPipeError(f"{where}: not a plan; expected a JSON object with \"format\": \"{FORMAT}\"")
+            raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT}"')
         if raw.get("format") != FORMAT:
             raise OctoPipeError(f"{where}: format is {raw.get('format')!r}; expected {FORMAT!r}")
         file = msgspec.convert(raw, _PlanFile)
@@ -72,8 +65,7 @@ def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:
             num_ranks=file.num_ranks,
             num_micro_batches=file.num_micro_batches,
             stages=tuple(
-                Stage(first=s.layers[0], stop=s.layers[1], rank=s.rank, recompute=s.recompute)
-                for s in file.stages
+                Stage(first=s.layers[0], stop=s.layers[1], rank=s.rank, recompute=s.recompute) for s in file.stages
             ),
             orders=parse_orders(file.orders),
             routes=tuple(file.routes),
@@ -87,7 +79,7 @@ def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file."""
-    return plan_from_json(read_json(path), str(path))
+    return plan_from_json(read_bytes(path, most_bytes=MAX_PLAN_BYTES), shown(path))
 
 
 def plan_to_json(plan: Plan) -> bytes:
@@ -123,20 +115,8 @@ def plan_to_json(plan: Plan) -> bytes:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan in one step: an interrupted write leaves the old file whole."""
+    """Write the plan; an interrupted write leaves the old file whole."""
     write_whole(path, plan_to_json(plan))
-
-
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write beside the target, then rename over it."""
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OctoPipeError(f"{path}: cannot be written ({error.strerror or error}); check the folder") from None
 
 
 def _one_line(error: BaseException) -> str:

@@ -38,7 +38,9 @@ def match(plan: Plan, costs: CostTable) -> None:
     if costs.rank_slowdown and len(costs.rank_slowdown) < plan.num_ranks:
         raise OctoPipeError(f"{len(costs.rank_slowdown)} rank speeds for {plan.num_ranks} ranks; give one per rank")
     if len(costs.rank_memory_bytes) > 1 and len(costs.rank_memory_bytes) < plan.num_ranks:
-        raise OctoPipeError(f"{len(costs.rank_memory_bytes)} memory sizes for {plan.num_ranks} ranks; give one per rank")
+        raise OctoPipeError(
+            f"{len(costs.rank_memory_bytes)} memory sizes for {plan.num_ranks} ranks; give one per rank"
+        )
     factor = costs.micro_batch_factor
     if factor is not None and factor.shape[0] < plan.num_micro_batches:
         raise OctoPipeError(

@@ -95,9 +95,7 @@ def makespan_ms(plan: Plan, costs: CostTable) -> float:
     return float(result)
 
 
-def jitter_ms(
-    program: Program, costs: CostTable, *, sigma: float = 0.05, runs: int = 1000, seed: int = 0
-) -> Floats:
+def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: int = 1000, seed: int = 0) -> Floats:
     """Makespans of `runs` trials with every op and transfer scaled by a log-normal of mean 1 and width sigma.
 
     With data parallelism the step waits for its slowest pipeline: take the maximum of `data_parallel` trials.
@@ -108,9 +106,7 @@ def jitter_ms(
     return _engine.makespans(topological_order(program.preds), program.preds, duration, sigma, runs, seed)
 
 
-def memory_curves(
-    program: Program, costs: CostTable, spans: Spans, transfers: Transfers
-) -> tuple[MemoryCurve, ...]:
+def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: Transfers) -> tuple[MemoryCurve, ...]:
     """Bytes in use on every rank over time, for predicted or measured spans of a program.
 
     F holds its activation (or what recomputation keeps) until I, W's part until W; R restores what F dropped.

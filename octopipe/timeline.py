@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.errors import OctoPipeError
+from octopipe.files import read_bytes, shown, write_whole
 from octopipe.plan import KINDS, Op
-from octopipe.plan_file import read_json, write_whole
 
 GIB = float(1 << 30)
 FORMAT = "octopipe.timeline/1"
@@ -134,9 +134,8 @@ class Timeline:
 
     @cached_property
     def busy_ms(self) -> Floats:
-        return np.bincount(
-            self.spans.rank, weights=self.spans.end_ms - self.spans.start_ms, minlength=self.num_ranks
-        )
+        took = self.spans.end_ms - self.spans.start_ms
+        return np.bincount(self.spans.rank, weights=took, minlength=self.num_ranks).astype(np.float64)
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -282,14 +281,14 @@ class Timeline:
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     """Read a timeline file."""
-    return timeline_from_json(read_json(path), str(path))
+    return timeline_from_json(read_bytes(path, most_bytes=1 << 30), shown(path))
 
 
 def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
     try:
         raw = msgspec.json.decode(data)
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise OctoPipeError(f"{where}: not a timeline; expected a JSON object with \"format\": \"{FORMAT}\"")
+            raise OctoPipeError(f'{where}: not a timeline; expected a JSON object with "format": "{FORMAT}"')
         return Timeline(
             num_ranks=int(raw["num_ranks"]),
             spans=_columns(Spans, raw["spans"]),

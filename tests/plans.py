@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -14,7 +15,7 @@ from octopipe.plan import Op, Plan, Stage
 def random_cuts(rng: random.Random, layers: int, stages: int) -> list[tuple[int, int]]:
     inner = sorted(rng.sample(range(1, layers), stages - 1))
     edges = [0, *inner, layers]
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))
 
 
 def random_plan(

@@ -54,7 +54,15 @@ ZERO_BUBBLE_TABLE = [
 
 @pytest.mark.parametrize(("p", "m", "f", "b", "w", "c", "rate"), ZERO_BUBBLE_TABLE)
 def test_published_1f1b_bubble_rates(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, p: int, m: int, f: float, b: float, w: float, c: float, rate: float
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    p: int,
+    m: int,
+    f: float,
+    b: float,
+    w: float,
+    c: float,
+    rate: float,
 ) -> None:
     path = times_file(tmp_path, "T" * p, f, b, w)
     numbers = simulate(capsys, path, "--system", "1f1b", "--pp", str(p), "--micro-batches", str(m), "--p2p-ms", str(c))
@@ -62,9 +70,13 @@ def test_published_1f1b_bubble_rates(
 
 
 def test_authors_layer_times_give_the_known_1f1b_steps(capsys: pytest.CaptureFixture[str], profiles: Path) -> None:
-    nano = simulate(capsys, str(profiles / "nemotron-nano-v2-9b.json"), "--pp", "4", "--micro-batches", "8", "--p2p-ms", "0")
+    nano = simulate(
+        capsys, str(profiles / "nemotron-nano-v2-9b.json"), "--pp", "4", "--micro-batches", "8", "--p2p-ms", "0"
+    )
     assert nano["step_ms"] == pytest.approx(1330.3, abs=0.1)
-    large = simulate(capsys, str(profiles / "nemotron-h-56b.json"), "--pp", "8", "--micro-batches", "8", "--p2p-ms", "0.34")
+    large = simulate(
+        capsys, str(profiles / "nemotron-h-56b.json"), "--pp", "8", "--micro-batches", "8", "--p2p-ms", "0.34"
+    )
     assert large["step_ms"] == pytest.approx(2425, abs=2)
 
 
@@ -76,7 +88,14 @@ def test_json_has_the_promised_numbers(capsys: pytest.CaptureFixture[str], tmp_p
     assert numbers["peak_memory_gib"] == [12.0, 9.0]
     assert numbers["fits"] is False
     assert numbers["communications"] == 4 * 4 * 1
-    expected = {"span_ms", "bubble_ratio", "span_bubble_ratio", "lower_bound_ms", "overlapped", "tokens_per_gpu_per_second"}
+    expected = {
+        "span_ms",
+        "bubble_ratio",
+        "span_bubble_ratio",
+        "lower_bound_ms",
+        "overlapped",
+        "tokens_per_gpu_per_second",
+    }
     assert expected <= set(numbers)
     assert numbers["bubble_ratio"] == pytest.approx(1 - 36 / 45)
 
@@ -105,7 +124,9 @@ def test_a_saved_plan_simulates_to_the_same_step_and_passes_check(
 
 
 def test_human_output_leads_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "simulate", "nemotron-h-56b", "--gpu", "h800", "--tp", "8", "--pp", "8", "--micro-batches", "8")
+    code, out, _ = run(
+        capsys, "simulate", "nemotron-h-56b", "--gpu", "h800", "--tp", "8", "--pp", "8", "--micro-batches", "8"
+    )
     assert code == 0
     assert "ms a step" in out.splitlines()[0] and "bubble" in out.splitlines()[0]
     assert "\x1b[" not in out  # a pipe gets no colours

@@ -74,5 +74,7 @@ def test_torch_is_imported_only_where_training_happens() -> None:
 
 
 def test_every_module_says_what_it_knows() -> None:
-    silent = [str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [
+        str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if not ast.get_docstring(ast.parse(p.read_text()))
+    ]
     assert silent == []

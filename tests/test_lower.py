@@ -39,7 +39,9 @@ def finishes(program: Program) -> bool:
                 x = lists[r][head[r]]
                 if x.kind == "compute":
                     received = program.plan.predecessors(x.op)
-                    if not all(p in done and (p.stage == x.op.stage or _here(program, p, x.op, r, done)) for p in received):
+                    if not all(
+                        p in done and (p.stage == x.op.stage or _here(program, p, x.op, r, done)) for p in received
+                    ):
                         break
                     done.add(x.op)
                 elif blocking:

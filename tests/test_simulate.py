@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_critical_path_is_a_gapless_chain_to_the_end(seed: int) -> None:
     path = timeline.critical_path()
     assert starts[path[0]] == 0
     assert ends[path[-1]] == timeline.makespan_ms
-    for a, b in zip(path, path[1:]):
+    for a, b in itertools.pairwise(path):
         assert ends[a] == starts[b]
 
 

@@ -5,6 +5,8 @@ It knows the semantics from the design and nothing of the package's engine, so a
 
 from __future__ import annotations
 
+import itertools
+
 from octopipe.cost import CostTable
 from octopipe.plan import Op, Plan
 
@@ -121,9 +123,7 @@ def _peaks(plan, costs, times, arrived, consumers):  # type: ignore[no-untyped-d
             if Op(s, "R", m) in ops:
                 again = set(stage.recomputed_layers)
                 kept = sized(costs.activation_bytes, [k for k in layers if k not in again], m)
-                kept += sized(
-                    costs.boundary_bytes, [k - 1 for k in sorted(again) if k - 1 not in again and k > 0], m
-                )
+                kept += sized(costs.boundary_bytes, [k - 1 for k in sorted(again) if k - 1 not in again and k > 0], m)
                 kept = min(kept, full)
                 held[stage.rank].append((begin, times[Op(s, "R", m)][0], kept))
                 begin = times[Op(s, "R", m)][0]
@@ -149,6 +149,6 @@ def _peaks(plan, costs, times, arrived, consumers):  # type: ignore[no-untyped-d
     for r in range(plan.num_ranks):
         static = sum(sum(costs.static_bytes[s.first : s.stop]) for s in plan.stages if s.rank == r)
         points = sorted({t for a, b, _ in held[r] for t in (a, b)})
-        middles = [(a + b) / 2 for a, b in zip(points, points[1:])]
+        middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]
         peaks[r] = static + max([sum(x for a, b, x in held[r] if a < t < b) for t in middles], default=0.0)
     return peaks

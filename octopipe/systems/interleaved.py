@@ -53,6 +53,7 @@ def interleaved_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:
 
     orders = []
     for i in range(p):
+
         def op(k: int, kind: str, rank: int = i) -> Op:
             return Op(chunk_of(k, kind == "B") * p + rank, kind, micro_batch_of(k))
 

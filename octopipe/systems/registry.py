@@ -33,6 +33,7 @@ BUILT_IN = (
     "interleaved",
     "zb_h1",
     "zb_h2",
+    "zb_heuristic",
     "zb_v",
     "v_half",
     "v_min",

@@ -37,7 +37,9 @@ def even_sizes(costs: CostTable, num_stages: int) -> list[int]:
     return sizes
 
 
-def stages_from_sizes(sizes: Sequence[int], ranks: Sequence[int], recompute: Sequence[object] = ()) -> tuple[Stage, ...]:
+def stages_from_sizes(
+    sizes: Sequence[int], ranks: Sequence[int], recompute: Sequence[object] = ()
+) -> tuple[Stage, ...]:
     """Consecutive stages of these sizes on these ranks."""
     stages, first = [], 0
     for s, (size, rank) in enumerate(zip(sizes, ranks, strict=True)):

@@ -7,10 +7,11 @@ when it would idle, when its memory asks for it, and at the end.
 Knows: the fused plan, its costs, where a rank idles. Does not know: which system made the plan.
 
 Memory: no rank exceeds the larger of its own peak in the fused plan and the fused plan's highest peak over
-all ranks (ZB-H1's trade), nor its capacity where the fused plan fits. Where the costs know no bytes, a stage's
-number of layers stands in for its activations, all held until W. Time: candidates differ in how much W may be
-put off and in how small a gap W may fill; the fastest by simulation wins, the plain I,W pair among them, so
-the result is never slower than that or than the fused plan.
+all ranks (ZB-H1's trade), nor its capacity where the fused plan fits. Gradients that arrive sooner than in
+the fused plan may add two boundary tensors to that, for no place of W avoids their buffers. Where the costs
+know no bytes, a stage's number of layers stands in for its activations, all held until W.
+Time: candidates differ in how much W may be put off and in how small a gap W may fill; the fastest by
+simulation wins, the plain I,W pair among them, so the result is never slower than that or the fused plan.
 
 >>> from octopipe.cost import CostTable
 >>> from octopipe.simulate import simulate
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from octopipe.cost import CostTable
 from octopipe.plan import B, F, Op, Plan, R
-from octopipe.price import hop_times, stage_memory, stage_times
+from octopipe.price import boundary_bytes, hop_times, stage_memory, stage_times
 from octopipe.simulate import makespan_ms, simulate
 from octopipe.timeline import Timeline
 
@@ -42,45 +43,62 @@ DEFERRALS = (1.0, 0.75, 0.5, 0.25)
 PATIENCE = ((0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.5, 0.5), (0.5, 1.0), (1.0, 1.0))
 """Share of W that may stick out of a gap: while forwards are left on the rank, and after its last forward."""
 FINALISTS = 6
+ROUNDS = 4
+_SLACK = 1e-9
 Floats = NDArray[np.float64]
 
 
 def split_backward(plan: Plan, costs: CostTable) -> Plan:
     """The plan with every B as I and W. A plan that splits already comes back as it is.
 
-    Should no split plan stay within the memory limit (buffers of gradients that arrive sooner can cost a
-    little), the fused plan comes back.
+    Should no split plan stay within the memory limit, the fused plan comes back.
     """
     if not any(op.kind == "B" for order in plan.orders for op in order):
         return plan
     fused = simulate(plan, costs, check=False)
-    limit = _limits(fused)
-    adjacent = _with_orders(plan, [_adjacent(order) for order in plan.orders])
-    candidates = {b"": adjacent}
+    target = np.maximum(fused.peak_bytes, fused.peak_bytes.max())
+    limit = target + _early_gradients(plan, costs)
+    if fused.fits:
+        target, limit = (np.minimum(x, np.array(fused.capacity_bytes)) for x in (target, limit))
     prices = _prices(plan, costs)
-    room = limit - np.array([c.static_bytes for c in fused.memory]) - _overhead(fused, prices)
+    room = target - np.array([c.static_bytes for c in fused.memory]) - _overhead(fused, prices)
     if not prices.known:
         room = np.full(plan.num_ranks, prices.peak.max())
-    for deferral in DEFERRALS:
-        cap = prices.peak + deferral * np.maximum(room - prices.peak, 0.0)
-        for steady, draining in PATIENCE:
-            filled = _fill_all(prices, cap, steady, draining)
-            if filled.tobytes() not in candidates:
-                candidates[filled.tobytes()] = _with_orders(plan, _orders(plan, filled))
-    ranked = sorted(candidates.values(), key=lambda c: makespan_ms(c, costs))
-    finalists = [*ranked[:FINALISTS], adjacent]
-    timelines = [simulate(c, costs, check=False) for c in finalists]
-    fitting = [k for k, t in enumerate(timelines) if np.all(t.peak_bytes <= limit * (1 + 1e-9) + 1.0)]
+    pair = _with_orders(plan, [_adjacent(order) for order in plan.orders])
+    tried = [(pair, simulate(pair, costs, check=False))]
+    for _ in range(ROUNDS):
+        finalists = _candidates(plan, costs, prices, room)[:FINALISTS]
+        results = [(c, simulate(c, costs, check=False)) for c in finalists]
+        tried += results
+        excess = np.max([t.peak_bytes - limit for _, t in results], axis=0)
+        if np.all(excess <= _SLACK * limit):
+            break
+        # Gradients that arrive sooner wait in buffers that the filling does not count: leave room for them.
+        room = room - np.maximum(excess, 0.0)
+    fitting = [(c, t) for c, t in tried if np.all(t.peak_bytes <= limit * (1 + _SLACK))]
     if not fitting:
         return plan
-    best = min(fitting, key=lambda k: (round(timelines[k].step_ms, 6), timelines[k].span_ms))
-    return finalists[best]
+    return min(fitting, key=lambda result: (round(result[1].step_ms, 6), result[1].span_ms))[0]
 
 
-def _limits(fused: Timeline) -> Floats:
-    """Bytes per rank that the split plan may use."""
-    limit = np.maximum(fused.peak_bytes, fused.peak_bytes.max())
-    return np.minimum(limit, np.array(fused.capacity_bytes)) if fused.fits else limit
+def _candidates(plan: Plan, costs: CostTable, prices: _Prices, room: Floats) -> list[Plan]:
+    """Plans with W filled in under shares of the room, the fastest first."""
+    plans: dict[bytes, Plan] = {}
+    for deferral in DEFERRALS:
+        cap = np.minimum(prices.peak, room) + deferral * np.maximum(room - prices.peak, 0.0)
+        for steady, draining in PATIENCE:
+            filled = _fill_all(prices, cap, steady, draining)
+            if filled.tobytes() not in plans:
+                plans[filled.tobytes()] = _with_orders(plan, _orders(plan, filled))
+    return sorted(plans.values(), key=lambda candidate: makespan_ms(candidate, costs))
+
+
+def _early_gradients(plan: Plan, costs: CostTable) -> Floats:
+    """Per rank, the bytes of two boundary tensors."""
+    output, gradient = (x.max(axis=1) for x in boundary_bytes(plan, costs))
+    out = np.zeros(plan.num_ranks)
+    np.maximum.at(out, [s.rank for s in plan.stages], 2.0 * np.maximum(output, gradient))
+    return out
 
 
 def _adjacent(order: Sequence[Op]) -> list[Op]:
@@ -120,7 +138,6 @@ class _Prices:
     takes: Floats
     frees: Floats
     stash: Floats
-    rank: NDArray[np.int32]
     glued: NDArray[np.bool_]
     """A backward that must follow its forward at once: a recomputing stage without R."""
     last_forward: NDArray[np.int32]
@@ -170,7 +187,6 @@ def _prices(plan: Plan, costs: CostTable) -> _Prices:
         takes=takes,
         frees=frees,
         stash=np.where(backward, stash[cell], 0.0),
-        rank=t.rank,
         glued=backward & recomputes & ~again,
         last_forward=last_forward,
         peak=peak,

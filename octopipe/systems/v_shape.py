@@ -111,7 +111,7 @@ def _squeeze(p: int, rows: list[list[tuple[int, Op]]]) -> list[list[tuple[int, O
 def _move_earlier(
     p: int, rows: list[list[tuple[int, Op]]], cap: int
 ) -> tuple[list[list[tuple[int, Op]]], bool]:
-    """Fill each free slot with the first later op of its rank that can run there and keeps the rank in `cap`."""
+    """Fill each free slot with the first later op of its rank that can run there within `cap`."""
     slots = _Slots(p)
     left = [list(row) for row in rows]
     held = [0] * p

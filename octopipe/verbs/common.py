@@ -48,7 +48,9 @@ def number_list(text: str) -> list[float]:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json."""
-    parser.add_argument("model", metavar="MODEL", help="a preset (`octopipe models`), a layer-times or config.json file")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a preset (`octopipe models`), a layer-times or config.json file"
+    )
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:

@@ -69,9 +69,7 @@ def _show(args: argparse.Namespace) -> int:
                 "name": spec.name,
                 "parameters": spec.parameters,
                 "pattern": spec.pattern,
-                "layers": [
-                    {"symbol": x.symbol, "kind": x.kind, "parameters": x.parameters} for x in spec.layers
-                ],
+                "layers": [{"symbol": x.symbol, "kind": x.kind, "parameters": x.parameters} for x in spec.layers],
             }
         )
         return 0
