@@ -8,8 +8,9 @@ With F = I = W, in half-chunks and m >= 2p: bubble 3p-7, peak p+2 (p even, p >= 
 """
 
 from octopipe.plan import Plan
+from octopipe.systems.closed_forms import ClosedForm
 from octopipe.systems.registry import Setting, system
-from octopipe.systems.v_shape import block_orders, require_two_chunks, v_plan
+from octopipe.systems.v_shape import block_orders, require_two_chunks, unit_forms, v_plan
 
 
 @system(
@@ -30,3 +31,14 @@ def block(i: int, p: int) -> tuple[int, int, int, int]:
     """Slots of F chunk 0, F chunk 1, I chunk 1, I chunk 0 on rank i."""
     shift = 3 if p % 2 == 0 else 0
     return 2 * i, 3 * p - 2 - i, 3 * p - 1 + shift + 2 * i, 6 * p + shift - 2 - i
+
+
+def closed_forms() -> list[ClosedForm]:
+    """Bubble and peak for even and odd p."""
+    forms = []
+    for p in (3, 4, 5, 8, 11, 16):
+        if p % 2 == 0:
+            forms += unit_forms("v-half", p, 3 * p - 7, p + 2, formula=("3p-7", "p+2"))
+        else:
+            forms += unit_forms("v-half", p, 3 * p - 4, p + 1, formula=("3p-4", "p+1"))
+    return forms

@@ -8,8 +8,9 @@ With F = I = W, in half-chunks and m >= 2p, bubble/peak: p=4 11/4, 6 17/6, 8 27/
 """
 
 from octopipe.plan import Plan
+from octopipe.systems.closed_forms import ClosedForm
 from octopipe.systems.registry import Setting, system
-from octopipe.systems.v_shape import block_orders, require_two_chunks, v_plan
+from octopipe.systems.v_shape import block_orders, require_two_chunks, unit_forms, v_plan
 
 
 @system(
@@ -30,3 +31,9 @@ def block(i: int, p: int) -> tuple[int, int, int, int]:
     """Slots of F chunk 0, F chunk 1, I chunk 1, I chunk 0 on rank i."""
     shift = 2 if p % 3 == 0 else 0
     return i, 2 * p - 1 - i, 2 * p + shift + i, 4 * p + shift - 1 - i
+
+
+def closed_forms() -> list[ClosedForm]:
+    """The published bubbles and peaks, p by p."""
+    table = {4: (11, 4), 6: (17, 6), 8: (27, 8), 12: (41, 10), 16: (59, 12)}
+    return [form for p, (b, top) in table.items() for form in unit_forms("v-min", p, b, top, formula=("", ""))]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from octopipe.cost import CostTable
 from octopipe.plan import Op, Plan
+from octopipe.systems.closed_forms import ClosedForm, highest_peak, on_timeline, span_bubble_ms
 from octopipe.systems.registry import require
 from octopipe.systems.shapes import even_sizes, make_plan, stages_from_sizes, wave
 
@@ -37,6 +38,26 @@ def require_two_chunks(name: str, costs: CostTable, p: int) -> None:
         name,
         f"pp {p} needs {2 * p} stages but {costs.model} has {costs.num_layers} layers",
     )
+
+
+def unit_forms(name: str, p: int, bubble: float, peak: float, *, formula: tuple[str, str]) -> list[ClosedForm]:
+    """Span bubble and highest peak with F = I = W = 1 and one half-chunk a layer."""
+    m = 3 * p
+    costs = CostTable.uniform(num_layers=2 * p, activation_bytes=1.0, stash_bytes=1.0)
+    return [
+        ClosedForm(
+            system=name,
+            case=f"p={p} m={m} F=I=W=1",
+            quantity=quantity,
+            formula=rule,
+            expected=expected,
+            simulate=on_timeline(name, costs, p, m, read),
+        )
+        for quantity, rule, expected, read in (
+            ("bubble (span)", formula[0], bubble, span_bubble_ms),
+            ("highest peak, half-chunks", formula[1], peak, highest_peak),
+        )
+    ]
 
 
 def block_orders(p: int, m: int, block: Block) -> list[list[Op]]:

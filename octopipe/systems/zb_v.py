@@ -8,8 +8,9 @@ With F = I = W: span bubble 0 (m >= 2p-1), peak 2p half-chunks = p M_B.
 """
 
 from octopipe.plan import Op, Plan
+from octopipe.systems.closed_forms import ClosedForm
 from octopipe.systems.registry import Setting, system
-from octopipe.systems.v_shape import cool_down, require_two_chunks, v_plan
+from octopipe.systems.v_shape import cool_down, require_two_chunks, unit_forms, v_plan
 
 
 @system(
@@ -42,3 +43,8 @@ def _pattern(r: int, p: int, m: int) -> list[Op]:
             order.append(Op(stage, kind, b))
             done[stage, kind] = b + 1
     return order
+
+
+def closed_forms() -> list[ClosedForm]:
+    """No span bubble, and 1F1B's peak."""
+    return [form for p in (2, 4, 7, 8) for form in unit_forms("zb-v", p, 0, 2 * p, formula=("0", "2p = p M_B"))]
