@@ -81,8 +81,8 @@ def test_authors_layer_times_give_the_known_1f1b_steps(capsys: pytest.CaptureFix
 
 
 def test_json_has_the_promised_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = times_file(tmp_path, "ETTTTL", 1, 1, 1, activation_gib=dict.fromkeys("ETL", 1), stash_gib=dict.fromkeys("ETL", 0.5),
-                      params_gib=dict.fromkeys("ETL", 2))  # fmt: skip
+    sizes = {"activation_gib": 1, "stash_gib": 0.5, "params_gib": 2}
+    path = times_file(tmp_path, "ETTTTL", 1, 1, 1, **{k: dict.fromkeys("ETL", v) for k, v in sizes.items()})
     numbers = simulate(capsys, path, "--pp", "2", "--micro-batches", "4", "--memory-gib", "9")
     assert numbers["step_ms"] == 5 * 9
     assert numbers["peak_memory_gib"] == [12.0, 9.0]
@@ -190,8 +190,10 @@ def test_hostile_layer_times_give_one_line(capsys: pytest.CaptureFixture[str], t
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from octopipe.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n" \
-           "heavy = {'numpy', 'numba', 'torch', 'rich', 'msgspec'} & set(sys.modules); sys.exit(1 if heavy else 0)"  # fmt: skip
+    code = (
+        "import sys; from octopipe.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "sys.exit(1 if {'numpy', 'numba', 'torch', 'rich', 'msgspec'} & set(sys.modules) else 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(verb in done.stdout for verb in VERBS)
