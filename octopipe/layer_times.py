@@ -8,7 +8,8 @@ or how times are measured.
      "activation_gib": {...}, "stash_gib": {...}, "params_gib": {...},            optional, 0 where absent
      "boundary_gib": 0.01, "workspace_gib": 0.1, "tokens": 4096}                  optional
 
-`boundary_gib` and `workspace_gib` are one number for all layers or one per symbol. Other keys are ignored.
+`boundary_gib` and `workspace_gib` are one number for all layers or one per symbol. Any table may be a list with
+one number per layer instead. Other keys are ignored (`profile_file.py` reads more of them).
 
 >>> file = {"pattern": "EL", "forward_ms": {"E": 1, "L": 2}, "backward_ms": {"E": 0, "L": 2}}
 >>> costs_of_layer_times({**file, "weight_ms": {"E": 1, "L": 1}}, name="tiny").layer_ms.tolist()
@@ -92,6 +93,12 @@ def _column(file: Mapping[str, object], key: str, pattern: str, where: str) -> A
     table = file.get(key)
     if key in ONE_FOR_ALL and isinstance(table, int | float) and not isinstance(table, bool):
         return np.full(len(pattern), _number(table, f'{where}: "{key}"'))
+    if isinstance(table, list):
+        if len(table) != len(pattern):
+            raise OctoPipeError(
+                f'{where}: "{key}" is a list of {len(table)} for {len(pattern)} layers; give one number per layer'
+            )
+        return np.array([_number(value, f'{where}: "{key}" of layer {i}') for i, value in enumerate(table)])
     if not isinstance(table, dict):
         missing = "is missing" if table is None else f"is a JSON {kind_of(table)}"
         raise OctoPipeError(f'{where}: "{key}" {missing}; give an object with a number per symbol')

@@ -26,6 +26,7 @@ from octopipe.files import read_json_object, shown
 from octopipe.huggingface import from_config
 from octopipe.layer_times import costs_of_layer_times
 from octopipe.model import ModelSpec
+from octopipe.profile_file import profile_from_object
 from octopipe.zoo import PRESETS, names, preset, suggestion
 
 DEFAULT_SEQ = 4096
@@ -36,8 +37,12 @@ def _layer_times(file: Mapping[str, object], name: str, where: str) -> CostTable
     return costs_of_layer_times(file, name=name, where=where)
 
 
+def _profile(file: Mapping[str, object], name: str, where: str) -> CostTable:
+    return profile_from_object(file, name=name, where=where).costs
+
+
 FORMATS: Mapping[str, Reader] = MappingProxyType(
-    {"octopipe.layer-times": _layer_times, "octopipe.profile": _layer_times}
+    {"octopipe.layer-times": _layer_times, "octopipe.profile": _profile}
 )
 """The "format" key of a file, without its `/version`, and what reads it. A profile is a layer-times file with
 more keys beside."""
@@ -190,11 +195,14 @@ def _measured(
     if tokens is None and seq is not None:
         tokens = seq * micro_batch_size
     # Without boundary sizes nothing is known about transfers: they cost nothing unless p2p_ms says so.
+    # A profile brings its own measured links and rank speeds.
     network = cluster.network() if table.boundary_bytes.any() else Network.constant(0.0)
+    if table.network.pairs:
+        network = table.network
     return table.replace(
         network=network,
-        rank_slowdown=cluster.rank_slowdown(),
-        rank_memory_bytes=tuple(gib * GIB for gib in cluster.rank_memory_gib),
+        rank_slowdown=cluster.rank_slowdown() or table.rank_slowdown,
+        rank_memory_bytes=tuple(gib * GIB for gib in cluster.rank_memory_gib) or table.rank_memory_bytes,
         tokens_per_micro_batch=tokens,
         gpus_per_rank=cluster.tp,
     )

@@ -1,0 +1,119 @@
+"""Prediction for ranks that share a device: an op runs faster while its neighbours rest.
+
+Knows: how long ops take when all ranks work and when one works alone, and what follows for a program. Does not
+know: where the two were measured (`runtime/profiler.py`).
+
+Ranks that share one GPU (MPS) or one machine's memory slow each other down, so an op of a plan full of bubbles is
+faster than the same op of a dense plan. With k of n ranks at work, an op takes its time alone plus (k-1)/(n-1) of
+the difference to its time under full load; k changes while the op runs, so time advances from event to event.
+
+With equal times in both tables this is `simulate`, event by event.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.cost import CostTable
+from octopipe.lower import Channel, Program, lower
+from octopipe.plan import Plan
+from octopipe.price import op_durations
+from octopipe.profile_file import Profile
+from octopipe.simulate import memory_curves
+from octopipe.timeline import Spans, Timeline, Transfers
+
+Floats = NDArray[np.float64]
+
+
+def predict(
+    plan: Plan | Program, profile: Profile, *, channel: Channel = "directed", label: str = ""
+) -> Timeline:
+    """The Timeline that a profile promises for a plan on the ranks it was measured on."""
+    costs = profile.costs
+    program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel)
+    plan = program.plan
+    loaded = op_durations(plan, costs) + profile.op_overhead_ms
+    alone = loaded if profile.alone is None else op_durations(plan, profile.alone) + profile.op_overhead_ms
+    start, end, binding = advance(program, loaded, alone)
+    t = plan.table()
+    n = t.stage.size
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], end[:n])
+    transfers = Transfers(
+        program.source,
+        program.target,
+        t.rank[program.source],
+        t.rank[program.target],
+        start[n:],
+        end[n:],
+        program.nbytes,
+    )
+    return Timeline(
+        num_ranks=plan.num_ranks,
+        spans=spans,
+        transfers=transfers,
+        memory=memory_curves(program, costs, spans, transfers),
+        capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
+        binding=binding,
+        label=label or str(plan.extra.get("system", "")),
+        model=costs.model,
+    )
+
+
+def advance(program: Program, loaded: Floats, alone: Floats) -> tuple[Floats, Floats, NDArray[np.int32]]:
+    """Start, end and last-ending predecessor of every op and transfer of the program."""
+    preds = program.preds
+    nodes, computes, ranks = preds.shape[0], loaded.size, program.plan.num_ranks
+    share = np.array([(k - 1) / max(1, ranks - 1) for k in range(1, ranks + 1)])
+    followers: list[list[int]] = [[] for _ in range(nodes)]
+    missing = np.zeros(nodes, np.int64)
+    for node in range(nodes):
+        for p in {int(p) for p in preds[node] if p >= 0}:
+            followers[p].append(node)
+            missing[node] += 1
+    start, end = np.zeros(nodes), np.zeros(nodes)
+    binding = np.full(nodes, -1, np.int32)
+    left: dict[int, float] = {}
+    """Ops at work and the part of each that is still to do."""
+    flying: list[tuple[float, int]] = []
+    now = 0.0
+    fresh = [n for n in range(nodes) if missing[n] == 0]
+    while fresh or left or flying:
+        while fresh:
+            node = fresh.pop()
+            start[node] = now
+            if node < computes:
+                left[node] = 1.0
+            else:
+                heapq.heappush(flying, (now + float(program.transfer_ms[node - computes]), node))
+        load = share[min(max(len(left), 1), ranks) - 1]
+        took = {n: alone[n] + (loaded[n] - alone[n]) * load for n in left}
+        step = min((part * took[n] for n, part in left.items()), default=np.inf)
+        if flying:
+            step = min(step, max(0.0, flying[0][0] - now))
+        ended = []
+        for n in left:
+            rest = left[n] * took[n] - step
+            if rest <= 1e-9:
+                ended.append(n)
+            else:
+                left[n] = rest / took[n]
+        now += step
+        while flying and flying[0][0] <= now + 1e-12:
+            ended.append(heapq.heappop(flying)[1])
+        for n in ended:
+            left.pop(n, None)
+            end[n] = now
+            for f in followers[n]:
+                missing[f] -= 1
+                if missing[f] == 0:
+                    binding[f] = n
+                    fresh.append(f)
+    return start, end, binding
+
+
+def full_load(costs: CostTable) -> Profile:
+    """Costs without a measurement behind them, as a profile whose ranks share nothing."""
+    return Profile(costs=costs)

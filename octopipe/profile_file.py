@@ -1,0 +1,175 @@
+"""Profiles: what was measured on real devices, as a file and as costs.
+
+Knows: the format `octopipe.profile/1`, a layer-times file (`layer_times.py`) whose tables hold one number per
+layer, with measured links, rank speeds and times without neighbours beside them. Does not know: how anything is
+measured (`runtime/profiler.py`).
+
+    {"format": "octopipe.profile/1", "model": "tiny", "pattern": "EL",
+     "forward_ms": [0.1, 2.0], "backward_ms": [0.0, 2.1], "weight_ms": [0.1, 1.0],
+     "alone_forward_ms": [...], "alone_backward_ms": [...], "alone_weight_ms": [...],   no other rank at work
+     "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
+     "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "about": {...}}
+
+Times are those of a rank while all ranks work. Every key from `alone_` on is optional.
+
+>>> file = {"pattern": "EL", "forward_ms": [1, 2], "backward_ms": [0, 2], "weight_ms": [1, 1]}
+>>> links = [{"source": 0, "destination": 1, "latency_ms": 0.5, "gb_per_s": 1.0}]
+>>> profile_from_object({**file, "links": links}, name="tiny").costs.network.transfer_ms(0, 1, 1e6)
+1.5
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octopipe.cluster import GIB, Link, Network
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.files import brief, kind_of, read_json_object, shown
+from octopipe.layer_times import BYTES, TIMES, costs_of_layer_times
+
+FORMAT = "octopipe.profile/1"
+_ALONE = "alone_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measured costs of a model on the ranks of one machine or cluster."""
+
+    costs: CostTable
+    """Times while all ranks work."""
+    alone: CostTable | None = None
+    """The same costs with the times of a rank whose neighbours rest; None where ranks share nothing."""
+    op_overhead_ms: float = 0.0
+    """What running one op costs beside its layers' own times."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Device, date, spread of the times: for people."""
+
+    def with_costs(self, costs: CostTable) -> Profile:
+        """The same profile around other costs (a memory limit added, say)."""
+        alone = self.alone
+        if alone is not None:
+            times = {name: getattr(alone, name) for name in TIMES.values()}
+            alone = costs.replace(**times)
+        return Profile(costs=costs, alone=alone, op_overhead_ms=self.op_overhead_ms, about=self.about)
+
+    def to_json(self) -> bytes:
+        c = self.costs
+        out: dict[str, Any] = {"format": FORMAT, "model": c.model, "pattern": c.symbols}
+        if c.tokens_per_micro_batch is not None:
+            out["tokens"] = c.tokens_per_micro_batch
+        out |= {key: getattr(c, name).tolist() for key, name in TIMES.items()}
+        if self.alone is not None:
+            out |= {_ALONE + key: getattr(self.alone, name).tolist() for key, name in TIMES.items()}
+        out |= {key: (getattr(c, name) / GIB).tolist() for key, name in BYTES.items()}
+        out["optimizer_ms"] = c.optimizer_ms.tolist()
+        out["links"] = [
+            {
+                "source": a,
+                "destination": b,
+                "latency_ms": link.latency_ms,
+                "gb_per_s": 1e-6 / link.ms_per_byte if link.ms_per_byte > 0 else None,
+            }
+            for (a, b), link in sorted(c.network.pairs.items())
+        ]
+        out["rank_slowdown"] = list(c.rank_slowdown)
+        if c.rank_memory_bytes:
+            out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]
+        out["op_overhead_ms"] = self.op_overhead_ms
+        out["about"] = dict(self.about)
+        return msgspec.json.format(msgspec.json.encode(out), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file in one step."""
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        try:
+            partial.write_bytes(self.to_json())
+            partial.replace(target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise OctoPipeError(
+                f"{shown(path)}: cannot be written ({error.strerror or error}); check the folder"
+            ) from None
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile; a plain layer-times file is taken too."""
+    return profile_from_object(read_json_object(path), name=Path(path).stem, where=shown(path))
+
+
+def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "profile") -> Profile:
+    """The profile in an already decoded JSON object; `where` opens every error line."""
+    model = file.get("model")
+    costs = costs_of_layer_times(file, name=model if isinstance(model, str) and model else name, where=where)
+    if file.get("optimizer_ms") is not None:
+        costs = costs.replace(
+            optimizer_ms=_numbers(file["optimizer_ms"], f'{where}: "optimizer_ms"', costs.num_layers)
+        )
+    pairs = _links(file.get("links"), where)
+    if pairs:
+        worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))
+        costs = costs.replace(network=Network(intra=worst, inter=worst, pairs=pairs))
+    if file.get("rank_slowdown"):
+        costs = costs.replace(
+            rank_slowdown=tuple(_numbers(file["rank_slowdown"], f'{where}: "rank_slowdown"', positive=True))
+        )
+    if file.get("memory_gib"):
+        memory = file["memory_gib"]
+        sizes = _numbers(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"', positive=True)
+        costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
+    alone = None
+    if all(file.get(_ALONE + key) is not None for key in TIMES):
+        times = {
+            field_name: _numbers(file[_ALONE + key], f'{where}: "{_ALONE + key}"', costs.num_layers)
+            for key, field_name in TIMES.items()
+        }
+        alone = costs.replace(**times)
+    overhead = _numbers([file.get("op_overhead_ms") or 0.0], f'{where}: "op_overhead_ms"')[0]
+    about = file.get("about")
+    return Profile(
+        costs=costs, alone=alone, op_overhead_ms=overhead, about=about if isinstance(about, dict) else {}
+    )
+
+
+def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
+    if value is None:
+        return {}
+    if not isinstance(value, list):
+        raise OctoPipeError(f'{where}: "links" is a JSON {kind_of(value)}; give a list of objects')
+    pairs: dict[tuple[int, int], Link] = {}
+    for i, entry in enumerate(value):
+        what = f'{where}: "links" entry {i}'
+        if not isinstance(entry, dict):
+            raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
+        ends = [entry.get("source"), entry.get("destination")]
+        if any(isinstance(e, bool) or not isinstance(e, int) or e < 0 for e in ends):
+            raise OctoPipeError(f"{what} has source {brief(ends[0])} and destination {brief(ends[1])}; give ranks")
+        latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]
+        speed = entry.get("gb_per_s")
+        rate = 0.0
+        if speed is not None:
+            rate = 1e-6 / _numbers([speed], f"{what}: gb_per_s", positive=True)[0]
+        pairs[ends[0], ends[1]] = Link(latency_ms=latency, ms_per_byte=rate)
+    return pairs
+
+
+def _numbers(value: object, what: str, count: int | None = None, *, positive: bool = False) -> list[float]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise OctoPipeError(f"{what} is a JSON {kind_of(value)}; give a list of numbers")
+    if count is not None and len(value) != count:
+        raise OctoPipeError(f"{what} has {len(value)} numbers for {count} layers; give one per layer")
+    out = []
+    for item in value:
+        good = isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
+        if not good or item < 0 or (positive and item == 0):
+            sign = "> 0" if positive else ">= 0"
+            raise OctoPipeError(f"{what} holds {brief(item)}; give finite numbers {sign}")
+        out.append(float(item))
+    return out
