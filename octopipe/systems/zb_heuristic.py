@@ -117,7 +117,7 @@ def _prices(plan: Plan, costs: CostTable, in_flight: int) -> Prices:
 
 def _best(prices: Prices) -> _Schedule:
     schedules = [_Schedule(prices, Choices(*booleans)) for booleans in product((False, True), repeat=3)]
-    return min(schedules, key=lambda s: (round(s.span_ms, 6), s.makespan_ms))
+    return min(schedules, key=lambda s: (round(s.span_ms / s.eps), s.makespan_ms))
 
 
 class _Schedule:
@@ -126,7 +126,8 @@ class _Schedule:
     def __init__(self, prices: Prices, choices: Choices) -> None:
         self.prices, self.choices = prices, choices
         self.p, self.m = len(prices.forward_ms), len(prices.forward_ms[0])
-        self.eps = _EPS * max(max(row) for table in prices[:3] for row in table)
+        longest = max(max(row) for table in prices[:3] for row in table)
+        self.eps = _EPS * (longest or 1.0)
         self.orders: list[list[Op]] = [[] for _ in range(self.p)]
         self.first = [0.0] * self.p
         self.clock = [0.0] * self.p
