@@ -1,0 +1,513 @@
+// The chart: lanes of ops on a canvas, several timelines on one time axis.
+// Zoomed out, a lane is painted pixel by pixel (each pixel the mean colour of the ops in it); zoomed in, op by
+// op with labels and arrows. So a frame costs about the same for a hundred ops and for a hundred thousand.
+
+const GUTTER = 82, AXIS = 30, TITLE = 26, LANE_GAP = 4, DETAIL_LIMIT = 4000, ARROW_LIMIT = 260;
+const SHADES = 4;
+
+class Gantt {
+  constructor(canvas, entries, colours, events) {
+    Object.assign(this, { canvas, entries, colours, events });
+    this.context = canvas.getContext("2d", { alpha: false });
+    this.raster = document.createElement("canvas");
+    this.options = { shade: "micro-batch", memory: true, transfers: true, critical: false };
+    this.selected = null; // {entry, micro, op}
+    this.focus = null; // {entry, op}: what the keyboard or the pointer is at
+    this.pointer = null;
+    this.scroll = 0;
+    this.frames = []; // milliseconds of the last frames, for tests
+    this.theme();
+    this.measure();
+    this.fit();
+    this.listen();
+  }
+
+  theme() {
+    const style = getComputedStyle(this.canvas);
+    const read = (name) => style.getPropertyValue(name).trim();
+    this.ink = {
+      page: read("--card"), lane: read("--lane"), text: read("--text"), quiet: read("--quiet"),
+      line: read("--line"), critical: read("--critical"), memory: read("--memory"), over: read("--over"),
+      dark: read("--theme") === "dark",
+    };
+    const lane = parseColour(this.ink.lane);
+    this.palette = new Float32Array(KINDS.length * SHADES * 3);
+    this.dimmed = new Float32Array(this.palette.length);
+    this.names = [];
+    for (let k = 0; k < KINDS.length; k++) {
+      for (let s = 0; s < SHADES; s++) {
+        const base = this.colours[KINDS[k]];
+        const mixed = base.map((c) => c + (255 - c) * 0.42 * s / (SHADES - 1));
+        const at = (k * SHADES + s) * 3;
+        mixed.forEach((c, i) => {
+          this.palette[at + i] = c;
+          this.dimmed[at + i] = c * 0.22 + lane[i] * 0.78;
+        });
+        const text = (set) => `rgb(${[0, 1, 2].map((i) => Math.round(set[at + i])).join(",")})`;
+        this.names.push([text(this.palette), text(this.dimmed)]);
+      }
+    }
+    this.laneColour = lane;
+    this.tint();
+  }
+
+  // The palette entry of every op: its kind, shaded by its stage or its micro-batch.
+  tint() {
+    for (const e of this.entries) {
+      e.tint = new Uint8Array(e.count);
+      const chunk = new Map();
+      const seen = new Array(e.num_ranks).fill(0);
+      if (e.stages) e.stages.forEach((s, i) => chunk.set(i, seen[s[2]]++));
+      for (let i = 0; i < e.count; i++) {
+        const by = this.options.shade === "stage" ? chunk.get(e.stage[i]) ?? e.stage[i]
+          : this.options.shade === "micro-batch" ? e.micro[i] : 0;
+        e.tint[i] = e.kind[i] * SHADES + by % SHADES;
+      }
+    }
+  }
+
+  // Where every lane lies; called when size, entries or options change.
+  measure() {
+    const lanes = this.entries.reduce((n, e) => n + e.num_ranks, 0);
+    const room = Math.max(440, Math.min(window.innerHeight * 0.72, 780)) - AXIS - TITLE * this.entries.length;
+    const memory = this.options.memory && this.entries.some((e) => e.memory);
+    const each = Math.max(11, Math.min(memory ? 52 : 30, room / lanes - LANE_GAP));
+    const own = memory ? Math.max(8, Math.min(24, each * 0.5)) : Math.min(26, each);
+    this.laneHeight = Math.round(own);
+    this.memoryHeight = memory ? Math.round(each - own) : 0;
+    this.rows = [];
+    let y = AXIS;
+    for (const e of this.entries) {
+      this.rows.push({ title: true, entry: e, y });
+      y += TITLE;
+      e.laneTop = y;
+      for (let r = 0; r < e.num_ranks; r++) {
+        this.rows.push({ entry: e, rank: r, y });
+        y += this.laneHeight + (e.memory ? this.memoryHeight : 0) + LANE_GAP;
+      }
+    }
+    this.content = y + 4;
+    this.height = Math.min(this.content, Math.max(460, Math.min(window.innerHeight * 0.8, 820)));
+    this.width = this.canvas.parentElement.clientWidth;
+    this.ratio = Math.min(window.devicePixelRatio || 1, 2);
+    this.canvas.width = Math.round(this.width * this.ratio);
+    this.canvas.height = Math.round(this.height * this.ratio);
+    this.canvas.style.height = `${this.height}px`;
+    this.plot = this.width - GUTTER - 8;
+    // The curves fill their lanes; a limit far above them is a line at the top edge, its number in the gutter.
+    this.memoryTop = Math.max(...this.entries.flatMap((e) => e.numbers.peak_bytes), 1) * 1.12;
+    this.scroll = Math.max(0, Math.min(this.scroll, this.content - this.height));
+  }
+
+  get horizon() { return Math.max(...this.entries.map((e) => e.now.step), 1e-9); }
+
+  fit() {
+    this.from = 0;
+    this.to = this.horizon * 1.015;
+    this.redraw();
+  }
+
+  show(from, to) {
+    const most = this.horizon * 1.015, least = most / 2e6;
+    const span = Math.min(Math.max(to - from, least), most);
+    const middle = (from + to) / 2;
+    this.from = Math.min(Math.max(middle - span / 2, 0), most - span);
+    this.to = this.from + span;
+    this.redraw();
+  }
+
+  zoom(factor, x = GUTTER + this.plot / 2) {
+    const at = this.timeAt(x), span = (this.to - this.from) / factor;
+    const share = (x - GUTTER) / this.plot;
+    this.show(at - share * span, at + (1 - share) * span);
+  }
+
+  pan(share) {
+    const by = (this.to - this.from) * share;
+    const most = this.horizon * 1.015;
+    const from = Math.min(Math.max(this.from + by, 0), Math.max(most - (this.to - this.from), 0));
+    this.to += from - this.from;
+    this.from = from;
+    this.redraw();
+  }
+
+  scrollBy(pixels) {
+    this.scroll = Math.max(0, Math.min(this.scroll + pixels, this.content - this.height));
+    this.redraw();
+  }
+
+  timeAt(x) { return this.from + (x - GUTTER) / this.plot * (this.to - this.from); }
+  xAt(time) { return GUTTER + (time - this.from) / (this.to - this.from) * this.plot; }
+
+  redraw() {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => {
+      this.pending = null;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const began = performance.now(), c = this.context;
+    c.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    c.fillStyle = this.ink.page;
+    c.fillRect(0, 0, this.width, this.height);
+    c.save();
+    c.beginPath();
+    c.rect(0, AXIS, this.width, this.height - AXIS);
+    c.clip();
+    c.translate(0, -this.scroll);
+    const visible = this.rows.filter((row) => row.y + 90 > this.scroll && row.y < this.scroll + this.height);
+    const lanes = visible.filter((row) => !row.title).map((row) => ({ ...row, ...this.range(row) }));
+    this.detailed = lanes.reduce((n, l) => n + l.stop - l.first, 0) <= DETAIL_LIMIT;
+    this.drawGrid();
+    for (const lane of lanes) {
+      c.fillStyle = this.ink.lane;
+      c.fillRect(GUTTER, lane.y, this.plot, this.laneHeight);
+    }
+    if (this.detailed) lanes.forEach((lane) => this.drawOps(lane));
+    else this.paintLanes(lanes);
+    lanes.forEach((lane) => this.drawExtras(lane));
+    if (this.memoryHeight) lanes.forEach((lane) => this.drawMemory(lane));
+    if (this.options.transfers && this.detailed) this.drawTransfers(lanes);
+    if (this.options.critical) this.entries.forEach((e) => this.drawCritical(e));
+    if (this.selected) this.drawSelected();
+    if (this.focus) this.outline(this.focus.entry, this.focus.op, this.ink.text, 1.5);
+    this.drawFrame(visible);
+    c.restore();
+    this.drawAxis();
+    this.frames.push(performance.now() - began);
+    if (this.frames.length > 240) this.frames.shift();
+  }
+
+  // The ops of a lane that touch the window.
+  range({ entry, rank }) {
+    const { start, end } = entry.now;
+    const lo = entry.offsets[rank], hi = entry.offsets[rank + 1];
+    return { first: lowerBound(end, this.from, lo, hi), stop: lowerBound(start, this.to, lo, hi) };
+  }
+
+  isDim(entry, i) { return this.selected !== null && entry.micro[i] !== this.selected.micro; }
+
+  // Zoomed out: every pixel column of a lane is a stack of kinds, each as high as its share of that time.
+  paintLanes(lanes) {
+    const width = Math.round(this.plot * this.ratio), high = Math.round(this.laneHeight * this.ratio);
+    const scale = width / (this.to - this.from), from = this.from, kinds = KINDS.length;
+    this.raster.width = width;
+    this.raster.height = high * lanes.length;
+    const brush = this.raster.getContext("2d");
+    const image = brush.createImageData(width, high * lanes.length);
+    const pixels = new Uint32Array(image.data.buffer);
+    const pack = (set, at) => (0xff000000 | set[at + 2] << 16 | set[at + 1] << 8 | set[at]) >>> 0;
+    const chosen = this.selected === null ? this.palette : this.dimmed;
+    const colours = Array.from({ length: kinds * SHADES }, (_, i) => pack(chosen, i * 3));
+    const idle = pack(this.laneColour, 0);
+    const share = new Float32Array(width * kinds), most = new Float32Array(width * kinds);
+    const tint = new Uint8Array(width * kinds);
+    lanes.forEach((lane, row) => {
+      const e = lane.entry, { start, end } = e.now;
+      share.fill(0);
+      most.fill(0);
+      for (let i = lane.first; i < lane.stop; i++) {
+        const x0 = Math.max((start[i] - from) * scale, 0), x1 = Math.min((end[i] - from) * scale, width);
+        const last = Math.min(x1 | 0, width - 1), kind = e.kind[i];
+        for (let x = x0 | 0; x <= last; x++) {
+          const part = Math.min(x1, x + 1) - Math.max(x0, x), cell = x * kinds + kind;
+          share[cell] += part;
+          if (part > most[cell]) {
+            most[cell] = part;
+            tint[cell] = e.tint[i];
+          }
+        }
+      }
+      for (let x = 0; x < width; x++) {
+        let y = high, sum = 0;
+        for (let k = 0; k < kinds; k++) {
+          const cell = x * kinds + k;
+          if (share[cell] === 0) continue;
+          sum += share[cell];
+          // Many ops in one pixel have no shade of their own: take the middle one.
+          const colour = colours[most[cell] > 0.5 ? tint[cell] : k * SHADES + 1];
+          const top = Math.round(high * (1 - Math.min(sum, 1)));
+          for (; y > top; y--) pixels[(row * high + y - 1) * width + x] = colour;
+        }
+        for (; y > 0; y--) pixels[(row * high + y - 1) * width + x] = idle;
+      }
+    });
+    brush.putImageData(image, 0, 0);
+    this.context.imageSmoothingEnabled = false;
+    lanes.forEach((lane, row) => this.context.drawImage(
+      this.raster, 0, row * high, width, high, GUTTER, lane.y, this.plot, this.laneHeight));
+  }
+
+  drawOps(lane) {
+    const c = this.context, e = lane.entry, { start, end } = e.now, h = this.laneHeight;
+    c.font = `${h > 17 ? 11 : 9}px ${FONT}`;
+    c.textBaseline = "middle";
+    c.textAlign = "center";
+    const letter = h > 17 ? 6.6 : 5.4;
+    for (let i = lane.first; i < lane.stop; i++) {
+      const x0 = Math.max(this.xAt(start[i]), GUTTER), x1 = Math.min(this.xAt(end[i]), GUTTER + this.plot);
+      const w = x1 - x0, dim = this.isDim(e, i);
+      c.fillStyle = this.names[e.tint[i]][dim ? 1 : 0];
+      c.fillRect(x0, lane.y, Math.max(w > 3 ? w - 0.7 : w, 0.4), h);
+      if (h < 10 || w < 12) continue;
+      const whole = e.stage[i] + KINDS[e.kind[i]] + e.micro[i], brief = String(e.micro[i]);
+      const text = whole.length * letter + 6 < w ? whole : brief.length * letter + 3 < w ? brief : "";
+      if (text) {
+        c.fillStyle = dim ? this.ink.quiet : "#0c1620";
+        c.fillText(text, (x0 + x1) / 2, lane.y + h / 2 + 0.5);
+      }
+    }
+  }
+
+  drawExtras({ entry, rank, y }) {
+    const c = this.context;
+    c.font = `10px ${FONT}`;
+    c.textAlign = "center";
+    c.textBaseline = "middle";
+    for (const [name, r, begin, finish] of entry.now.extras) {
+      if (r !== rank || finish < this.from || begin > this.to) continue;
+      const x0 = Math.max(this.xAt(begin), GUTTER), x1 = Math.min(this.xAt(finish), GUTTER + this.plot);
+      c.fillStyle = this.ink.line;
+      c.fillRect(x0, y + 2, Math.max(x1 - x0, 0.5), this.laneHeight - 4);
+      if (x1 - x0 > name.length * 6) {
+        c.fillStyle = this.ink.text;
+        c.fillText(name, (x0 + x1) / 2, y + this.laneHeight / 2);
+      }
+    }
+  }
+
+  drawMemory({ entry, rank, y }) {
+    const curve = entry.memory && entry.memory.curves[rank];
+    if (!curve || entry.now !== entry.base) return;
+    const c = this.context, h = this.memoryHeight - 2, bottom = y + this.laneHeight + 1 + h;
+    const yAt = (bytes) => bottom - bytes / this.memoryTop * h;
+    const n = curve.time.length, step = 1 / this.ratio;
+    let i = Math.max(lowerBound(curve.time, this.from, 0, n) - 1, 0);
+    let level = curve.level[i] ?? 0;
+    c.beginPath();
+    c.moveTo(GUTTER, bottom);
+    for (let x = GUTTER, before = -1; x < GUTTER + this.plot; x += step) {
+      const until = this.timeAt(x + step);
+      let highest = level;
+      while (i < n && curve.time[i] <= until) {
+        level = curve.level[i++];
+        if (level > highest) highest = level;
+      }
+      if (highest !== before) {
+        if (before >= 0) c.lineTo(x, yAt(before));
+        c.lineTo(x, yAt(highest));
+        before = highest;
+      }
+    }
+    c.lineTo(GUTTER + this.plot, yAt(level));
+    c.lineTo(GUTTER + this.plot, bottom);
+    c.fillStyle = this.ink.memory;
+    c.fill();
+    const limit = entry.capacity[rank];
+    if (limit !== null && limit !== undefined) {
+      c.strokeStyle = entry.numbers.peak_bytes[rank] > limit ? this.ink.over : this.ink.quiet;
+      c.lineWidth = entry.numbers.peak_bytes[rank] > limit ? 1.5 : 0.8;
+      c.setLineDash([4, 3]);
+      const at = Math.max(yAt(limit), bottom - h);
+      this.line(GUTTER, at, GUTTER + this.plot, at);
+      c.setLineDash([]);
+    }
+  }
+
+  laneY(entry, rank) {
+    return entry.laneTop + rank * (this.laneHeight + (entry.memory ? this.memoryHeight : 0) + LANE_GAP);
+  }
+
+  // A transfer's arrow leaves the sender's lane when it starts and enters the receiver's when it ends.
+  arrow(entry, t, colour, width) {
+    const c = this.context, h = this.laneHeight;
+    const a = entry.rank[entry.producer[t]], b = entry.rank[entry.consumer[t]];
+    const down = b > a, x0 = this.xAt(entry.now.tStart[t]), x1 = this.xAt(entry.now.tEnd[t]);
+    const y0 = this.laneY(entry, a) + (down ? h : 0), y1 = this.laneY(entry, b) + (down ? 0 : h);
+    const bend = (y1 - y0) / 2, tip = down ? -5 : 5;
+    c.strokeStyle = c.fillStyle = colour;
+    c.lineWidth = width;
+    c.beginPath();
+    c.moveTo(x0, y0);
+    c.bezierCurveTo(x0, y0 + bend, x1, y1 - bend, x1, y1 + tip);
+    c.stroke();
+    c.beginPath();
+    c.moveTo(x1, y1);
+    c.lineTo(x1 - 3, y1 + tip * 1.2);
+    c.lineTo(x1 + 3, y1 + tip * 1.2);
+    c.fill();
+  }
+
+  drawTransfers(lanes) {
+    const shown = [];
+    for (const { entry, first, stop } of lanes) {
+      for (let i = first; i < stop; i++) {
+        const t = entry.transferTo[i];
+        if (t >= 0 && !this.isDim(entry, i)) shown.push([entry, t]);
+      }
+      if (shown.length > ARROW_LIMIT) return;
+    }
+    this.arrows = shown.length;
+    const colour = this.ink.dark ? "rgba(220,228,238,0.62)" : "rgba(30,42,56,0.55)";
+    shown.forEach(([entry, t]) => this.arrow(entry, t, colour, 1));
+  }
+
+  outline(entry, i, colour, width) {
+    const { start, end } = entry.now;
+    const x0 = Math.max(this.xAt(start[i]), GUTTER), x1 = Math.min(this.xAt(end[i]), GUTTER + this.plot);
+    if (x1 < GUTTER || x0 > GUTTER + this.plot) return;
+    this.context.strokeStyle = colour;
+    this.context.lineWidth = width;
+    this.context.strokeRect(x0 - 0.5, this.laneY(entry, entry.rank[i]) - 0.5, Math.max(x1 - x0, 1), this.laneHeight + 1);
+  }
+
+  drawCritical(entry) {
+    const c = this.context, { start, end, tStart, tEnd } = entry.now;
+    if (entry.pathOf !== entry.now) {
+      entry.path = criticalPath(entry, entry.now);
+      entry.pathOf = entry.now;
+    }
+    c.fillStyle = c.strokeStyle = this.ink.critical;
+    c.lineWidth = 2;
+    let lastX = -10, lastRank = -1;
+    for (const node of entry.path) {
+      if (node >= entry.count) {
+        const t = node - entry.count;
+        if (tEnd[t] < this.from || tStart[t] > this.to) continue;
+        if (this.xAt(tEnd[t]) - lastX < 2) continue;
+        this.arrow(entry, t, this.ink.critical, 2);
+        continue;
+      }
+      if (end[node] < this.from || start[node] > this.to) continue;
+      const x0 = Math.max(this.xAt(start[node]), GUTTER), x1 = Math.min(this.xAt(end[node]), GUTTER + this.plot);
+      if (x1 - lastX < 0.7 && entry.rank[node] === lastRank) continue;
+      const y = this.laneY(entry, entry.rank[node]);
+      if (x1 - x0 > 4) c.strokeRect(x0 + 0.6, y + 1, x1 - x0 - 1.6, this.laneHeight - 2);
+      else c.fillRect(x0, y + this.laneHeight - 3, Math.max(x1 - x0, 1), 3);
+      lastX = x1;
+      lastRank = entry.rank[node];
+    }
+  }
+
+  // The chosen micro-batch's way through the pipeline: its ops, and lines from each to the next.
+  drawSelected() {
+    const { micro } = this.selected, c = this.context;
+    for (const entry of this.entries) {
+      const { start, end } = entry.now;
+      for (let i = 0; i < entry.count; i++) {
+        if (entry.micro[i] !== micro || end[i] < this.from || start[i] > this.to) continue;
+        const x0 = Math.max(this.xAt(start[i]), GUTTER), x1 = Math.min(this.xAt(end[i]), GUTTER + this.plot);
+        if (!this.detailed) {
+          c.fillStyle = this.names[entry.tint[i]][0];
+          c.fillRect(x0, this.laneY(entry, entry.rank[i]), Math.max(x1 - x0, 1.2), this.laneHeight);
+        }
+        const t = entry.transferTo[i];
+        if (t >= 0 && this.options.transfers) this.arrow(entry, t, this.ink.text, 1.3);
+      }
+    }
+    const { entry, op } = this.selected;
+    this.outline(entry, op, this.ink.text, 2);
+  }
+
+  line(x0, y0, x1, y1) {
+    this.context.beginPath();
+    this.context.moveTo(x0, y0);
+    this.context.lineTo(x1, y1);
+    this.context.stroke();
+  }
+
+  drawGrid() {
+    const c = this.context;
+    c.strokeStyle = this.ink.line;
+    c.lineWidth = 0.6;
+    for (const at of axisTicks(this.from, this.to, this.plot / 110)) {
+      const x = Math.round(this.xAt(at)) + 0.5;
+      this.line(x, this.scroll, x, this.scroll + this.height);
+    }
+  }
+
+  // Names, step ends, and a clean gutter over whatever ran past the plot's edge.
+  drawFrame(rows) {
+    const c = this.context;
+    c.fillStyle = this.ink.page;
+    c.fillRect(0, this.scroll, GUTTER - 0.5, this.height);
+    c.fillRect(GUTTER + this.plot, this.scroll, 8, this.height);
+    c.textBaseline = "middle";
+    for (const row of rows) {
+      if (row.title) {
+        c.fillStyle = this.ink.page;
+        c.fillRect(0, row.y, this.width, TITLE - 2);
+        c.textAlign = "left";
+        c.font = `600 13px ${FONT}`;
+        c.fillStyle = this.ink.text;
+        const name = row.entry.label + (row.entry.now === row.entry.base ? "" : " (what if)");
+        c.fillText(name, 4, row.y + TITLE / 2 + 2);
+        const wide = c.measureText(name).width;
+        c.font = `12px ${FONT}`;
+        c.fillStyle = this.ink.quiet;
+        c.fillText(headline(row.entry), wide + 14, row.y + TITLE / 2 + 2);
+        const x = this.xAt(row.entry.now.step);
+        if (x > GUTTER && x <= GUTTER + this.plot + 1) {
+          c.strokeStyle = this.ink.text;
+          c.lineWidth = 1;
+          const y0 = this.laneY(row.entry, 0) - 2;
+          const y1 = this.laneY(row.entry, row.entry.num_ranks) - LANE_GAP + 1;
+          this.line(x, y0, x, y1);
+        }
+      } else if (this.laneHeight > 8) {
+        c.textAlign = "right";
+        c.font = `${this.laneHeight > 13 ? 12 : 9}px ${FONT}`;
+        c.fillStyle = this.ink.quiet;
+        c.fillText(`rank ${row.rank}`, GUTTER - 10, row.y + this.laneHeight / 2 + 0.5);
+        if (row.entry.memory && this.memoryHeight > 11 && row.entry.now === row.entry.base) {
+          const peak = row.entry.numbers.peak_bytes[row.rank], limit = row.entry.capacity[row.rank];
+          const short = (bytes) => (bytes / GIB).toFixed(bytes < 10 * GIB ? 1 : 0);
+          const text = limit === null || limit === undefined ? `${short(peak)} GiB` : `${short(peak)} of ${short(limit)} GiB`;
+          c.font = `9.5px ${FONT}`;
+          c.fillStyle = limit !== null && peak > limit ? this.ink.over : this.ink.quiet;
+          c.fillText(text, GUTTER - 10, row.y + this.laneHeight + this.memoryHeight / 2);
+        }
+      }
+    }
+  }
+
+  drawAxis() {
+    const c = this.context;
+    c.fillStyle = this.ink.page;
+    c.fillRect(0, 0, this.width, AXIS);
+    c.font = `11px ${FONT}`;
+    c.textBaseline = "middle";
+    c.textAlign = "center";
+    c.fillStyle = this.ink.quiet;
+    const marks = axisTicks(this.from, this.to, this.plot / 110);
+    const digits = marks.length > 1 ? Math.max(0, -Math.floor(Math.log10(marks[1] - marks[0]) + 1e-9)) : 1;
+    const seconds = this.from + this.to > 20000 && digits === 0;
+    for (const at of marks) {
+      const text = seconds ? String(+(at / 1000).toFixed(3)) : at.toFixed(Math.min(digits, 9));
+      c.fillText(text, Math.min(this.xAt(at), this.width - c.measureText(text).width / 2 - 1), 12);
+    }
+    c.textAlign = "right";
+    c.fillText(seconds ? "seconds" : "ms", GUTTER - 28, 12);
+    const most = this.horizon * 1.015, share = (this.to - this.from) / most;
+    if (share < 0.999) {
+      c.fillStyle = this.ink.line;
+      c.fillRect(GUTTER, AXIS - 6, this.plot, 3);
+      c.fillStyle = this.ink.quiet;
+      c.fillRect(GUTTER + this.from / most * this.plot, AXIS - 6, Math.max(share * this.plot, 3), 3);
+    }
+    if (this.pointer && this.pointer.x > GUTTER && this.pointer.x < GUTTER + this.plot) {
+      c.strokeStyle = this.ink.quiet;
+      c.lineWidth = 0.8;
+      this.line(this.pointer.x, AXIS, this.pointer.x, this.height);
+      const text = `${formatMs(this.timeAt(this.pointer.x))}`;
+      const wide = c.measureText(text).width + 10;
+      c.fillStyle = this.ink.text;
+      c.fillRect(this.pointer.x - wide / 2, 3, wide, 18);
+      c.fillStyle = this.ink.page;
+      c.textAlign = "center";
+      c.fillText(text, this.pointer.x, 12);
+    }
+  }
+}
