@@ -15,9 +15,10 @@ import numpy as np
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.files import read_bytes, shown
 from octopipe.plan import Plan
 from octopipe.plan_file import FORMAT as PLAN_FORMAT
-from octopipe.plan_file import plan_from_json, read_json
+from octopipe.plan_file import plan_from_json
 from octopipe.report.entry import Entry
 from octopipe.simulate import simulate
 from octopipe.timeline import FORMAT as TIMELINE_FORMAT
@@ -60,18 +61,19 @@ def costs_of(plan: Plan, setting: Mapping[str, Any], where: str = "plan") -> Cos
 
 def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
     """A plan file (simulated) or a timeline file as an entry of a report."""
-    data = read_json(path)
-    form = _format(data, str(path))
+    where = shown(path)
+    data = read_bytes(path, most_bytes=1 << 30)
+    form = _format(data, where)
     if form == TIMELINE_FORMAT:
-        timeline = checked(timeline_from_json(data, str(path)), str(path))
+        timeline = checked(timeline_from_json(data, where), where)
         return Entry(timeline=timeline, label=timeline.label or Path(path).stem)
     if form == PLAN_FORMAT:
-        plan = plan_from_json(data, str(path))
-        costs = costs_of(plan, setting, str(path))
+        plan = plan_from_json(data, where)
+        costs = costs_of(plan, setting, where)
         label = str(plan.extra.get("label") or plan.extra.get("system") or Path(path).stem)
         return Entry(timeline=simulate(plan, costs, label=label), plan=plan, costs=costs, label=label)
     raise OctoPipeError(
-        f'{path}: neither a plan nor a timeline; expected "format": "{PLAN_FORMAT}" or "{TIMELINE_FORMAT}"'
+        f'{where}: neither a plan nor a timeline; expected "format": "{PLAN_FORMAT}" or "{TIMELINE_FORMAT}"'
     )
 
 

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.plan_file import write_whole
+    from octopipe.files import write_whole
     from octopipe.report.load import load_entries
     from octopipe.report.page import report_html
 
