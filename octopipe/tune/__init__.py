@@ -1,0 +1,127 @@
+"""The tuner: partition, placement and order decided together, under a memory limit and a time budget.
+
+    result = octopipe.tune(costs, num_ranks=8, num_micro_batches=16, budget_s=30)
+    result.plan, result.step_ms, result.gap, result.explanation
+
+Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves, phases drawn by
+lot) and `exact` (CP-SAT, small cases).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from typing import Any, Literal
+
+from octopipe.bounds import lower_bound_ms
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.plan import Plan
+from octopipe.tune.best import BestSearch
+from octopipe.tune.result import Callback, Progress, Step, TuneResult
+
+Method = Literal["best", "octopipe", "random", "exact"]
+METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
+
+__all__ = ["METHODS", "Method", "Progress", "Step", "TuneResult", "tune"]
+
+
+def tune(
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    method: Method = "best",
+    start: Plan | None = None,
+    robust: bool = False,
+    workers: int | None = None,
+    iterations: int | None = None,
+    progress: Callback | None = None,
+    recompute: bool = True,
+) -> TuneResult:
+    """The fastest plan found within the budget; it always fits in memory.
+
+    `iterations` (moves per worker) instead of time makes the result depend on seed and workers alone.
+    """
+    began = time.monotonic()
+    _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
+    bound = lower_bound_ms(costs, num_ranks, num_micro_batches)
+    found = BestSearch(
+        costs,
+        num_ranks,
+        num_micro_batches,
+        budget_s=budget_s,
+        seed=seed,
+        workers=workers,
+        iterations=iterations,
+        start=start,
+        recompute=recompute,
+        lower_bound_ms=bound,
+        progress=progress,
+    ).run()
+    step_ms = found.timeline.step_ms
+    plan = found.plan.with_extra(
+        system="octopipe",
+        step_ms=step_ms,
+        lower_bound_ms=bound,
+        method=method,
+        seed=seed,
+        costs=costs.digest(),
+        search=[s.as_dict() for s in found.log],
+    )
+    return TuneResult(
+        plan=plan,
+        step_ms=step_ms,
+        lower_bound_ms=bound,
+        bound_name="",
+        method=method,
+        seconds=time.monotonic() - began,
+        iterations=found.iterations,
+        log=tuple(found.log),
+        explanation="",
+        interrupted=found.interrupted,
+        phase_iterations=found.phase_iterations,
+    )
+
+
+def _check(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, method: str, start: Plan | None
+) -> None:
+    if method not in METHODS:
+        raise OctoPipeError(f"unknown method {str(method)[:40]!r}; one of {', '.join(METHODS)}")
+    if num_ranks < 1 or num_micro_batches < 1:
+        raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
+    if num_ranks > costs.num_layers:
+        raise OctoPipeError(
+            f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
+        )
+    if not budget_s > 0:
+        raise OctoPipeError(f"budget {budget_s} s; give more than 0 seconds")
+    for name, given in (("rank speeds", costs.rank_slowdown), ("memory sizes", costs.rank_memory_bytes)):
+        if len(given) > (1 if name == "memory sizes" else 0) and len(given) < num_ranks:
+            raise OctoPipeError(f"{len(given)} {name} for {num_ranks} ranks; give one per rank")
+    factor = costs.micro_batch_factor
+    if factor is not None and factor.shape[0] < num_micro_batches:
+        raise OctoPipeError(f"sizes of {factor.shape[0]} micro-batches for {num_micro_batches}; give one each")
+    if start is not None and (start.num_ranks, start.num_micro_batches, start.num_layers) != (
+        num_ranks,
+        num_micro_batches,
+        costs.num_layers,
+    ):
+        raise OctoPipeError(
+            f"the start has {start.num_layers} layers, {start.num_ranks} ranks, {start.num_micro_batches} micro-batches; "
+            f"this setting has {costs.num_layers}, {num_ranks}, {num_micro_batches}: give a plan for it"
+        )
+
+
+class _Callable(types.ModuleType):
+    """`octopipe.tune` names this module and the function alike: calling the module tunes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TuneResult:
+        return tune(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

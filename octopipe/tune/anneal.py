@@ -1,0 +1,348 @@
+"""Simulated annealing over structure and priorities together, through the list scheduler.
+
+Knows: the state of one walker (stages, ranks, recomputation, keys) and the moves that change it. Does not
+know: time, threads or plans; best.py shares out the budget.
+
+The temperature falls from about 0.08 % to 0.01 % of the step time. The threshold of a move is drawn before it
+is judged, so a move dies at its work bound, or as soon as some rank's idle time has grown too large: most moves
+cost a fraction of a full simulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from octopipe.tune.kernels import (
+    A_F,
+    A_I,
+    B_F,
+    B_I,
+    C_I,
+    C_W,
+    LOOK,
+    NUM_GLOBALS,
+    RHO,
+    W_OVER,
+    Problem,
+    quick_bound,
+    schedule,
+)
+
+MOVES = (
+    "migrate layers",
+    "shift stage",
+    "move stage",
+    "exchange stages",
+    "rotate stages",
+    "split stage",
+    "merge stages",
+    "stage priority",
+    "op priority",
+    "priorities",
+    "recompute",
+    "micro-batch order",
+)
+"""Names of the moves; the first two change the partition, the next five the placement, then the order."""
+PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("recompute", "schedule")
+
+
+class State(NamedTuple):
+    """One walker. Arrays are sized for the most stages allowed; `size[0]` of them are in use."""
+
+    size: Any
+    bounds: Any
+    rank: Any
+    recompute: Any
+    entry: Any
+    glob: Any
+    offset: Any
+    wiggle: Any
+
+
+def make_state(problem: Problem, max_stages: int) -> State:
+    m = problem.num_micro_batches
+    return State(
+        size=np.zeros(1, np.int32),
+        bounds=np.zeros(max_stages + 1, np.int32),
+        rank=np.zeros(max_stages, np.int32),
+        recompute=np.zeros(max_stages, np.bool_),
+        entry=np.arange(m, dtype=np.int32),
+        glob=np.zeros(NUM_GLOBALS),
+        offset=np.zeros((3, max_stages)),
+        wiggle=np.zeros((2, max_stages, m)),
+    )
+
+
+@njit(cache=True, nogil=True)
+def copy_state(to, of):  # type: ignore[no-untyped-def]
+    """Overwrite a walker with another."""
+    n = of.size[0]
+    to.size[0] = n
+    for s in range(n):
+        to.bounds[s] = of.bounds[s]
+        to.rank[s] = of.rank[s]
+        to.recompute[s] = of.recompute[s]
+        for k in range(3):
+            to.offset[k, s] = of.offset[k, s]
+        for m in range(of.entry.size):
+            to.wiggle[0, s, m] = of.wiggle[0, s, m]
+            to.wiggle[1, s, m] = of.wiggle[1, s, m]
+    to.bounds[n] = of.bounds[n]
+    to.entry[:] = of.entry
+    to.glob[:] = of.glob
+
+
+@njit(cache=True, nogil=True)
+def uniform(rng):  # type: ignore[no-untyped-def]
+    """A number in [0, 1) from a xorshift generator whose state the caller owns: threads do not share one."""
+    x = rng[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    rng[0] = x
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@njit(cache=True, nogil=True)
+def below(rng, n):  # type: ignore[no-untyped-def]
+    return min(int(uniform(rng) * n), n - 1)
+
+
+@njit(cache=True, nogil=True)
+def bell(rng):  # type: ignore[no-untyped-def]
+    """Roughly normal, mean 0 and deviation 1, with short tails."""
+    return (uniform(rng) + uniform(rng) + uniform(rng) - 1.5) * 2.0
+
+
+@njit(cache=True, nogil=True)
+def insert_stage(st, at):  # type: ignore[no-untyped-def]
+    """Double stage `at`: the copy stands right after it; the caller sets the boundary between them."""
+    n = st.size[0]
+    for s in range(n, at, -1):
+        st.bounds[s + 1] = st.bounds[s]
+        st.rank[s] = st.rank[s - 1]
+        st.recompute[s] = st.recompute[s - 1]
+        for k in range(3):
+            st.offset[k, s] = st.offset[k, s - 1]
+        st.wiggle[0, s, :] = st.wiggle[0, s - 1, :]
+        st.wiggle[1, s, :] = st.wiggle[1, s - 1, :]
+    st.size[0] = n + 1
+
+
+@njit(cache=True, nogil=True)
+def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
+    """Merge stages at-1 and at, with rank, recomputation and keys of `keep` (one of the two)."""
+    n = st.size[0]
+    if keep == at:
+        st.rank[at - 1] = st.rank[at]
+        st.recompute[at - 1] = st.recompute[at]
+        for k in range(3):
+            st.offset[k, at - 1] = st.offset[k, at]
+        st.wiggle[0, at - 1, :] = st.wiggle[0, at, :]
+        st.wiggle[1, at - 1, :] = st.wiggle[1, at, :]
+    for s in range(at, n - 1):
+        st.bounds[s] = st.bounds[s + 1]
+        st.rank[s] = st.rank[s + 1]
+        st.recompute[s] = st.recompute[s + 1]
+        for k in range(3):
+            st.offset[k, s] = st.offset[k, s + 1]
+        st.wiggle[0, s, :] = st.wiggle[0, s + 1, :]
+        st.wiggle[1, s, :] = st.wiggle[1, s + 1, :]
+    st.bounds[n - 1] = st.bounds[n]
+    st.size[0] = n - 1
+
+
+@njit(cache=True, nogil=True)
+def migrate(st, rng):  # type: ignore[no-untyped-def]
+    """Move one boundary by a layer or two."""
+    n = st.size[0]
+    if n < 2:
+        return False
+    s = 1 + below(rng, n - 1)
+    by = 1 if uniform(rng) < 0.75 else 2
+    if uniform(rng) < 0.5:
+        by = -by
+    to = st.bounds[s] + by
+    if to <= st.bounds[s - 1] or to >= st.bounds[s + 1]:
+        return False
+    st.bounds[s] = to
+    return True
+
+
+@njit(cache=True, nogil=True)
+def shift(st, rng):  # type: ignore[no-untyped-def]
+    """Slide a run of one to three stages by a layer: they keep their sizes, their neighbours change."""
+    n = st.size[0]
+    if n < 3:
+        return False
+    s = 1 + below(rng, n - 2)
+    e = min(s + 1 + below(rng, 3), n - 1)
+    by = 1 if uniform(rng) < 0.5 else -1
+    if st.bounds[s] + by <= st.bounds[s - 1] or st.bounds[e] + by >= st.bounds[e + 1]:
+        return False
+    for k in range(s, e + 1):
+        st.bounds[k] += by
+    return True
+
+
+@njit(cache=True, nogil=True)
+def mutate(p, st, rng, may_recompute, structure):  # type: ignore[no-untyped-def]
+    """One random move; returns its number in MOVES, or -1 where it does not apply.
+
+    `structure` is the share of moves that change partition or placement.
+    """
+    n = st.size[0]
+    if uniform(rng) < structure:
+        u = uniform(rng)
+        if u < 0.34:
+            return 0 if migrate(st, rng) else -1
+        if u < 0.44:
+            return 1 if shift(st, rng) else -1
+        if u < 0.58:
+            s = below(rng, n)
+            r = below(rng, p.num_ranks)
+            if st.rank[s] == r:
+                return -1
+            st.rank[s] = r
+            return 2
+        if u < 0.74:
+            s = below(rng, n)
+            e = below(rng, n)
+            if uniform(rng) < 0.5:
+                e = min(s + 1 + below(rng, 3), n - 1)
+            if st.rank[s] == st.rank[e]:
+                return -1
+            st.rank[s], st.rank[e] = st.rank[e], st.rank[s]
+            return 3
+        if u < 0.78:
+            if n < 3:
+                return -1
+            s = below(rng, n - 2)
+            a, b, c = st.rank[s], st.rank[s + 1], st.rank[s + 2]
+            if uniform(rng) < 0.5:
+                st.rank[s], st.rank[s + 1], st.rank[s + 2] = b, c, a
+            else:
+                st.rank[s], st.rank[s + 1], st.rank[s + 2] = c, a, b
+            return 4
+        if u < 0.80:
+            # Two ranks trade all their stages: matters where speeds, links or memory differ.
+            x, y = below(rng, p.num_ranks), below(rng, p.num_ranks)
+            if x == y:
+                return -1
+            for s in range(n):
+                if st.rank[s] == x:
+                    st.rank[s] = y
+                elif st.rank[s] == y:
+                    st.rank[s] = x
+            return 4
+        if u < 0.90:
+            s = below(rng, n)
+            width = st.bounds[s + 1] - st.bounds[s]
+            if width < 2 or n >= st.rank.size:
+                return -1
+            cut = st.bounds[s] + 1 + below(rng, width - 1)
+            insert_stage(st, s)
+            st.bounds[s + 1] = cut
+            e = s + below(rng, 2)
+            st.rank[e] = below(rng, p.num_ranks)
+            if st.rank[s] == st.rank[s + 1] and uniform(rng) < 0.7:
+                st.rank[e] = below(rng, p.num_ranks)
+            return 5
+        if n < 2:
+            return -1
+        s = 1 + below(rng, n - 1)
+        remove_boundary(st, s, s - below(rng, 2))
+        return 6
+    u = uniform(rng)
+    if may_recompute and u < 0.15:
+        s = below(rng, n)
+        st.recompute[s] = not st.recompute[s]
+        return 10
+    if p.variants > 1 and u > 0.85:
+        a, b = below(rng, p.num_micro_batches), below(rng, p.num_micro_batches)
+        st.entry[a], st.entry[b] = st.entry[b], st.entry[a]
+        return 11
+    u = uniform(rng)
+    if u < 0.35:
+        s = below(rng, n)
+        k = below(rng, 2) if uniform(rng) < 0.9 else 2
+        if uniform(rng) < 0.1:
+            st.offset[k, s] = 0.0
+        else:
+            st.offset[k, s] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.25)
+        return 7
+    if u < 0.70:
+        s = below(rng, n)
+        k = below(rng, 2)
+        m = below(rng, p.num_micro_batches)
+        by = bell(rng) * (2.0 if uniform(rng) < 0.5 else 0.5)
+        stop = m + 1 if uniform(rng) < 0.7 else p.num_micro_batches
+        if uniform(rng) < 0.15:
+            by = -st.wiggle[k, s, m]
+        for i in range(m, stop):
+            st.wiggle[k, s, i] += by
+        return 8
+    k = below(rng, 9)
+    if k == A_F or k == A_I:
+        st.glob[k] = max(0.05, st.glob[k] * (1.0 + 0.15 * bell(rng)))
+    elif k == B_F or k == B_I or k == C_I:
+        st.glob[k] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.2)
+    elif k == LOOK:
+        st.glob[k] = 0.0 if uniform(rng) < 0.2 else abs(st.glob[k] + 0.01 * bell(rng))
+    elif k == RHO:
+        st.glob[k] = 1.0 if uniform(rng) < 0.2 else min(1.0, max(0.0, st.glob[k] + 0.2 * bell(rng)))
+    elif k == W_OVER:
+        st.glob[k] = 10.0 if uniform(rng) < 0.2 else uniform(rng) * 0.2
+    elif k == C_W:
+        st.glob[k] = 1e9 if uniform(rng) < 0.5 else p.num_micro_batches * (uniform(rng) * 2.0)
+    return 9
+
+
+@njit(cache=True, nogil=True)
+def judge(p, st, margin, cutoff, sc):  # type: ignore[no-untyped-def]
+    """Step time of a walker, or infinite when it exceeds the cutoff, does not fit or deadlocks."""
+    n = st.size[0]
+    if quick_bound(p, n, st.bounds, st.rank, st.recompute, sc.free) > cutoff:
+        return np.inf
+    return schedule(
+        p, n, st.bounds, st.rank, st.recompute, st.entry, st.glob, st.offset, st.wiggle, margin, cutoff, sc
+    )
+
+
+@njit(cache=True, nogil=True)
+def anneal(p, st, best, back, margin, sc, rng, iterations, hot, cold, current, best_ms, may_recompute, structure, log):  # type: ignore[no-untyped-def]
+    """`iterations` moves of one walker; returns (its step time, the best one's, lines written to `log`).
+
+    `st` walks, `best` keeps the best seen, `back` is scratch. Lines of log: iteration, move, before, after.
+    """
+    lines = 0
+    for i in range(iterations):
+        temperature = (hot + (cold - hot) * i / iterations) * best_ms
+        copy_state(back, st)
+        move = mutate(p, st, rng, may_recompute, structure)
+        while uniform(rng) < 0.25:
+            more = mutate(p, st, rng, may_recompute, structure)
+            if move < 0:
+                move = more
+        if move < 0:
+            copy_state(st, back)
+            continue
+        cutoff = current - temperature * np.log(max(uniform(rng), 1e-300))
+        value = judge(p, st, margin, cutoff, sc)
+        if value <= cutoff:
+            current = value
+            if value < best_ms - 1e-9:
+                if lines < log.shape[0]:
+                    log[lines, 0] = i
+                    log[lines, 1] = move
+                    log[lines, 2] = best_ms
+                    log[lines, 3] = value
+                    lines += 1
+                best_ms = value
+                copy_state(best, st)
+        else:
+            copy_state(st, back)
+    return current, best_ms, lines

@@ -1,0 +1,365 @@
+"""The default search: many starts, successive halving, annealing through the list scheduler, on all cores.
+
+Knows: how to share a budget between starts and threads. Does not know: how a move is judged (anneal.py,
+kernels.py) or what a start looks like (starts.py).
+
+1. Every shape (stages a rank, loop or wave), every published system and the user's own plan is a start.
+2. Starts are annealed for a short while, the better half goes on for longer, until one walker per core is left.
+3. The survivors anneal until the budget is spent; the kernels run without Python's lock, so threads suffice.
+4. Candidates are judged by the simulator's full memory model; where transfers' buffers do not fit beside what
+   the scheduler reserved, the reserve grows.
+
+Reproducible: with `iterations` (moves per worker) the result depends on the seed and the number of workers
+alone. Under a time budget a faster machine makes more moves, so plans may differ, and only get better.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.plan import Plan
+from octopipe.simulate import simulate
+from octopipe.timeline import Timeline
+from octopipe.tune.anneal import MOVES, PHASE_OF_MOVE, State, anneal, copy_state, judge, make_state
+from octopipe.tune.encode import plan_of
+from octopipe.tune.kernels import Problem, Scratch, make_problem, make_scratch
+from octopipe.tune.memory import explain_misfit
+from octopipe.tune.result import Callback, Progress, Step
+from octopipe.tune.starts import key_presets, shaped_state, shapes, state_from_plan, usable
+
+HOT, COLD = 8e-4, 1e-4
+"""Temperatures, as shares of the step time."""
+CHUNK_S = 0.03
+"""Seconds between looks at the clock."""
+ROUNDS = ((8, 0.12), (4, 0.15), (2, 0.20), (1, 0.53))
+"""Walkers per core and share of the budget of each round."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Walker:
+    """One annealing walk and the best it has seen."""
+
+    name: str
+    state: State
+    best: State
+    back: State
+    current_ms: float
+    best_ms: float
+    rng: np.ndarray
+    iterations: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What a search hands back."""
+
+    plan: Plan
+    timeline: Timeline
+    iterations: int
+    log: list[Step]
+    interrupted: bool
+    phase_iterations: dict[str, int] = field(default_factory=dict)
+
+
+class BestSearch:
+    """One run of the default search."""
+
+    def __init__(
+        self,
+        costs: CostTable,
+        num_ranks: int,
+        num_micro_batches: int,
+        *,
+        budget_s: float,
+        seed: int,
+        workers: int | None,
+        iterations: int | None,
+        start: Plan | None,
+        recompute: bool,
+        lower_bound_ms: float,
+        progress: Callback | None,
+    ) -> None:
+        self.began = time.monotonic()
+        self.costs, self.budget_s, self.seed, self.progress = costs, budget_s, seed, progress
+        self.problem: Problem = make_problem(costs, num_ranks, num_micro_batches)
+        self.workers = max(1, workers or os.cpu_count() or 1)
+        self.iterations = iterations
+        self.start = start
+        self.may_recompute = recompute and self.problem.has_limit
+        self.lower_bound_ms = lower_bound_ms
+        layers = self.problem.num_layers
+        self.max_stages = min(layers, max(10 * num_ranks, 24, len(start.stages) if start else 0))
+        self.margin = np.zeros(num_ranks)
+        self.scratches: list[Scratch] = [make_scratch(self.problem, self.max_stages) for _ in range(self.workers)]
+        self.log: list[Step] = []
+        self.judged = 0
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+        self.best_plan: Plan | None = None
+        self.best_timeline: Timeline | None = None
+        self.phase_counts: dict[str, int] = {}
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def best_ms(self) -> float:
+        return self.best_timeline.step_ms if self.best_timeline is not None else float("inf")
+
+    def over(self) -> bool:
+        return self.stop.is_set() or self.elapsed() >= self.budget_s
+
+    # -- the search ------------------------------------------------------------------------------------
+
+    def run(self) -> Found:
+        interrupted = False
+        try:
+            walkers = self._starts()
+            self._rounds(walkers)
+        except KeyboardInterrupt:
+            interrupted = True
+            self.stop.set()
+        if self.best_plan is None or self.best_timeline is None:
+            raise explain_misfit(self.costs, self.problem, self.may_recompute)
+        return Found(
+            plan=self.best_plan,
+            timeline=self.best_timeline,
+            iterations=self.judged,
+            log=self.log,
+            interrupted=interrupted or self.stop.is_set(),
+            phase_iterations=self.phase_counts,
+        )
+
+    def _starts(self) -> list[Walker]:
+        """Every start with its best keys, quickest kinds first, until a tenth of the budget is gone."""
+        walkers: list[Walker] = []
+        deadline = 0.1 * self.budget_s
+        if self.start is not None:
+            self._consider_plan(self.start)
+            if usable(self.start):
+                walkers.append(self._walker("start", state_from_plan(self.problem, self.max_stages, self.start)))
+        for stages, wave in shapes(self.problem, self.max_stages):
+            name = f"{stages} stages, {'wave' if wave else 'loop'}"
+            walkers.append(self._keyed(name, shaped_state(self.problem, self.max_stages, stages, wave, self.seed)))
+            if walkers[-1].best_ms < self.best_ms:
+                self._consider(walkers[-1])
+        for name, plan in self._systems(deadline):
+            self._consider_plan(plan)
+            if usable(plan) and len(plan.stages) <= self.max_stages:
+                walkers.append(self._walker(name, state_from_plan(self.problem, self.max_stages, plan)))
+        return walkers
+
+    def _systems(self, deadline: float) -> list[tuple[str, Plan]]:
+        """Plans of the published systems that apply here."""
+        from octopipe.systems import build_plan, systems
+
+        found = []
+        for name in systems():
+            if self.iterations is None and self.elapsed() > deadline:
+                break
+            try:
+                plan = build_plan(
+                    name, self.costs, self.problem.num_ranks, self.problem.num_micro_batches, split_backward=True
+                )
+            except (OctoPipeError, ImportError):
+                continue
+            found.append((name, plan))
+        return found
+
+    def _walker(self, name: str, state: State) -> Walker:
+        best, back = make_state(self.problem, self.max_stages), make_state(self.problem, self.max_stages)
+        value = judge(self.problem, state, self.margin, np.inf, self.scratches[0])
+        copy_state(best, state)
+        number = len(name) * 131 + sum(map(ord, name))
+        rng = np.random.default_rng((self.seed, number)).integers(1, 1 << 62, 1).astype(np.uint64)
+        return Walker(
+            name=name, state=state, best=best, back=back, current_ms=value, best_ms=value, rng=rng
+        )
+
+    def _keyed(self, name: str, state: State) -> Walker:
+        """A walker on the best of the preset priorities; with recomputation where nothing fits without."""
+        for recompute in (False, True) if self.may_recompute else (False,):
+            state.recompute[:] = recompute
+            best_value, best_keys = np.inf, None
+            for keys in key_presets(self.problem):
+                state.glob[:5] = keys
+                value = judge(self.problem, state, self.margin, best_value, self.scratches[0])
+                if best_keys is None or value < best_value:
+                    best_value, best_keys = value, keys
+            assert best_keys is not None
+            state.glob[:5] = best_keys
+            if best_value < np.inf:
+                break
+        return self._walker(name, state)
+
+    def _rounds(self, walkers: list[Walker]) -> None:
+        begin = self.elapsed()
+        left = max(self.budget_s - begin, 0.0)
+        done = 0.0
+        with ThreadPoolExecutor(self.workers) as pool:
+            for per_core, share in ROUNDS:
+                walkers.sort(key=lambda w: w.best_ms)
+                keep = per_core * self.workers
+                self._diversify(walkers, keep)
+                del walkers[keep:]
+                hot = HOT * (COLD / HOT) ** done
+                cold = HOT * (COLD / HOT) ** (done + share)
+                stop_s = begin + left * (done + share)
+                self._round(pool, walkers, stop_s, share, hot, cold)
+                done += share
+                if self.over():
+                    break
+
+    def _diversify(self, walkers: list[Walker], keep: int) -> None:
+        """Fill up with copies of the best walkers on other random numbers."""
+        originals = list(walkers)
+        while len(walkers) < keep and originals:
+            source = originals[len(walkers) % len(originals)]
+            twin = make_state(self.problem, self.max_stages)
+            copy_state(twin, source.best)
+            walkers.append(self._walker(f"{source.name} #{len(walkers)}", twin))
+
+    def _round(
+        self, pool: ThreadPoolExecutor, walkers: list[Walker], stop_s: float, share: float, hot: float, cold: float
+    ) -> None:
+        """Walkers are dealt to the cores; each core shares its time between its walkers."""
+        lanes = [walkers[k :: self.workers] for k in range(self.workers)]
+        begin = self.elapsed()
+        quota = None if self.iterations is None else int(self.iterations * share)
+
+        def lane(k: int) -> None:
+            mine = lanes[k]
+            for i, walker in enumerate(mine):
+                until = begin + (stop_s - begin) * (i + 1) / len(mine)
+                self._walk(walker, self.scratches[k], until, None if quota is None else quota // len(mine), hot, cold)
+
+        tasks = [pool.submit(lane, k) for k in range(self.workers) if lanes[k]]
+        try:
+            while True:
+                finished, pending = wait(tasks, timeout=0.2)
+                self._report(walkers)
+                if not pending:
+                    break
+        except KeyboardInterrupt:
+            self.stop.set()
+            wait(tasks)
+            for walker in walkers:
+                self._consider(walker)
+            raise
+        for task in tasks:
+            task.result()
+        for walker in walkers:
+            self._consider(walker)
+
+    def _walk(
+        self, walker: Walker, sc: Scratch, until_s: float, quota: int | None, hot: float, cold: float
+    ) -> None:
+        """Anneal one walker until the time or its quota of moves is spent."""
+        begin = self.elapsed()
+        made, chunk = 0, 50 if quota is None else 500
+        log = np.zeros((64, 4))
+        if not walker.best_ms < walker.current_ms * (1 - 4e-3):
+            pass
+        else:
+            copy_state(walker.state, walker.best)
+            walker.current_ms = walker.best_ms
+        while not self.over():
+            now = self.elapsed()
+            if quota is None:
+                if now >= until_s:
+                    break
+                at = (now - begin) / max(until_s - begin, 1e-9)
+            else:
+                if made >= quota:
+                    break
+                chunk = min(chunk, quota - made)
+                at = made / quota
+            temperature = hot * (cold / hot) ** at
+            if walker.best_ms == np.inf:
+                walker.best_ms = walker.current_ms = 1e18
+            current, best, lines = anneal(
+                self.problem, walker.state, walker.best, walker.back, self.margin, sc, walker.rng, chunk,
+                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.6, log,
+            )  # fmt: skip
+            took = self.elapsed() - now
+            with self.lock:
+                for i, move, before, after in log[:lines]:
+                    if after < self.log_best:
+                        self._note(int(i), PHASE_OF_MOVE[int(move)], MOVES[int(move)], before, after)
+                self.judged += chunk
+            walker.current_ms, walker.best_ms = current, best
+            made += chunk
+            walker.iterations += chunk
+            if quota is None and took > 0:
+                chunk = int(min(max(chunk * CHUNK_S / took, 10), 5000))
+        if walker.best_ms >= 1e17:
+            walker.best_ms = walker.current_ms = float("inf")
+
+    @property
+    def log_best(self) -> float:
+        return self.log[-1].best_ms if self.log else float("inf")
+
+    def _note(self, offset: int, phase: str, move: str, before: float, after: float) -> None:
+        self.phase_counts[phase] = self.phase_counts.get(phase, 0) + 1
+        before, after = float(min(before, self.log_best)), float(after)
+        self.log.append(Step(self.judged + offset, self.elapsed(), phase, move, before, after, after))
+
+    # -- candidates ------------------------------------------------------------------------------------
+
+    def _consider(self, walker: Walker) -> None:
+        """Judge a walker's best by the simulator; where it does not fit after all, reserve more memory."""
+        for _ in range(4):
+            if walker.best_ms >= self.best_ms:
+                return
+            sc = self.scratches[0]
+            value = judge(self.problem, walker.best, self.margin, np.inf, sc)
+            walker.best_ms = value
+            if value == np.inf:
+                walker.current_ms = value
+                return
+            plan = plan_of(self.problem, self.costs, walker.best, sc)
+            timeline = simulate(plan, self.costs)
+            if timeline.fits:
+                self._take(plan, timeline, walker.name)
+                return
+            over = timeline.peak_bytes - np.array(timeline.capacity_bytes)
+            self.margin += np.where(over > 0, over * 1.01 + 1.0, 0.0)
+            walker.current_ms = judge(self.problem, walker.state, self.margin, np.inf, sc)
+
+    def _consider_plan(self, plan: Plan) -> None:
+        timeline = simulate(plan, self.costs)
+        if timeline.fits and timeline.step_ms < self.best_ms:
+            self._take(plan, timeline, str(plan.extra.get("system", "start")))
+
+    def _take(self, plan: Plan, timeline: Timeline, name: str) -> None:
+        if timeline.step_ms >= self.best_ms:
+            return
+        if timeline.step_ms < self.log_best:
+            self._note(0, "start", name, self.log_best, timeline.step_ms)
+        self.best_plan, self.best_timeline = plan, timeline
+
+    def _report(self, walkers: list[Walker]) -> None:
+        if self.progress is None or self.best_timeline is None:
+            return
+        bubbles = self.best_timeline.bubbles
+        whole = self.best_timeline.makespan_ms * self.problem.num_ranks
+        parts = {n[:-3]: float(getattr(bubbles, n).sum()) / whole for n in bubbles._fields if n != "idle_ms"}
+        best = min([self.best_ms, *(w.best_ms for w in walkers)])
+        phase = self.log[-1].phase if self.log else "start"
+        seen = Progress(self.elapsed(), self.budget_s, self.judged, phase, best, self.lower_bound_ms, parts)
+        if self.progress(seen) is True:
+            self.stop.set()
+
+
+Report = Callable[[Progress], object]

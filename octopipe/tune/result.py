@@ -1,0 +1,83 @@
+"""What a search returns and what it reports on the way.
+
+Knows: the records. Does not know: how any of them came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from octopipe.plan import Plan
+
+
+class Step(NamedTuple):
+    """One iteration of a search: when, in which phase, which move, and the step time before and after it."""
+
+    iteration: int
+    seconds: float
+    phase: str
+    """partition, placement, schedule, recompute, or start."""
+    move: str
+    before_ms: float
+    after_ms: float
+    """Infinite where the move did not lead to a plan that runs and fits."""
+    best_ms: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: infinite times become None."""
+        return {k: None if isinstance(v, float) and v == float("inf") else v for k, v in self._asdict().items()}
+
+
+class Progress(NamedTuple):
+    """What a callback sees while a search runs."""
+
+    seconds: float
+    budget_s: float
+    iterations: int
+    phase: str
+    best_ms: float
+    lower_bound_ms: float
+    bubbles: dict[str, float]
+    """Share of all rank time per kind of idle time: boundary, communication, imbalance, residual."""
+
+    @property
+    def gap(self) -> float:
+        return self.best_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0
+
+
+Callback = Callable[[Progress], object]
+"""Called a few times a second; a returned True ends the search with the best plan so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """The best plan found, how good it is, and how it was found."""
+
+    plan: Plan
+    step_ms: float
+    """As `simulate(plan, costs).step_ms` says."""
+    lower_bound_ms: float
+    """No plan whatsoever is faster."""
+    bound_name: str
+    """Which argument gives that bound."""
+    method: str
+    seconds: float
+    iterations: int
+    """Moves judged, over all workers."""
+    log: tuple[Step, ...]
+    """Algorithm 1 and random search: every iteration. `best`: every improvement."""
+    explanation: str
+    interrupted: bool = False
+    optimal: bool = False
+    """The exact method proved that no plan is faster."""
+    mean_jittered_ms: float | None = None
+    """With robust: the mean step time over jittered layer times."""
+    phase_iterations: dict[str, int] = field(default_factory=dict)
+    """How many iterations each phase got."""
+
+    @property
+    def gap(self) -> float:
+        """How far above the proven bound, as a share of it."""
+        return self.step_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0

@@ -1,0 +1,135 @@
+"""Where the search begins: balanced partitions on loops and waves, published systems, a plan of the user's.
+
+Knows: how to make a walker's state from a shape or from a plan. Does not know: how states are improved.
+
+A shape is a number of stages and a way round the ranks. Its partition is balanced on what binds the step time
+from below: a rank's work plus the time until its first micro-batch arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numba import njit
+
+from octopipe.plan import Plan
+from octopipe.tune.anneal import State, below, copy_state, make_state, migrate, shift, uniform
+from octopipe.tune.kernels import C_W, KIND_F, KIND_I, LOOK, RHO, W_OVER, Problem, quick_bound
+
+NEVER = 1e9
+
+
+def key_presets(problem: Problem) -> Iterator[tuple[float, float, float, float, float]]:
+    """Priorities worth trying first: (A_F, B_F, A_I, B_I, C_I)."""
+    r = float(problem.num_ranks)
+    yield (1.0, r / 2, 1.0, r / 2, -1e3)
+    yield (1.0, r / 2, 1.0, r / 2, -r / 4)
+    yield (1.0, -r, 1.0, 0.0, -1e3)
+    yield (1.0, r, 1.0, r, -1e3)
+    yield (1.0, 0.0, 1.0, 0.0, 0.0)
+    yield (1.0, 2 * r, 1.0, 2 * r, -1e3)
+    yield (1.0, r, 1.0, r, r / 2)
+
+
+def shapes(problem: Problem, max_stages: int) -> list[tuple[int, bool]]:
+    """(number of stages, wave instead of loop), from one stage a rank up to eight."""
+    ranks = problem.num_ranks
+    counts = sorted({max(1, round(ranks * f)) for f in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8)})
+    counts = [c for c in counts if ranks <= c <= max_stages] or [min(max_stages, ranks)]
+    return [(c, wave) for c in counts for wave in ((False, True) if c > ranks else (False,))]
+
+
+def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
+    """Ranks of the stages: round and round, or down and up again."""
+    if not wave:
+        return [s % num_ranks for s in range(num_stages)]
+    turns = [s % (2 * num_ranks) for s in range(num_stages)]
+    return [r if r < num_ranks else 2 * num_ranks - 1 - r for r in turns]
+
+
+def shaped_state(problem: Problem, max_stages: int, num_stages: int, wave: bool, seed: int) -> State:
+    """A balanced start of this shape, with neutral keys."""
+    st = make_state(problem, max_stages)
+    layers = problem.num_layers
+    share = problem.total / max(problem.total[-1], 1e-300)
+    bounds = [0]
+    for s in range(1, num_stages):
+        cut = int(np.argmin(np.abs(share - s / num_stages)))
+        bounds.append(min(max(cut, bounds[-1] + 1), layers - (num_stages - s)))
+    st.size[0] = num_stages
+    st.bounds[: num_stages + 1] = [*bounds, layers]
+    st.rank[:num_stages] = place(num_stages, problem.num_ranks, wave)
+    neutral_keys(st)
+    back = make_state(problem, max_stages)
+    balance(problem, st, back, np.array([seed * 7919 + 88172645463325252], np.uint64), 40 * num_stages + 400)
+    return st
+
+
+def neutral_keys(st: State) -> None:
+    st.glob[LOOK], st.glob[RHO], st.glob[W_OVER], st.glob[C_W] = 0.0, 1.0, 10.0, NEVER
+
+
+@njit(cache=True, nogil=True)
+def _imbalance(p, st, loads, held):  # type: ignore[no-untyped-def]
+    """The work bound, plus what static memory exceeds, plus a little for uneven stages."""
+    value = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, loads)
+    held[:] = 0.0
+    uneven = 0.0
+    for s in range(st.size[0]):
+        a, z = st.bounds[s], st.bounds[s + 1]
+        held[st.rank[s]] += p.static[z] - p.static[a]
+        uneven += (p.forward[0, z] - p.forward[0, a]) ** 2
+    for r in range(p.num_ranks):
+        if held[r] > 0.9 * p.capacity[r]:
+            value *= 1.0 + (held[r] / (0.9 * p.capacity[r]) - 1.0) * 10.0
+    return value + 0.3 * np.sqrt(uneven)
+
+
+@njit(cache=True, nogil=True)
+def balance(p, st, back, rng, iterations):  # type: ignore[no-untyped-def]
+    """Descend on the imbalance by migrating layers; stages keep their ranks."""
+    loads, held = np.zeros(p.num_ranks), np.zeros(p.num_ranks)
+    current = _imbalance(p, st, loads, held)
+    for _ in range(iterations):
+        copy_state(back, st)
+        moved = False
+        for _ in range(1 + below(rng, 3)):
+            moved = (migrate(st, rng) if uniform(rng) < 0.7 else shift(st, rng)) or moved
+        if not moved:
+            continue
+        value = _imbalance(p, st, loads, held)
+        if value <= current:
+            current = value
+        else:
+            copy_state(st, back)
+
+
+def usable(plan: Plan) -> bool:
+    """Can the walker represent this plan's structure? One route, stages in chain order."""
+    return len(plan.routes) == 1 and tuple(plan.routes[0]) == tuple(range(len(plan.stages)))
+
+
+def state_from_plan(problem: Problem, max_stages: int, plan: Plan) -> State:
+    """The plan's structure, with keys that repeat its order of F and I on every rank."""
+    st = make_state(problem, max_stages)
+    n = len(plan.stages)
+    st.size[0] = n
+    st.bounds[: n + 1] = [s.first for s in plan.stages] + [plan.num_layers]
+    st.rank[:n] = [s.rank for s in plan.stages]
+    st.recompute[:n] = [bool(s.recompute) for s in plan.stages]
+    neutral_keys(st)
+    position = {m: i for i, m in enumerate(_entry_order(plan))}
+    st.entry[:] = list(position)
+    per_unit = max(1.0, len(plan.stages) * 2.0 / plan.num_ranks)
+    for order in plan.orders:
+        for at, op in enumerate(o for o in order if o.kind in "FIB"):
+            kind = KIND_F if op.kind == "F" else KIND_I
+            st.wiggle[0 if kind == KIND_F else 1, op.stage, position[op.micro_batch]] = at / per_unit
+    return st
+
+
+def _entry_order(plan: Plan) -> list[int]:
+    """Micro-batches in the order in which the first stage runs them."""
+    first = plan.stages[0].rank
+    return [op.micro_batch for op in plan.orders[first] if op.stage == 0 and op.kind == "F"]
