@@ -129,9 +129,7 @@ def _squeeze(p: int, rows: list[list[tuple[int, Op]]]) -> list[list[tuple[int, O
     return out
 
 
-def _move_earlier(
-    p: int, rows: list[list[tuple[int, Op]]], cap: int
-) -> tuple[list[list[tuple[int, Op]]], bool]:
+def _move_earlier(p: int, rows: list[list[tuple[int, Op]]], cap: int) -> tuple[list[list[tuple[int, Op]]], bool]:
     """Fill each free slot with the first later op of its rank that can run there within `cap`."""
     slots = _Slots(p)
     left = [list(row) for row in rows]
@@ -200,9 +198,7 @@ def cool_down(p: int, orders: Sequence[Sequence[Op]], cap: int) -> list[list[Op]
     return out
 
 
-def _next(
-    slots: _Slots, fixed: list[Op], rest: list[Op], weights: list[Op], room: bool, now: int
-) -> Op | None:
+def _next(slots: _Slots, fixed: list[Op], rest: list[Op], weights: list[Op], room: bool, now: int) -> Op | None:
     """Take the op a rank runs now out of its lists; `fixed` is reversed, the others are in order."""
     if fixed:
         return fixed.pop() if slots.ready(fixed[-1]) <= now else None
