@@ -316,6 +316,19 @@ def test_low_precision_layers_stay_near_float64(dtype):
             _equal(y.double(), reference(x), 0.05 if dtype is torch.bfloat16 else 1e-4)
 
 
+def test_a_compiled_scan_leaves_the_projections_split():
+    torch._dynamo.reset()
+    module, x = _layer(MIXERS["mamba2"]), _randn(2, 11, H)
+    want = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    module.scan = torch.compile(ssd_scan, backend="aot_eager", fullgraph=True)
+    run = Stage([module]).forward(x)
+    run.backward_input(torch.ones_like(run.outputs))
+    assert len(run._queue) == 2
+    run.backward_weight()
+    for p, w in zip(module.parameters(), want, strict=True):
+        _equal(p.grad, w)
+
+
 def test_layers_without_a_module_are_named_with_the_mend():
     kimi = X.KimiDeltaAttention(hidden=H, heads=2, head_dim=8)
     with pytest.raises(OctoPipeError, match=r"layer 1 is a kimi_delta_attention.*your own"):

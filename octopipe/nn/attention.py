@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octopipe import mixers as spec
-from octopipe.nn.basic import Made, Residual, empty
+from octopipe.nn.basic import Made, Residual, empty, without_split
 
 
 class Rotary:
@@ -36,6 +36,7 @@ class Rotary:
         return turned if self.dim == x.shape[-1] else torch.cat((turned, x[..., self.dim :]), dim=-1)
 
 
+@without_split
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:

@@ -7,7 +7,9 @@ how parameters start (`build.py`).
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,10 +125,46 @@ def time_step_bias(shape: torch.Size, generator: torch.Generator, device: torch.
     return inverse_softplus(steps.exp())
 
 
+class CausalConv(torch.autograd.Function):
+    """Depthwise convolution of `x` [batch, tokens, channels] over past tokens; `weight` [channels, taps].
+
+    As shifted products: the layout stays token-major, so nothing around it is transposed.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        last = weight.shape[1] - 1
+        y = x * weight[:, last] if bias is None else torch.addcmul(bias, x, weight[:, last])
+        for back in range(1, min(last + 1, x.shape[1])):
+            y[:, back:].addcmul_(x[:, :-back], weight[:, last - back])
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tokens, last = x.shape[1], weight.shape[1] - 1
+        gx = g * weight[:, last]
+        for back in range(1, min(last + 1, tokens)):
+            gx[:, :-back].addcmul_(g[:, back:], weight[:, last - back])
+        gw = torch.stack([(g[:, b:] * x[:, : max(0, tokens - b)]).sum((0, 1)) for b in range(last, -1, -1)], 1)
+        return gx, gw, g.sum((0, 1)) if ctx.needs_input_grad[2] else None
+
+
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Depthwise convolution of `x` [batch, tokens, channels] over past tokens; `weight` [channels, taps]."""
-    taps = weight.shape[-1]
-    x = F.pad(x.transpose(1, 2), (taps - 1, 0))
+    """`CausalConv` with its parameters in the dtype of `x`."""
     if weight.dtype != x.dtype:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return F.conv1d(x, weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
+    return CausalConv.apply(x, weight, bias)
+
+
+def without_split(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For the part of a layer that holds no weight matrix: hide its many calls from the split's interception,
+    which would look at each of them in vain."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return wrapped

@@ -20,7 +20,7 @@ from octopipe.nn import basic
 from octopipe.nn.attention import Attention, LatentAttention
 from octopipe.nn.delta import GatedDeltaNet
 from octopipe.nn.head import Head
-from octopipe.nn.mamba import LightningAttention, Mamba1, Mamba2
+from octopipe.nn.mamba import LightningAttention, Mamba1, Mamba2, ssd_scan
 from octopipe.nn.moe import Moe
 
 _SIMPLE: dict[type, Callable[..., nn.Module]] = {
@@ -42,13 +42,21 @@ def build_layers(
     device: torch.device | str = "cpu",
     seed: int = 0,
     lean_head: bool = True,
+    compile_scans: bool = False,
 ) -> list[Callable[[], nn.Module]]:
-    """One factory per layer of `spec`. `lean_head`: the head leaves the projection to `cross_entropy`."""
+    """One factory per layer of `spec`.
+
+    `lean_head`: the head leaves the projection to `cross_entropy`. `compile_scans`: Mamba-2's scan goes through
+    `torch.compile` (its projections do not, so they are split all the same).
+    """
     for i, layer in enumerate(spec.layers):
         _check(spec, i, layer)
     last = spec.layers[-1]
     tied = isinstance(last, layers.Head) and last.tied
-    build = partial(_build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head)
+    scan = torch.compile(ssd_scan) if compile_scans else ssd_scan
+    build = partial(
+        _build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head, scan=scan
+    )
     return [partial(build, i) for i in range(spec.num_layers)]
 
 
@@ -83,6 +91,7 @@ def _build(
     device: torch.device,
     seed: int,
     lean: bool,
+    scan: Callable[..., torch.Tensor],
 ) -> nn.Module:
     layer = spec.layers[index]
     made: basic.Made = {"dtype": dtype, "device": device}
@@ -96,6 +105,9 @@ def _build(
         module = basic.Block(mixer, ffn)
     else:
         module = _SIMPLE[type(layer)](layer, spec.norm_eps, made)
+    for part in module.modules():
+        if isinstance(part, Mamba2):
+            part.scan = scan
     with torch.no_grad():
         _start(module, _generator(seed, index, device), spec.num_layers)
         if tied and isinstance(module, Head):  # what layer 0 drew: equal without a message

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octopipe import mixers as spec
-from octopipe.nn.basic import Made, Residual, at_least_float32, causal_conv, empty, time_step_bias
+from octopipe.nn.basic import Made, Residual, at_least_float32, causal_conv, empty, time_step_bias, without_split
 from octopipe.nn.mamba import Decay
 
 
+@without_split
 def delta_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunk: int) -> Tensor:
     """`S = exp(log_decay[t]) S`, then `S += k[t] (beta[t] (v[t] - k[t] S))^T`, `y[t] = q[t] S`.
 
@@ -44,10 +45,11 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     ends = sums[..., -1].exp()[..., None, None]
     state = q.new_zeros(batch, heads, k.shape[-1], v.shape[-1])
     out = []
-    for i in range(q.shape[2]):
-        new = writes[:, :, i] - reads[:, :, i] @ state
-        out.append(asks[:, :, i] @ state + scores[:, :, i] @ new)
-        state = ends[:, :, i] * state + keeps[:, :, i].mT @ new
+    parts = (t.unbind(2) for t in (asks, scores, writes, reads, keeps, ends))  # one gradient buffer each
+    for ask, score, write, read, keep, end in zip(*parts):
+        new = write - read @ state
+        out.append(ask @ state + score @ new)
+        state = end * state + keep.mT @ new
     return torch.cat(out, dim=2)[:, :, :tokens]
 
 

@@ -65,31 +65,31 @@ class LeanCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for start in range(0, hidden.shape[0], block):
             rows = slice(start, start + block)
-            logits = (hidden[rows] @ w.t()).to(wide)
-            level = logits.logsumexp(-1, keepdim=True)
-            total += ((level - logits.gather(1, index[rows])) * seen[rows]).sum()
+            logits = hidden[rows] @ w.t()
+            picked = torch.log_softmax(logits, -1, dtype=wide).gather(1, index[rows])
+            total -= (picked * seen[rows]).sum()
             if slopes is not None:
-                logits.sub_(level).exp_().scatter_add_(1, index[rows], torch.full_like(level, -1.0))
-                slopes[rows] = logits.mul_(seen[rows])
-            del logits
+                torch.softmax(logits, -1, out=slopes[rows])
+                # p - 1 from the exact log p: the rounded p would leave nothing of it where p is near 1.
+                slopes[rows].scatter_(1, index[rows], picked.expm1().to(slopes.dtype))
         count = seen.sum().clamp_(min=1)
         if slopes is not None:
-            ctx.save_for_backward(hidden, weight, slopes, count)
+            ctx.save_for_backward(hidden, weight, slopes, seen / count)
             ctx.site = site
         return total / count
 
     @staticmethod
     def backward(ctx, g: Tensor):  # type: ignore[override]
-        hidden, weight, slopes, count = ctx.saved_tensors
-        scale, dtype = g / count, hidden.dtype
+        hidden, weight, slopes, share = ctx.saved_tensors
+        scale, dtype = g * share, hidden.dtype  # zero for the rows of ignored tokens
 
-        def scaled_by(x: Tensor) -> Tensor:  # in full precision: a rounded scale would bend every gradient
-            return (x.to(scale.dtype) * scale).to(dtype)
+        def scaled_rows(x: Tensor) -> Tensor:  # in full precision: a rounded scale would bend every gradient
+            return (x * scale).to(dtype)
 
-        g_hidden = scaled_by(slopes @ weight.to(dtype)) if ctx.needs_input_grad[0] else None
+        g_hidden = scaled_rows(slopes @ weight.to(dtype)) if ctx.needs_input_grad[0] else None
         g_weight = None
         if ctx.needs_input_grad[1]:
-            scaled, site = scaled_by(hidden), ctx.site
+            scaled, site = scaled_rows(hidden), ctx.site
             if site is None:
                 g_weight = slopes.mT @ scaled
             else:

@@ -9,13 +9,15 @@ from one sequence to the next.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octopipe import mixers as spec
-from octopipe.nn.basic import Made, Residual, at_least_float32, causal_conv, empty, time_step_bias
+from octopipe.nn.basic import Made, Residual, at_least_float32, causal_conv, empty, time_step_bias, without_split
 
 
 class Decay(torch.autograd.Function):
@@ -40,6 +42,7 @@ class Decay(torch.autograd.Function):
         return g.sum(-1, dtype=ctx.sums_dtype) - g.sum(-2, dtype=ctx.sums_dtype), None
 
 
+@without_split
 def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """`y[t] = c[t] @ s[t]` with `s[t] = exp(log_decay[t]) s[t-1] + b[t] x[t]^T`, chunk by chunk.
 
@@ -56,30 +59,23 @@ def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> 
         log_decay = F.pad(log_decay, (0, 0, 0, pad))
     n = (tokens + pad) // chunk
 
-    # Heads of one group share b and c, so they sit side by side in one wide product per (chunk, group).
-    sums = log_decay.view(batch, n, chunk, groups, per).permute(0, 1, 3, 4, 2).cumsum(-1)
-    x = x.reshape(batch, n, chunk, groups, per, dim)
-    b = b.reshape(batch, n, chunk, groups, state).transpose(2, 3)
-    c = c.reshape(batch, n, chunk, groups, state).transpose(2, 3)
-    by_head = x.permute(0, 1, 3, 4, 2, 5)  # [batch, n, groups, per, chunk, dim]
+    def by_head(t: Tensor) -> Tensor:  # [batch, n, groups, per or 1, chunk, dim], one copy
+        return t.reshape(batch, n, chunk, groups, -1, t.shape[-1]).permute(0, 1, 3, 4, 2, 5).contiguous()
 
-    scores = (c @ b.mT)[:, :, :, None] * Decay.apply(sums, x.dtype)
-    y = scores @ by_head
-
+    sums = log_decay.view(batch, n, chunk, groups, per).permute(0, 1, 3, 4, 2).contiguous().cumsum(-1)
+    x, b, c = by_head(x), by_head(b), by_head(c)
+    y = ((c @ b.mT) * Decay.apply(sums, x.dtype)) @ x
     if n > 1:
-        to_end = (sums[..., -1:] - sums).exp().to(x.dtype)
-        left = (x.permute(0, 1, 3, 2, 4, 5) * to_end.transpose(-1, -2)[..., None]).flatten(-2)
-        states = b.mT @ left  # [batch, n, groups, state, per * dim]
+        # Heads of one group share b and c, so they sit side by side in one wide product per (chunk, group).
+        left = x * (sums[..., -1:] - sums).exp().to(x.dtype)[..., None]
+        states = (left.mT.flatten(3, 4) @ b[:, :, :, 0]).view(batch, n, heads, dim * state)
         # State before chunk i: over all j < i, the decay from the end of j to the start of i times states[j].
-        whole = sums[..., -1].permute(0, 2, 3, 1)  # [batch, groups, per, n]
-        carry = Decay.apply(whole.cumsum(-1), whole.dtype)[..., :-1, :-1]
-        states = states.view(batch, n, groups, state, per, dim)[:, :-1].permute(0, 2, 4, 1, 3, 5)
-        states = states.reshape(batch, groups, per, n - 1, state * dim)
-        before = (carry.to(x.dtype) @ states).view(batch, groups, per, n - 1, state, dim)
-        before = before.permute(0, 3, 1, 4, 2, 5).reshape(batch, n - 1, groups, state, per * dim)
-        from_before = (c[:, 1:] @ before).view(batch, n - 1, groups, chunk, per, dim).transpose(3, 4)
-        from_before = from_before * sums[:, 1:].exp().to(x.dtype)[..., None]
-        y = torch.cat((y[:, :1], y[:, 1:] + from_before), dim=1)
+        whole = sums[..., -1].flatten(2).transpose(1, 2).cumsum(-1)  # [batch, heads, n]
+        carry = F.pad(Decay.apply(whole, x.dtype)[:, :, :-1], (0, 0, 1, 0))
+        before = (carry @ states.transpose(1, 2)).transpose(1, 2)
+        before = before.reshape(batch, n, groups, per * dim, state)
+        carried = (before @ c[:, :, :, 0].mT).view(batch, n, groups, per, dim, chunk)
+        y = torch.addcmul(y, carried.mT, sums.exp().to(x.dtype)[..., None])
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, tokens + pad, heads, dim)
     return y[:, :tokens] if pad else y
 
@@ -91,6 +87,8 @@ class Mamba2(Residual):
         super().__init__(layer.hidden, eps, made)
         wide = at_least_float32(made)
         self.layer, self.eps = layer, eps
+        self.scan: Callable[..., Tensor] = ssd_scan
+        """May be replaced by `torch.compile(ssd_scan)`: half the time on a GPU."""
         self.proj = nn.Linear(layer.hidden, layer.projection_width, bias=False, **made)
         self.conv_weight = empty(layer.conv_width, layer.conv, made=made)
         self.conv_bias = empty(layer.conv_width, made=made)
@@ -109,20 +107,23 @@ class Mamba2(Residual):
         self.gate_norm.fill_(1)
 
     def inner(self, x: Tensor) -> Tensor:
+        return self.out(self._mix(self.proj(x)))
+
+    @without_split
+    def _mix(self, projected: Tensor) -> Tensor:
         layer = self.layer
-        batch, tokens, _ = x.shape
-        gate, mixed, dt = self.proj(x).split((layer.inner, layer.conv_width, layer.heads), dim=-1)
+        batch, tokens, _ = projected.shape
+        gate, mixed, dt = projected.split((layer.inner, layer.conv_width, layer.heads), dim=-1)
         mixed = F.silu(causal_conv(mixed, self.conv_weight, self.conv_bias))
         bc = layer.groups * layer.state
         x, b, c = mixed.split((layer.inner, bc, bc), dim=-1)
-        x = x.reshape(batch, tokens, layer.heads, layer.head_dim)
-        b, c = (t.reshape(batch, tokens, layer.groups, layer.state) for t in (b, c))
+        x = x.view(batch, tokens, layer.heads, layer.head_dim)
+        b, c = (t.view(batch, tokens, layer.groups, layer.state) for t in (b, c))
         dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
-        y = ssd_scan(x * dt.to(x.dtype)[..., None], dt * -self.a_log.exp(), b, c, layer.chunk)
-        y = (y + x * self.d.to(x.dtype)[:, None]).reshape(batch, tokens, layer.inner)
+        y = self.scan(x * dt.to(x.dtype)[..., None], dt * -self.a_log.exp(), b, c, layer.chunk)
+        y = torch.addcmul(y, x, self.d.to(x.dtype)[:, None]).reshape(batch, tokens, layer.inner)
         y = (y * F.silu(gate)).view(batch, tokens, layer.groups, -1)
-        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.gate_norm
-        return self.out(y)
+        return F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.gate_norm
 
 
 class LightningAttention(Residual):
@@ -147,43 +148,43 @@ class LightningAttention(Residual):
         return self.out(self.out_norm(y.flatten(-2)) * self.gate(x).sigmoid())
 
 
+@without_split
 def _advance(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """`y[t] = s[t] @ c[t]` with `s[t] = exp(dt[t] a) s[t-1] + u[t] b[t]`.
 
     `u` and `dt` are [batch, n, chunk, channels], `b` and `c` [batch, n, chunk, state].
     """
-    batch, n, chunk, channels = u.shape
-    us, dts, bs, cs = (t.unbind(2) for t in (u, dt, b, c))
+    decays = (dt[..., None] * a).exp().unbind(2)
+    puts = (u[..., None] * b[..., None, :]).unbind(2)
 
-    def step(s: Tensor | None, t: int) -> Tensor:
-        put = us[t][..., None] * bs[t][:, :, None]
-        return put if s is None else torch.addcmul(put, (dts[t][..., None] * a).exp(), s)
+    def advance(s: Tensor | None, decays: Sequence[Tensor], puts: Sequence[Tensor]) -> list[Tensor]:
+        states = []
+        for decay, put in zip(decays, puts):
+            s = put if s is None else torch.addcmul(put, decay, s)
+            states.append(s)
+        return states
 
     first: Tensor | None = None
-    if n > 1:  # every chunk's own contribution, then the state each chunk starts from
-        end: Tensor | None = None
-        for t in range(chunk):
-            end = step(end, t)
-        assert end is not None
-        ends, decays = end.unbind(1), (dt.sum(2)[..., None] * a).exp().unbind(1)
-        starts = [torch.zeros_like(ends[0])]
-        for i in range(n - 1):
-            starts.append(torch.addcmul(ends[i], decays[i], starts[-1]))
-        first = torch.stack(starts, dim=1)
-    out, s = [], first
-    for t in range(chunk):
-        s = step(s, t)
-        out.append((s @ cs[t][..., None])[..., 0])
-    return torch.stack(out, dim=2).view(batch, n * chunk, channels)
+    if u.shape[1] > 1:  # what every chunk adds by itself, then the state that each chunk starts from
+        ends = advance(None, decays, puts)[-1].unbind(1)
+        whole = (dt.sum(2)[..., None] * a).exp().unbind(1)
+        first = torch.stack([torch.zeros_like(ends[0]), *advance(None, whole, ends)[:-1]], dim=1)
+    states = torch.stack(advance(first, decays, puts), dim=2)
+    return (states @ c[..., None])[..., 0].flatten(1, 2)
 
 
-def selective_scan(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, block: int = 1024) -> Tensor:
+@without_split
+def selective_scan(
+    u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, block: int | None = None
+) -> Tensor:
     """Mamba-1's recurrence over [batch, tokens, channels] with `a` [channels, state] and `b`, `c` per token.
 
     Chunks of about the square root of the length keep the number of steps small; channels go in blocks that
     are recomputed in backward, so the states of all tokens are never alive at once.
     """
     batch, tokens, channels = u.shape
+    if block is None:  # about 1 GiB of states in float32
+        block = max(16, (1 << 28) // (batch * tokens * a.shape[1]))
     chunk = 1 << max(0, (tokens - 1).bit_length() + 1) // 2
     pad = -tokens % chunk
     if pad:
