@@ -5,11 +5,14 @@ Sun et al., "AdaPipe: Optimizing Pipeline Parallelism with Adaptive Recomputatio
 Rule, inner: for every range of layers on stage s save the layers that leave the least recomputation, such
 that in-flight * saved + one restored micro-batch + static bytes fit. Outer: from the last stage back,
 W_s = F_s + max(W_{s+1} + b_{s+1}, (k_s - 1) F_s), E_s = b_s + max(E_{s+1} + F_{s+1}, (k_s - 1) b_s),
-S_s = max(S_{s+1}, F_s + b_s), k_s = min(p - s, m) in flight; minimise W_0 + E_0 + max(m - p, 0) S_0.
+S_s = max(S_{s+1}, F_s + b_s), k_s = min(p - s, m) in flight; minimise T = W_0 + E_0 + max(m - p, 0) S_0.
 Simplified: the unit of recomputation is a layer. The knapsack counts memory as the simulator does (a run of
 recomputed layers keeps its first input); it is exact where all sizes share a unit of at least 1/2^15 of the
-room, else sizes are rounded up to 1/2^13 of it. The outer programme keeps the Pareto frontier of
-(W + b, E + F, S) and is exact.
+room, else sizes are rounded up to 1/2^13 of it. For m near p the published T forgets that late stages are
+busy m times, and its minimum would put nearly all layers there; we apply T to every suffix of the pipeline,
+Z_s = max(W_s + E_s + max(m - (p - s), 0) S_s, F_s + b_s + Z_{s+1}), and minimise Z_0: like T a lower bound on
+1F1B's time, and equal to it for m >> p. The outer programme keeps the Pareto frontier of
+(W + b, E + F, S, Z) and is exact.
 """
 
 from __future__ import annotations
@@ -178,8 +181,7 @@ def _chosen(knapsack: Knapsack, first: int, stop: int, cell: int) -> tuple[int, 
         if u > first:
             before = tables[u - first - 1]
             b = c - int(knapsack.enters[u])
-            fresh = before[0][b] if b >= 0 else np.inf
-            dropped = before[1][c] <= fresh
+            dropped = b < 0 or before[1][c] <= before[0][b]
             c = c if dropped else b
     return tuple(reversed(again))
 
@@ -195,7 +197,7 @@ def _shifted(values: Floats, by: int) -> Floats:
 
 
 def adapipe_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequence[int]) -> float:
-    """W_0 + E_0 + max(m - p, 0) S_0 of a partition; infinite where a stage cannot fit."""
+    """Z_0 of a partition; infinite where a stage cannot fit."""
     f = ranges.read(ranges.forward_ms, sizes)
     b = ranges.read(ranges.backward_ms + recompute_ms(ranges), sizes)
     return pipeline_ms(f, b, ranges.in_flight, num_micro_batches)
@@ -207,19 +209,21 @@ def pipeline_ms(
     in_flight: Sequence[int],
     num_micro_batches: int,
 ) -> float:
-    """The recursion of the paper.
+    """The paper's recursion, taken over every suffix: Z_0.
 
     >>> pipeline_ms([1, 1], [2, 2], [2, 1], 4)  # (1 + 3) + (2 + 3) + 2 * 3
     15.0
     """
     p = len(forward_ms)
     warm, end, steady = float(forward_ms[-1]), float(backward_ms[-1]), float(forward_ms[-1] + backward_ms[-1])
+    total = num_micro_batches * steady
     for s in range(p - 2, -1, -1):
         f, b, ahead = float(forward_ms[s]), float(backward_ms[s]), in_flight[s] - 1
         warm = f + max(warm + float(backward_ms[s + 1]), ahead * f)
         end = b + max(end + float(forward_ms[s + 1]), ahead * b)
         steady = max(steady, f + b)
-    return warm + end + max(num_micro_batches - p, 0) * steady
+        total = max(warm + end + max(num_micro_batches - (p - s), 0) * steady, f + b + total)
+    return total
 
 
 def adapipe_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int, ...] | None:
@@ -234,9 +238,7 @@ def adapipe_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int,
         t = forward[s, first, stop] + backward[s, first, stop]
         return np.column_stack((labels[:, 0] + t, np.maximum(labels[:, 1], t)))
 
-    rough = best_partition(
-        allowed, np.zeros(2), coarse, lambda x: x[:, 0] + (num_micro_batches - 1) * x[:, 1]
-    )
+    rough = best_partition(allowed, np.zeros(2), coarse, lambda x: x[:, 0] + (num_micro_batches - 1) * x[:, 1])
     if rough is None:
         return None
     known = pipeline_ms(
@@ -246,22 +248,23 @@ def adapipe_partition(ranges: LayerRanges, num_micro_batches: int) -> tuple[int,
     def extend(labels: Floats, s: int, first: Ints, stop: Ints) -> Floats:
         f, b, ahead = forward[s, first, stop], backward[s, first, stop], ranges.in_flight[s] - 1
         warm, end = f + np.maximum(labels[:, 0], ahead * f), b + np.maximum(labels[:, 1], ahead * b)
-        if s > 0:  # what the stage before adds its own part to
-            warm, end = warm + b, end + f
-        return np.column_stack((warm, end, np.maximum(labels[:, 2], f + b)))
+        steady = np.maximum(labels[:, 2], f + b)
+        alone = warm + end + max(num_micro_batches - (p - s), 0) * steady
+        # The stage before sees this one's W behind its b, and its E behind its F.
+        return np.column_stack((warm + b, end + f, steady, np.maximum(alone, f + b + labels[:, 3])))
 
     def value(labels: Floats) -> Floats:
-        return labels[:, 0] + labels[:, 1] + repeats * labels[:, 2]
+        return labels[:, 3]
 
-    whole = ranges.forward_ms + ranges.backward_ms
-    fastest = whole.min(axis=0)[0]  # layers 0 .. x, on the fastest rank
+    fastest = (ranges.forward_ms + ranges.backward_ms).min(axis=0)[0]  # layers 0 .. x, on the fastest rank
 
     def bound(labels: Floats, stages: int, layers: int) -> Floats:
         left = ranges.num_layers - layers
         if stages == p:
             return value(labels)
-        slowest = np.maximum(labels[:, 2], fastest[left] / (p - stages))
-        return labels[:, 0] + labels[:, 1] + fastest[left] + repeats * slowest
+        share = fastest[left] / (p - stages)
+        whole = labels[:, 0] + labels[:, 1] + fastest[left] + repeats * np.maximum(labels[:, 2], share)
+        return np.maximum(np.maximum(whole, fastest[left] + labels[:, 3]), num_micro_batches * share)
 
-    best = best_partition(allowed, np.zeros(3), extend, value, bound=bound, incumbent=known, from_last=True)
+    best = best_partition(allowed, np.zeros(4), extend, value, bound=bound, incumbent=known, from_last=True)
     return rough.sizes if best is None or best.value >= known else best.sizes

@@ -83,10 +83,10 @@ def balanced_peak_bytes(plan: Plan, costs: CostTable, timeline: Timeline) -> NDA
             shifts[move.target].append((when, -sign * size))
     peaks = np.empty(plan.num_ranks)
     for rank, curve in enumerate(timeline.memory):
-        when, change = np.array(sorted(shifts[rank])).reshape(-1, 2).T
-        times = np.union1d(curve.times_ms, when)
+        shift_ms, change = np.array(sorted(shifts[rank])).reshape(-1, 2).T
+        times = np.union1d(curve.times_ms, shift_ms)
         base = curve.bytes[np.searchsorted(curve.times_ms, times, side="right") - 1]
-        moved = np.concatenate(([0.0], np.cumsum(change)))[np.searchsorted(when, times, side="right")]
+        moved = np.concatenate(([0.0], np.cumsum(change)))[np.searchsorted(shift_ms, times, side="right")]
         peaks[rank] = (base + moved).max()
     return peaks
 

@@ -41,9 +41,7 @@ def dapple(setting: Setting) -> Plan:
     def solve(reserve: Floats) -> Plan | None:
         # A cap on the micro-batches in flight that is as loose as memory allows.
         for cap in range(min(p, m), 0, -1):
-            ranges = layer_ranges(
-                costs, p, m, in_flight=[min(p - s, cap, m) for s in range(p)], reserve_bytes=reserve
-            )
+            ranges = layer_ranges(costs, p, m, in_flight=[min(p - s, cap, m) for s in range(p)], reserve_bytes=reserve)
             sizes = dapple_partition(ranges, m)
             if sizes is not None:
                 break

@@ -87,11 +87,11 @@ def best_partition(
         if not frontier:
             return None
     best = float(value(frontier[layers])[0])
-    sizes, x, number = [], layers, 0
+    sizes, at, label = [], layers, 0
     for came in reversed(parents):
-        origin, numbers = came[x]
-        sizes.append(int(x - origin[number]))
-        x, number = int(origin[number]), int(numbers[number])
+        origins, labels_before = came[at]
+        sizes.append(at - int(origins[label]))
+        at, label = int(origins[label]), int(labels_before[label])
     return Best(tuple(sizes) if from_last else tuple(reversed(sizes)), best)
 
 

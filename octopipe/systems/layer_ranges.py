@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ class LayerRanges:
         held = np.array(self.in_flight)[:, None, None] * self.activation_bytes
         return self.fixed_bytes + held <= self.capacity_bytes[:, None, None]
 
-    def read(self, values: Floats, sizes: Sequence[int]) -> Floats:
+    def read(self, values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
         """Values of the stages of one partition."""
         stops = np.cumsum(sizes)
         return values[np.arange(len(sizes)), stops - np.asarray(sizes), stops]
