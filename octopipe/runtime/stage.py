@@ -38,9 +38,15 @@ from octopipe.runtime.wgrad import SplitMode, WeightQueue
 _NOTHING = nullcontext()
 
 
+def _grad_mode(enabled: bool) -> Any:
+    return _NOTHING if torch.is_grad_enabled() == enabled else torch.set_grad_enabled(enabled)
+
+
 def flatten(value: Any, leaves: list[Any]) -> None:
     """Append the leaves of nested tuples, lists and dicts (in key order of insertion) to `leaves`."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, Tensor):  # most values are one tensor: ask that first
+        leaves.append(value)
+    elif isinstance(value, tuple | list):
         for item in value:
             flatten(item, leaves)
     elif isinstance(value, dict):
@@ -175,10 +181,10 @@ class StageRun:
         if self._seed is None:
             if not grad:
                 self._rng = _rng_state()
-            with torch.set_grad_enabled(grad), mode if grad else _NOTHING:
+            with _grad_mode(grad), mode if grad else _NOTHING:
                 value = stage._call(self._inputs, self._then, None)
         else:
-            with _rng_kept(), torch.set_grad_enabled(grad), mode if grad else _NOTHING:
+            with _rng_kept(), _grad_mode(grad), mode if grad else _NOTHING:
                 value = stage._call(self._inputs, self._then, self._seed)
         leaves: list[Any] = []
         flatten(value, leaves)
@@ -236,8 +242,11 @@ class StageRun:
         if pairs:
             roots, seeds = zip(*pairs)
             del pairs
-            self._mode.queue = self._queue
-            with self._mode:
+            if self._queue.reruns:
+                self._mode.queue = self._queue
+                with self._mode:
+                    torch.autograd.backward(roots, seeds)
+            else:
                 torch.autograd.backward(roots, seeds)
             del roots, seeds
         inputs, self._leaves, self._inputs = self._leaves, [], None

@@ -17,7 +17,7 @@ tensor subclasses (DTensor, so TP and FSDP2 modules), parameters with gradient h
     with SplitMode(module.parameters(), queue):
         loss = module(x)
         queue.defer = True
-        loss.backward()          # I: everything but the weight GEMMs
+        loss.backward()          # I: everything but the weight GEMMs (outside the mode if not queue.reruns)
     queue.run()                  # W
 """
 
@@ -47,12 +47,16 @@ _VIEW_NODES = frozenset(
 
 
 class WeightQueue:
-    """Weight gradients still owed. With `defer` off they are computed the moment they are added."""
+    """Weight gradients still owed. With `defer` off they are computed the moment they are added.
 
-    __slots__ = ("_items", "defer")
+    `reruns` says whether backward will run forwards again (activation checkpointing was seen): then the mode
+    must be active there, too, so that the second forward meets the same functions as the first.
+    """
+
+    __slots__ = ("_items", "defer", "reruns")
 
     def __init__(self) -> None:
-        self.defer = False
+        self.defer = self.reruns = False
         self._items: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def add(self, kernel: Callable[..., None], *args: Any) -> None:
@@ -64,6 +68,8 @@ class WeightQueue:
 
     def run(self) -> None:
         """Compute everything queued, oldest first, letting go of each operand as soon as it is used."""
+        if not self._items:
+            return
         items, self._items = self._items, []
         items.reverse()
         with torch.no_grad():
@@ -165,6 +171,12 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 # returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
 # checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
 _mode_off = torch._C.DisableTorchFunction
+
+
+def _saved_tensor_hooks() -> object:
+    """Hooks on what autograd saves, which checkpointing works by; not None where torch cannot tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return True if top is None else top(True)
 
 
 class _Linear(Function):
@@ -271,10 +283,13 @@ class SplitMode(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         handler = _HANDLERS.get(func)
-        if handler is not None and torch.is_grad_enabled():
-            result = handler(self, *args, **kwargs) if kwargs else handler(self, *args)
-            if result is not None:
-                return result
+        if handler is not None:
+            if torch.is_grad_enabled():
+                result = handler(self, *args, **kwargs) if kwargs else handler(self, *args)
+                if result is not None:
+                    return result
+            else:
+                self.queue.reruns = True  # perhaps the first forward of a reentrant checkpoint
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def site(self, weight: Any) -> WeightSite | None:
@@ -291,6 +306,8 @@ class SplitMode(TorchFunctionMode):
             return None
         if torch._C._are_functorch_transforms_active():
             return None
+        if _saved_tensor_hooks() is not None:
+            self.queue.reruns = True
         return WeightSite(self.queue, found, layout)
 
     def _behind(self, weight: Tensor) -> tuple[Tensor | None, Layout]:
