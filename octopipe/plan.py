@@ -192,6 +192,11 @@ class Plan:
         """One line per rank, ops separated by commas: PyTorch's compute-only schedule text."""
         return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
 
+    def _repr_html_(self) -> str:
+        from octopipe.report import notebook_html  # notebooks only; the report room stands below this one
+
+        return notebook_html(self)
+
     # -- being right -----------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
