@@ -357,7 +357,9 @@ class BestSearch:
         parts = {n[:-3]: float(getattr(bubbles, n).sum()) / whole for n in bubbles._fields if n != "idle_ms"}
         best = min([self.best_ms, *(w.best_ms for w in walkers)])
         phase = self.log[-1].phase if self.log else "start"
-        seen = Progress(self.elapsed(), self.budget_s, self.judged, phase, best, self.lower_bound_ms, parts)
+        seen = Progress(
+            self.elapsed(), self.budget_s, self.judged, phase, best, self.lower_bound_ms, parts, self.best_plan
+        )
         if self.progress(seen) is True:
             self.stop.set()
 

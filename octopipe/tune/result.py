@@ -41,6 +41,8 @@ class Progress(NamedTuple):
     lower_bound_ms: float
     bubbles: dict[str, float]
     """Share of all rank time per kind of idle time: boundary, communication, imbalance, residual."""
+    plan: Plan | None = None
+    """The best plan gathered so far (it may lag behind best_ms by a moment)."""
 
     @property
     def gap(self) -> float:
