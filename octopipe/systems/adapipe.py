@@ -200,7 +200,7 @@ def adapipe_objective(ranges: LayerRanges, num_micro_batches: int, sizes: Sequen
     """Z_0 of a partition; infinite where a stage cannot fit."""
     f = ranges.read(ranges.forward_ms, sizes)
     b = ranges.read(ranges.backward_ms + recompute_ms(ranges), sizes)
-    return pipeline_ms(f, b, ranges.in_flight, num_micro_batches)
+    return pipeline_ms(f, b, ranges.in_flight, num_micro_batches) if np.isfinite(b).all() else float("inf")
 
 
 def pipeline_ms(
