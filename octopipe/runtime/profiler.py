@@ -1,0 +1,426 @@
+"""The profiler: F, I and W of every distinct layer, timed through the code that trains.
+
+Knows: how to run one layer as a stage, how to time it on a GPU or a CPU alone and beside busy neighbours, what it
+holds in memory, what its parameters take. Does not know: plans or transports (`links.py` measures those).
+
+Every rank measures every distinct layer, each starting at another one, round after round and without waiting for
+the device in between: so each sees the others at work on a mixture of all layers, as in training. A layer's time is
+the median over rounds and ranks.
+
+    mine = profile_layers(layers, sample, loss_fn, target, group=group)      # any modules or factories
+    profile = assemble(gather(mine, group), model="mine", symbols="EMML", links=links)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octopipe.cluster import Link, Network
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.model import ModelSpec
+from octopipe.profile_file import Profile
+from octopipe.runtime.stage import Stage, flatten, held_bytes, rebuild
+
+Floats = NDArray[np.float64]
+KINDS = ("forward", "input", "weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer and one micro-batch."""
+
+    activation_bytes: float
+    """Held from F until I; the layer's input counts, its output does not."""
+    stash_bytes: float
+    """Held from I until W."""
+    workspace_bytes: float
+    """Beyond that while an op runs (zero where the device keeps no books)."""
+    boundary_bytes: float
+    """The output tensors."""
+    parameter_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rank's measurement of a list of layers; arrays have one row per distinct layer."""
+
+    group_of: tuple[int, ...]
+    """Which distinct layer each layer is."""
+    loaded_ms: Floats
+    """[layers, 3]: medians of F, I, W with all ranks at work."""
+    alone_ms: Floats | None
+    """The same with the other ranks at rest; None where there are none or it was not asked for."""
+    spread: Floats
+    """Interquartile range over median of `loaded_ms`."""
+    memory: tuple[LayerMemory, ...]
+    resident_bytes: float
+    """What the device's libraries keep for themselves (matrix workspaces), whatever the layers."""
+    seconds: float
+
+
+class _Layer:
+    """One distinct layer ready to run."""
+
+    def __init__(self, module: nn.Module, value: Any, then: Callable[[Any], Any] | None, first: bool):
+        self.module, self.value, self.then = module, value, then
+        self.stage = Stage([module], input_grad=not first)
+        run = self.stage.forward(value, then=then)
+        leaves: list[Any] = []
+        flatten(run.outputs, leaves)
+        self.output = run.outputs
+        self.output_leaves = [t for t in leaves if isinstance(t, Tensor)]
+        self.grads: Any = None
+        if then is None:
+            self.grads = [
+                torch.randn_like(t) * 1e-3 if need else None for t, need in zip(leaves, run.outputs_need_grad)
+            ]
+        # Gradients exist from here on, as in every training step but the first.
+        run.backward_input(self.grads)
+        run.backward_weight()
+        for p in module.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def once(self, mark: Callable[[], None]) -> None:
+        mark()
+        run = self.stage.forward(self.value, then=self.then)
+        run.outputs = None
+        mark()
+        run.backward_input(self.grads)
+        mark()
+        run.backward_weight()
+        mark()
+
+
+def groups_of_spec(spec: ModelSpec) -> tuple[int, ...]:
+    """Equal layers share a number."""
+    return _numbered([*spec.layers])
+
+
+def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Modules of one type, configuration and parameter shapes share a number."""
+    return _numbered(
+        [
+            (
+                type(m).__qualname__,
+                repr(m),
+                tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in m.named_parameters()),
+            )
+            for m in modules
+        ]
+    )
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+
+
+def profile_layers(
+    layers: Sequence[nn.Module | Callable[[], nn.Module]],
+    sample: Any,
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+    *,
+    groups: Sequence[int] | None = None,
+    repeats: int = 10,
+    warm_up: int = 3,
+    alone: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Measured:
+    """Measure a list of layers on this rank (collective over `group`; without one this process is all there is).
+
+    `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a
+    new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes.
+    """
+    began = time.perf_counter()
+    if not layers:
+        raise OctoPipeError("no layers to profile; give at least one module")
+    if repeats < 1 or warm_up < 0:
+        raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
+    if groups is None:
+        modules = [m if isinstance(m, nn.Module) else m() for m in layers]
+        layers, groups = modules, groups_of_modules(modules)
+    if len(groups) != len(layers):
+        raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
+    device = _device_of(sample)
+    before = _resident([], sample, target, device)
+    # The last layer runs with the loss: it is never the same as an equal one in the middle.
+    group_of = list(groups)
+    if groups.count(groups[-1]) > 1:
+        group_of[-1] = max(groups) + 1
+    order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
+    group_of = [order[g] for g in group_of]
+    ready, memory = _prepare(layers, group_of, sample, loss_fn, target, device)
+
+    rank = 0 if group is None else group.rank()
+    ranks = 1 if group is None else group.size()
+    turn = rank * len(ready) // ranks
+    _wait_all(group)
+    _rounds(ready, warm_up, turn, device)
+    _wait_all(group)
+    loaded = _rounds(ready, repeats, turn, device)
+    _wait_all(group)
+    alone_ms = None
+    if alone and ranks > 1:
+        if rank == 0:
+            _rounds(ready, 1, 0, device)
+            alone_ms = np.median(_rounds(ready, max(3, repeats // 2), 0, device), axis=0)
+        _wait_all(group)
+        got: list[Any] = [None] * ranks
+        dist.all_gather_object(got, alone_ms, group=group)
+        alone_ms = got[0]
+    quarter = np.percentile(loaded, [25, 75], axis=0)
+    median = np.median(loaded, axis=0)
+    return Measured(
+        group_of=tuple(group_of),
+        loaded_ms=median,
+        alone_ms=alone_ms,
+        spread=(quarter[1] - quarter[0]) / np.maximum(median, 1e-9),
+        memory=tuple(memory),
+        resident_bytes=_resident(ready, sample, target, device) - before,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _prepare(
+    layers: Sequence[nn.Module | Callable[[], nn.Module]],
+    group_of: Sequence[int],
+    sample: Any,
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+    device: torch.device,
+) -> tuple[list[_Layer], list[LayerMemory]]:
+    """Build one layer per group, feed each what the layer before it made, and read its memory."""
+    ready: dict[int, _Layer] = {}
+    memory: dict[int, LayerMemory] = {}
+    value = sample
+    for i, g in enumerate(group_of):
+        if g not in ready:
+            made = layers[i]
+            last = i == len(group_of) - 1
+            module = made if isinstance(made, nn.Module) else made()
+            try:
+                ready[g] = _Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise OctoPipeError(
+                    f"layer {i} ({type(module).__name__}) does not run on its input: {' '.join(str(error).split())[:200]}"
+                ) from error
+            memory[g] = _memory_of(ready[g], device)
+        value = ready[g].output
+    return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
+
+
+def _rounds(ready: Sequence[_Layer], rounds: int, turn: int, device: torch.device) -> Floats:
+    """Milliseconds [rounds, layers, 3]. The device is never waited for in between."""
+    sequence = [(turn + i) % len(ready) for i in range(len(ready))]
+    marks: list[Any] = []
+    if device.type == "cuda":
+
+        def mark() -> None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append(event)
+
+    else:
+
+        def mark() -> None:
+            marks.append(time.perf_counter())
+
+    for _ in range(rounds):
+        for i in sequence:
+            ready[i].once(mark)
+    out = np.empty((rounds, len(ready), 3))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    at = 0
+    for r in range(rounds):
+        for i in sequence:
+            for k in range(3):
+                a, b = marks[at + k], marks[at + k + 1]
+                out[r, i, k] = a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a)
+            at += 4
+    return out
+
+
+def _memory_of(layer: _Layer, device: torch.device) -> LayerMemory:
+    parameters = [p for p in layer.module.parameters()]
+    boundary = float(sum(t.nbytes for t in layer.output_leaves))
+    sizes = {
+        "boundary_bytes": boundary,
+        "parameter_bytes": float(sum(p.nbytes for p in parameters)),
+        "gradient_bytes": float(sum(p.nbytes for p in parameters if p.requires_grad)),
+    }
+    if device.type == "cuda":
+        activation, stash, workspace = _allocated(layer)
+    else:
+        held = held_bytes(layer.stage, layer.value, then=layer.then)
+        activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
+    # What W needs counts as held from F on: the cost table knows no other way.
+    return LayerMemory(
+        activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes
+    )
+
+
+def _allocated(layer: _Layer) -> tuple[float, float, float]:
+    """Activation, stash and workspace bytes by the caching allocator's books, input and gradients made afresh."""
+    cuda = torch.cuda
+    cuda.synchronize()
+    used = cuda.memory_allocated
+
+    def fresh(value: Any) -> Any:
+        leaves: list[Any] = []
+        flatten(value, leaves)
+        return rebuild(value, iter([t.clone() if isinstance(t, Tensor) else t for t in leaves]))
+
+    base = used()
+    cuda.reset_peak_memory_stats()
+    value = fresh(layer.value)
+    given = used() - base
+    run = layer.stage.forward(value, then=layer.then)
+    del value
+    output = used() - base
+    peak_f = cuda.max_memory_allocated() - base
+    run.outputs = None
+    held = used() - base
+    grads = fresh(layer.grads)
+    cuda.reset_peak_memory_stats()
+    result = run.backward_input(grads)
+    peak_i = cuda.max_memory_allocated() - base
+    del grads, result
+    stash = used() - base
+    cuda.reset_peak_memory_stats()
+    run.backward_weight()
+    peak_w = cuda.max_memory_allocated() - base
+    del run
+    boundary = output - held
+    incoming = float(sum(t.nbytes for t in layer.grads or () if t is not None))
+    # The gradient that came in and the output are counted as tensors between stages, not here.
+    extra = max(peak_f - held - boundary, peak_i - held - incoming, peak_w - stash, 0, given - held)
+    return float(held), float(stash), float(extra)
+
+
+def _resident(ready: Sequence[_Layer], sample: Any, target: Any, device: torch.device) -> float:
+    """Allocated bytes that belong to none of these layers and samples."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize(device)
+    tensors: list[Any] = []
+    flatten([sample, target], tensors)
+    for layer in ready:
+        flatten([layer.value, layer.output, layer.grads or []], tensors)
+        for p in layer.module.parameters():
+            tensors += [p, p.grad]
+        tensors += layer.module.buffers()
+    own = {}
+    for t in tensors:
+        if isinstance(t, Tensor) and t.device.type == "cuda":
+            storage = t.untyped_storage()
+            own[storage.data_ptr()] = storage.nbytes()
+    return float(torch.cuda.memory_allocated(device) - sum(own.values()))
+
+
+def _device_of(value: Any) -> torch.device:
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    raise OctoPipeError("the sample holds no tensor; give one micro-batch of the first layer's input")
+
+
+def _wait_all(group: dist.ProcessGroup | None) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if group is not None:
+        dist.barrier(group)
+
+
+def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
+    """Every rank's measurement (collective)."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def assemble(
+    ranks: Sequence[Measured],
+    *,
+    model: str,
+    symbols: str,
+    tokens: int | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    state_factor: float = 2.0,
+    memory_bytes: float | None = None,
+    op_overhead_ms: float = 0.0,
+    about: Mapping[str, Any] | None = None,
+) -> Profile:
+    """One profile of what all ranks measured. `state_factor`: optimizer state as a multiple of the parameters
+    (AdamW of torch: 2; none: 0)."""
+    first = ranks[0]
+    if len(symbols) != len(first.group_of):
+        raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
+    loaded = np.mean([m.loaded_ms for m in ranks], axis=0)
+    of = np.array(first.group_of)
+    slow = [float(m.loaded_ms[of].sum() / loaded[of].sum()) for m in ranks]
+    resident = max(m.resident_bytes for m in ranks)
+
+    def column(values: Sequence[float] | Floats) -> Floats:
+        return np.asarray(values, np.float64)[of]
+
+    def sizes(name: str) -> Floats:
+        return column([getattr(m, name) for m in first.memory])
+
+    stash = sizes("stash_bytes")
+    pairs = dict(links or {})
+    worst = max(pairs.values(), key=lambda x: x.transfer_ms(1 << 20), default=Link())
+    costs = CostTable(
+        model=model,
+        symbols=symbols,
+        forward_ms=column(loaded[:, 0]),
+        input_ms=column(loaded[:, 1]),
+        weight_ms=column(loaded[:, 2]),
+        activation_bytes=np.maximum(sizes("activation_bytes"), stash),
+        stash_bytes=stash,
+        static_bytes=(1 + state_factor) * sizes("parameter_bytes") + sizes("gradient_bytes"),
+        gradient_bytes=sizes("gradient_bytes"),
+        boundary_bytes=sizes("boundary_bytes"),
+        workspace_bytes=sizes("workspace_bytes") + resident,
+        network=Network(intra=worst, inter=worst, pairs=pairs),
+        rank_slowdown=tuple(slow) if len(ranks) > 1 else (),
+        rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
+        tokens_per_micro_batch=tokens,
+    )
+    alone = None
+    if first.alone_ms is not None:
+        # An op is not slower for being alone: what says so is noise.
+        quick = np.minimum(first.alone_ms, loaded)
+        alone = costs.replace(
+            forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])
+        )
+    spread = np.median([m.spread for m in ranks], axis=0)
+    return Profile(
+        costs=costs,
+        alone=alone,
+        op_overhead_ms=op_overhead_ms,
+        about={
+            "ranks": len(ranks),
+            "seconds": max(m.seconds for m in ranks),
+            "spread": {kind: column(spread[:, k]).round(4).tolist() for k, kind in enumerate(KINDS)},
+            "resident_mib": resident / (1 << 20),
+            **(about or {}),
+        },
+    )

@@ -1,0 +1,244 @@
+"""Trials: a model on this machine's ranks, profiled, or run under a plan and timed.
+
+Knows: how to make a model's layers and random data on a device, how many steps make a measurement. Does not know:
+processes (`ranks.py`) or what is done with the numbers (`validate.py`, `adapt.py`). All functions here are called by
+every rank together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octopipe.contention import predict
+from octopipe.errors import OctoPipeError
+from octopipe.lower import Channel, lower
+from octopipe.model import ModelSpec
+from octopipe.nn import build_layers, cross_entropy
+from octopipe.plan import Plan
+from octopipe.profile_file import Profile
+from octopipe.runtime.links import measure_links
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.profiler import assemble, gather, groups_of_spec, profile_layers
+from octopipe.runtime.validate import Fidelity, compare
+from octopipe.runtime.world import World
+from octopipe.timeline import Timeline
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model with the size of its micro-batches and the device of its ranks."""
+
+    spec: ModelSpec
+    tokens: int
+    """Per sequence."""
+    micro_batch_size: int = 1
+    device: str = "cpu"
+    """"cpu", "cuda" (one GPU per rank), or "cuda" on fewer GPUs than ranks (shared)."""
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OctoPipeError(f"dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.tokens < 1 or self.micro_batch_size < 1:
+            raise OctoPipeError(f"{self.micro_batch_size} x {self.tokens} tokens; give at least one of each")
+
+    def place(self, rank: int) -> torch.device:
+        """This rank's device, made current."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise OctoPipeError("no CUDA device here; use --device cpu")
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def transport(self, world: World) -> str | None:
+        """CUDA IPC where ranks share a GPU; otherwise what fits the device."""
+        if self.device == "cpu":
+            return None
+        return "cuda_ipc" if torch.cuda.device_count() < world.size else None
+
+    def layers(self, device: torch.device) -> list[Callable[[], nn.Module]]:
+        return build_layers(self.spec, dtype=DTYPES[self.dtype], device=device, seed=self.seed)
+
+    def batch(self, device: torch.device, count: int, step: int = 0) -> list[Tensor]:
+        """Random tokens of `count` micro-batches, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed + 7919 * step)
+        shape = (self.micro_batch_size, self.tokens)
+        return [torch.randint(self.spec.vocab, shape, generator=generator).to(device) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A plan's measured steps."""
+
+    timeline: Timeline
+    """Of the step with the median makespan."""
+    steps_ms: tuple[float, ...]
+    """Makespans."""
+    wall_ms: tuple[float, ...]
+    """The same on the host's clock, barrier to barrier."""
+    peak_bytes: tuple[float, ...]
+    """Allocator's peak per rank; empty on a CPU."""
+    loss: float
+
+    @property
+    def step_ms(self) -> float:
+        return float(np.median(self.steps_ms))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        low, high = np.percentile(self.steps_ms, [25, 75])
+        return float((high - low) / self.step_ms)
+
+
+def profile_workload(
+    work: Workload,
+    world: World,
+    *,
+    repeats: int = 10,
+    warm_up: int = 3,
+    state_factor: float = 2.0,
+    alone: bool = True,
+    about: dict[str, Any] | None = None,
+) -> Profile:
+    """Measure layers and links with all ranks at work."""
+    device = work.place(world.rank)
+    began = time.perf_counter()
+    mine = profile_layers(
+        work.layers(device),
+        work.batch(device, 1)[0],
+        cross_entropy,
+        work.batch(device, 1, step=1)[0],
+        groups=groups_of_spec(work.spec),
+        repeats=repeats,
+        warm_up=warm_up,
+        alone=alone,
+        group=world.control,
+    )
+    _free(device)
+    boundary = int(max(m.boundary_bytes for m in mine.memory))
+    links = {}
+    if world.size > 1:
+        sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
+        links = measure_links(world, device, sizes=sizes, transport=work.transport(world))
+    memory = None
+    if device.type == "cuda":
+        shared = max(1, -(-world.size // torch.cuda.device_count()))
+        memory = 0.92 * torch.cuda.get_device_properties(device).total_memory / shared
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return assemble(
+        gather(mine, world.control),
+        model=work.spec.name,
+        symbols=work.spec.pattern,
+        tokens=work.tokens * work.micro_batch_size,
+        links=links,
+        state_factor=state_factor,
+        memory_bytes=memory,
+        about={
+            "device": name,
+            "dtype": work.dtype,
+            "torch": str(torch.__version__),
+            "date": time.strftime("%Y-%m-%d"),
+            "total_seconds": round(time.perf_counter() - began, 2),
+            **(about or {}),
+        },
+    )
+
+
+def run_plan(
+    work: Workload,
+    plan: Plan,
+    world: World,
+    profile: Profile,
+    *,
+    steps: int = 5,
+    warm_up: int = 2,
+    channel: Channel = "directed",
+    timeout_s: float = 120.0,
+) -> Trial:
+    """Run a plan and time its steps; gradients exist throughout, as between optimizer updates."""
+    device = work.place(world.rank)
+    cuda = device.type == "cuda"
+    program = lower(plan, profile.costs, channel=channel)
+    pipe = Pipeline(
+        work.layers(device),
+        program,
+        cross_entropy,
+        costs=profile.costs,
+        device=device,
+        group=world,
+        transport=work.transport(world),
+        timeout_s=timeout_s,
+        seed=None,
+    )
+    timelines: list[Timeline] = []
+    wall: list[float] = []
+    loss = float("nan")
+    with closing(pipe):
+        batch = work.batch(device, plan.num_micro_batches)
+        target = work.batch(device, plan.num_micro_batches, step=1)
+        for p in pipe.parameters():
+            p.grad = torch.zeros_like(p)
+        for k in range(warm_up + steps):
+            if cuda:
+                torch.cuda.synchronize(device)
+                if k == warm_up:
+                    torch.cuda.reset_peak_memory_stats(device)
+            _barrier(world)
+            began = time.perf_counter()
+            value = pipe.step(batch, target, reduce_loss=k == 0)
+            if value is not None:
+                loss = float(value)
+            if cuda:
+                torch.cuda.synchronize(device)
+            _barrier(world)
+            if k >= warm_up:
+                wall.append(1e3 * (time.perf_counter() - began))
+                timelines.append(pipe.timeline())
+        peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    del pipe
+    _free(device)
+    spans = [t.makespan_ms for t in timelines]
+    middle = int(np.argsort(spans)[len(spans) // 2])
+    peaks = tuple(float(p) for p in world.gather(peak)) if cuda else ()
+    return Trial(
+        timeline=timelines[middle],
+        steps_ms=tuple(spans),
+        wall_ms=tuple(wall),
+        peak_bytes=peaks,
+        loss=loss,
+    )
+
+
+def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "directed") -> Fidelity:
+    """A trial against its prediction."""
+    predicted = predict(plan, profile, channel=channel)
+    return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+
+
+def _barrier(world: World) -> None:
+    if world.control is not None:
+        dist.barrier(world.control)
+
+
+def _free(device: torch.device) -> None:
+    import gc
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
