@@ -26,14 +26,14 @@ simulation wins, the plain I,W pair among them, so the result is never slower th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from octopipe.cost import CostTable
-from octopipe.plan import B, F, Op, Plan, R
+from octopipe.plan import B, F, I, Op, Plan, R, W
 from octopipe.price import boundary_bytes, hop_times, stage_memory, stage_times
 from octopipe.simulate import makespan_ms, simulate
 from octopipe.timeline import Timeline
@@ -109,17 +109,7 @@ def _adjacent(order: Sequence[Op]) -> list[Op]:
 
 
 def _with_orders(plan: Plan, orders: Sequence[Sequence[Op]]) -> Plan:
-    return Plan(
-        num_layers=plan.num_layers,
-        num_ranks=plan.num_ranks,
-        num_micro_batches=plan.num_micro_batches,
-        stages=plan.stages,
-        orders=tuple(tuple(order) for order in orders),
-        routes=plan.routes,
-        route_of_micro_batch=plan.route_of_micro_batch,
-        model=plan.model,
-        extra=plan.extra,
-    )
+    return replace(plan, orders=tuple(tuple(order) for order in orders))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +129,7 @@ class _Prices:
     frees: Floats
     stash: Floats
     glued: NDArray[np.bool_]
-    """A backward that must follow its forward at once: a recomputing stage without R."""
+    """Backwards that must follow its forward at once: a recomputing stage without R."""
     last_forward: NDArray[np.int32]
     """Per rank, the number of its last F."""
     peak: Floats
@@ -154,9 +144,9 @@ def _prices(plan: Plan, costs: CostTable) -> _Prices:
     cell = (t.stage, t.micro_batch)
     backward = t.kind == B
     times = stage_times(plan, costs)
-    duration = np.where(backward, times[2][cell], times[t.kind, t.stage, t.micro_batch])
+    duration = np.where(backward, times[I][cell], times[t.kind, t.stage, t.micro_batch])
     forward_hop, gradient_hop = hop_times(plan, costs)
-    hop = np.where(t.kind == F, forward_hop[cell], np.where(backward, gradient_hop[cell], 0.0))
+    hop = np.where(t.kind == F, forward_hop[cell], np.where(backward | (t.kind == I), gradient_hop[cell], 0.0))
     crossing = (data >= 0) & (t.rank[np.maximum(data, 0)] != t.rank[:, None])
     waits_for = np.where(crossing, data, -1)
     target = np.full(t.stage.size, -1, np.int32)
@@ -168,11 +158,12 @@ def _prices(plan: Plan, costs: CostTable) -> _Prices:
     takes = np.zeros(t.stage.size)
     takes[t.kind == F] = np.where(again, kept[cell], activation[cell])[t.kind == F]
     takes[t.kind == R] = (activation - kept)[cell][t.kind == R]
-    frees = np.where(backward, (activation - stash)[cell], 0.0)
+    frees = np.where(backward | (t.kind == I), (activation - stash)[cell], 0.0)
+    frees[t.kind == W] = stash[cell][t.kind == W]
     peak = np.zeros(plan.num_ranks)
     for r in range(plan.num_ranks):
         mine = slice(t.offsets[r], t.offsets[r + 1])
-        whole = np.where(backward, activation[cell], 0.0)[mine]
+        whole = (frees + np.where(backward, stash[cell], 0.0))[mine]
         peak[r] = (np.cumsum(takes[mine]) - np.cumsum(whole) + whole).max(initial=0.0)
     recomputes = np.array([bool(s.recompute) for s in plan.stages])[t.stage]
     last_forward = np.full(plan.num_ranks, -1, np.int32)
@@ -183,11 +174,11 @@ def _prices(plan: Plan, costs: CostTable) -> _Prices:
         target=target,
         duration=duration,
         hop=hop,
-        weight=np.where(backward, times[3][cell], -1.0),
+        weight=np.where(backward, times[W][cell], -1.0),
         takes=takes,
         frees=frees,
         stash=np.where(backward, stash[cell], 0.0),
-        glued=backward & recomputes & ~again,
+        glued=(backward | (t.kind == I)) & recomputes & ~again,
         last_forward=last_forward,
         peak=peak,
         known=known,
