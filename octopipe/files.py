@@ -61,6 +61,13 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         raise OctoPipeError(f"{shown(path)}: cannot be written ({why}); check the folder") from None
 
 
+def plain(value: object) -> object:
+    """What JSON cannot say by itself: numpy numbers and arrays as plain numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
 def read_json_object(path: str | Path) -> dict[str, object]:
     """The JSON object in a file; anything else there raises one line that says what to do."""
     name, data = shown(path), read_bytes(path)

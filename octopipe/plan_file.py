@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from octopipe.errors import OctoPipeError, PlanError
-from octopipe.files import read_bytes, shown, write_whole
+from octopipe.files import plain, read_bytes, shown, write_whole
 from octopipe.plan import Plan, Stage, parse_orders
 
 FORMAT = "octopipe.plan/1"
@@ -86,7 +86,7 @@ def plan_to_json(plan: Plan) -> bytes:
     """The plan as `octopipe.plan/1`, one line per stage and per rank so that it reads and diffs well."""
 
     def encode(value: Any) -> str:
-        return msgspec.json.encode(value).decode()
+        return msgspec.json.encode(value, enc_hook=plain).decode()
 
     def rows(values: list[Any]) -> str:
         return "[\n  " + ",\n  ".join(encode(v) for v in values) + "\n ]"

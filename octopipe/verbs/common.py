@@ -109,7 +109,9 @@ def print_json(value: Any) -> None:
     """One JSON object on stdout; numbers that are not finite become null."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
+    from octopipe.files import plain
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode() + "\n")
 
 
 def console(*, stderr: bool = False) -> Console:
