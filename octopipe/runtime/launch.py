@@ -1,0 +1,281 @@
+"""Ranks as processes: started here and ended together, or joined where torchrun has started them already.
+
+Knows: processes, signals, rendezvous, who failed first. Does not know: what the ranks do.
+
+`run_ranks(work, size, payload)` calls `work(seat, payload)` on every rank with torch.distributed ready. The starting
+process serves the store, so that no rank's death takes the others' last words with it. Ranks follow their parent
+into death, and the error of a failed run is one line: the first failing rank's, with what a rank that waited for it
+was waiting for.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from octopipe.errors import OctoPipeError
+
+PRELOAD = ("torch", "octopipe.runtime.pipeline", "octopipe.nn")
+GROUP_TIMEOUT_S = 1800.0
+"""Of collectives that name no other: ranks wait that long for one that tunes or loads. A death is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a rank sits."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among the ranks of this machine: picks the GPU."""
+    tell: Callable[[Any], None] = field(default=lambda _: None)
+    """Send a picklable word to whoever started the run."""
+
+
+class RankError(OctoPipeError):
+    """A run that failed; `rank` is the one that failed first."""
+
+    def __init__(self, rank: int, message: str):
+        self.rank = rank
+        super().__init__(message)
+
+
+Work = Callable[[Seat, Any], Any]
+Listener = Callable[[Any], None]
+
+
+def under_torchrun() -> bool:
+    """Has something else started the ranks already?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_ranks(
+    work: Work,
+    size: int,
+    payload: Any = None,
+    *,
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    grace_s: float = 10.0,
+    listen: Listener | None = None,
+) -> list[Any]:
+    """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
+
+    `listen` gets what ranks tell. `threads` of the CPU per rank (default: the cores, shared equally). `grace_s`: how
+    long the other ranks may take to say what they waited for once one has failed.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads or max(1, cores // size)
+    listen = listen or (lambda _: None)
+    if size == 1:
+        os.environ.update(environment or {})
+        return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Forked from a server that has imported torch once, ranks start in a fraction of a second.
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([*PRELOAD, work.__module__])
+    start = _Start(work, size, payload, backend, store.port, threads, dict(environment or {}))
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(start, rank, theirs), name=f"octopipe rank {rank}")
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        return _Watch(processes, pipes, listen, grace_s).run()
+    finally:
+        stop(processes)
+        for pipe in pipes:
+            pipe.close()
+
+
+def join_ranks(work: Work, payload: Any = None, *, backend: str = "gloo", listen: Listener | None = None) -> Any:
+    """This rank's result, under torchrun. `listen` hears rank 0 only; a failing run raises on the first failing rank
+    and ends the others with exit code 1."""
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    quiet: Listener = lambda _: None  # noqa: E731
+    if size > 1:
+        dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    try:
+        result = work(
+            Seat(rank=rank, size=size, local_rank=local_rank, tell=(listen or quiet) if rank == 0 else quiet), payload
+        )
+    except OctoPipeError as error:
+        if _is_first_to_fail(rank):
+            raise RankError(rank, str(error)) from None
+        raise SystemExit(1) from None
+    if size > 1:
+        dist.destroy_process_group()
+    return result
+
+
+def _is_first_to_fail(rank: int) -> bool:
+    """Ranks that fail because another one did keep quiet."""
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        return bool(c10d._get_default_store().add("octopipe/failures", 1) == 1)
+    except Exception:  # the store has gone with the rank that served it: better said twice than never
+        return True
+
+
+# -- one rank ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a rank needs to begin."""
+
+    work: Work
+    size: int
+    payload: Any
+    backend: str
+    port: int
+    threads: int
+    environment: Mapping[str, str]
+
+
+def _child(start: _Start, rank: int, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    os.environ.update(start.environment)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(start.size))
+    # Libraries' chatter must not end up in what the parent prints as JSON.
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def send(kind: str, word: Any) -> None:
+        with lock:
+            pipe.send((kind, word))
+
+    good = False
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(start.threads)
+        store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+        dist.init_process_group(
+            start.backend,
+            store=store,
+            rank=rank,
+            world_size=start.size,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        )
+        seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=lambda word: send("told", word))
+        send("done", start.work(seat, start.payload))
+        dist.destroy_process_group()
+        good = True
+    except OctoPipeError as error:
+        send("failed", str(error))
+    except BaseException as error:
+        if os.environ.get("OCTOPIPE_TRACE"):
+            traceback.print_exc()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        send("failed", f"{type(error).__name__}: {text} ({os.path.basename(place.filename)}:{place.lineno})")
+    finally:
+        pipe.close()
+        sys.stderr.flush()
+        # Threads of a broken process group would keep a failed rank from ending.
+        os._exit(0 if good else 1)
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+# -- the parent ----------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Listens to all ranks until all are done, or one has failed and the others have said what they saw."""
+
+    def __init__(self, processes: Sequence[Any], pipes: Sequence[Connection], listen: Listener, grace_s: float):
+        self._processes, self._listen, self._grace_s = processes, listen, grace_s
+        self._open = {pipe: rank for rank, pipe in enumerate(pipes)}
+        self._results: dict[int, Any] = {}
+        self._failures: dict[int, str] = {}
+        """By rank, in the order of arrival."""
+        self._died: dict[int, str] = {}
+
+    def run(self) -> list[Any]:
+        deadline: float | None = None
+        while self._open and (deadline is None or time.monotonic() < deadline):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for pipe in wait(list(self._open), timeout=left):
+                self._hear(pipe)  # type: ignore[arg-type]
+            if deadline is None and (self._failures or self._died):
+                deadline = time.monotonic() + self._grace_s
+        if self._failures or self._died:
+            raise self._verdict()
+        return [self._results[rank] for rank in range(len(self._processes))]
+
+    def _hear(self, pipe: Connection) -> None:
+        rank = self._open[pipe]
+        try:
+            kind, word = pipe.recv()
+        except (EOFError, OSError):
+            del self._open[pipe]
+            if rank not in self._results and rank not in self._failures:
+                self._died[rank] = self._how(rank)
+            return
+        if kind == "told":
+            self._listen(word)
+        elif kind == "done":
+            self._results[rank] = word
+        else:
+            self._failures[rank] = word
+
+    def _how(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(timeout=2.0)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return f"rank {rank} was killed by {signal.Signals(-code).name}"
+        return f"rank {rank} ended with exit code {code} and without a word"
+
+    def _verdict(self) -> RankError:
+        said = [text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}" for rank, text in self._failures.items()]
+        if self._died:
+            # Nobody but this process knows that a rank was killed; what its peers waited for says where.
+            first = next(iter(self._died))
+            return RankError(first, "; ".join([self._died[first], *said[:1]]))
+        return RankError(next(iter(self._failures)), said[0])
+
+
+def stop(processes: Sequence[Any]) -> None:
+    """End what still runs: politely, then not."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    end = time.monotonic() + 2.0
+    for process in processes:
+        process.join(timeout=max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
