@@ -1,0 +1,351 @@
+"""Predicted against measured on one GPU that several ranks share: `python benchmarks/bench_gpu.py --phases smoke,run`.
+
+Phases, each with its own processes under MPS and its own JSON file in --out:
+  smoke    gradients of a small model under three systems against one process, and the links
+  profile  every model's profile, alone and with all ranks at work
+  run      profile again, then every plan of --plans (MODEL.M.NAME.json; or the systems' own plans): predicted and
+           measured step time and memory, steps written as they come
+  tables   Markdown from the JSON of `run` (needs no GPU)
+Make plans between `profile` and `run` with `python benchmarks/bench_gpu.py --phases plan` (needs no GPU either).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from octopipe.model import ModelSpec
+from octopipe.zoo import jamba, llama, nemotron_h
+
+RANKS = 4
+SYSTEMS = ("1f1b", "interleaved", "zb-v", "mist")
+
+
+def models(small: bool = False) -> dict[str, ModelSpec]:
+    """The three families at a size whose quarter of a GPU is kept busy; `small` for trying things out."""
+    if small:
+        return {
+            name: spec.scaled(0.0625)
+            for name, spec in {
+                "nemotron": nemotron_h(
+                    "nemotron-h-like", pattern="M-M-M*-M-", hidden=2048, ffn=4096, heads=16, mamba_heads=64
+                ),
+                "llama": llama("llama-like", blocks=8, hidden=2048, ffn=4096, heads=16),
+            }.items()
+        }
+    from dataclasses import replace
+
+    from octopipe.model import Mamba1, Mamba2
+
+    nemotron = nemotron_h(
+        "nemotron-h-like",
+        pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-",
+        hidden=2048,
+        ffn=8192,
+        heads=16,
+        mamba_heads=64,
+    )
+    attention = llama("llama-like", blocks=24, hidden=2048, ffn=8192, heads=16)
+    hybrid = jamba("jamba-like", units=2, hidden=2048, ffn=4096, heads=16, experts=8, vocab=65536)
+    # Jamba's layout with the Mamba-2 mixer: Mamba-1's scan without a fused kernel is bound by kernel launches.
+    mixer = Mamba2(hidden=2048, heads=64, head_dim=64, state=128)
+    layers = tuple(mixer if isinstance(x, Mamba1) else x for x in hybrid.layers)
+    return {"nemotron": nemotron, "llama": attention, "jamba": replace(hybrid, layers=layers)}
+
+
+def workload(spec: ModelSpec, args: argparse.Namespace) -> Any:
+    from octopipe.runtime.trial import Workload
+
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
+    return Workload(spec=spec, tokens=args.tokens, device=args.device, dtype=dtype)
+
+
+# --- what every rank does --------------------------------------------------------------------------------
+
+
+def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Gradients of every rank's layers under several systems against one process, in float32."""
+    import torch
+
+    from octopipe.cost import CostTable
+    from octopipe.lower import lower
+    from octopipe.nn import cross_entropy
+    from octopipe.runtime.links import measure_links
+    from octopipe.runtime.pipeline import Pipeline
+    from octopipe.runtime.trial import Workload
+    from octopipe.runtime.world import World
+    from octopipe.systems import build_plan
+
+    world = World.make(None, None, None)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    work = Workload(spec=models(small=True)["nemotron"], tokens=256, device=args.device)
+    device = work.place(rank)
+    batch, target = work.batch(device, 8), work.batch(device, 8, step=1)
+    whole = [factory() for factory in work.layers(device)]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for x, y in zip(batch, target):
+        value: Any = x
+        for module in whole:
+            value = module(value)
+        loss = cross_entropy(value, y) / 8
+        loss.backward()
+        total += loss.detach()
+    out: dict[str, Any] = {"loss": float(total), "systems": {}}
+    costs = CostTable.uniform(num_layers=len(whole), p2p_ms=0.01)
+    for name in ("1f1b", "interleaved", "zb-v"):
+        plan = build_plan(name, costs, nproc, 8)
+        pipe = Pipeline(
+            work.layers(device), lower(plan, costs), cross_entropy, device=device, group=world,
+            transport=work.transport(world), seed=None, timeout_s=60.0,
+        )  # fmt: skip
+        loss_value = 0.0
+        for _ in range(2):
+            pipe.zero_grad()
+            loss_value = float(pipe.step(batch, target))
+        worst = 0.0
+        for number, module in pipe.modules().items():
+            for p, q in zip(module.parameters(), whole[number].parameters()):
+                worst = max(worst, float((p.grad - q.grad).norm() / (q.grad.norm() + 1e-12)))
+        out["systems"][name] = {"loss": loss_value, "worst_gradient": max(world.gather(worst))}
+        pipe.close()
+    links = measure_links(world, device, transport=work.transport(world), sizes=(1 << 12, 1 << 20, 1 << 24))
+    out["links"] = {f"{a}-{b}": [link.latency_ms, link.ms_per_byte] for (a, b), link in links.items()}
+    if device.type == "cuda":
+        out["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
+    return out
+
+
+def profile_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, bytes]:
+    from octopipe.runtime.trial import profile_workload
+    from octopipe.runtime.world import World
+
+    world = World.make(None, None, None)
+    out = {}
+    for name, spec in models(args.small).items():
+        if name in args.models:
+            profile = profile_workload(workload(spec, args), world, repeats=args.repeats, state_factor=0.0)
+            out[name] = profile.to_json()
+            if rank == 0:
+                Path(args.out, f"profile.{name}.json").write_bytes(out[name])
+    return out
+
+
+def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
+    """Profile each model, then run its plans; rank 0 writes a line of JSON per plan."""
+    import torch.distributed as dist
+
+    from octopipe.contention import predict
+    from octopipe.errors import OctoPipeError
+    from octopipe.plan_file import plan_from_json
+    from octopipe.runtime.trial import fidelity, profile_workload, run_plan
+    from octopipe.runtime.world import World
+
+    world = World.make(None, None, None)
+    sink = Path(args.out, "results.jsonl")
+    count = 0
+
+    def stop() -> bool:
+        flag = [time.time() > args.end]
+        dist.broadcast_object_list(flag, src=0)
+        return bool(flag[0])
+
+    for model, jobs in args.jobs.items():
+        if stop():
+            break
+        work = workload(models(args.small)[model], args)
+        profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)
+        if rank == 0:
+            Path(args.out, f"profile.{model}.json").write_bytes(profile.to_json())
+        for job in jobs:
+            if stop():
+                break
+            plan = plan_from_json(job["plan"])
+            row: dict[str, Any] = {"model": model, "name": job["name"], "micro_batches": plan.num_micro_batches}
+            try:
+                trial = run_plan(
+                    work, plan, world, profile, steps=args.steps, channel=job.get("channel", "directed"), timeout_s=60.0
+                )
+            except OctoPipeError as error:
+                row["error"] = str(error)
+                if rank == 0:
+                    with sink.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                raise
+            count += 1
+            if rank == 0:
+                found = fidelity(plan, profile, trial, channel=job.get("channel", "directed"))
+                row |= found.summary()
+                row |= {
+                    "channel": job.get("channel", "directed"),
+                    "steps_ms": trial.steps_ms,
+                    "wall_ms": trial.wall_ms,
+                    "spread": trial.spread,
+                    "loss": trial.loss,
+                    "plain_ms": _full_load_ms(plan, profile, job.get("channel", "directed")),
+                    "measured_busy_ms": trial.timeline.busy_ms.tolist(),
+                    "measured_bubble": trial.timeline.bubble_ratio,
+                }
+                with sink.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                if job.get("keep"):
+                    stem = f"timeline.{model}.{plan.num_micro_batches}.{job['name']}"
+                    trial.timeline.save(Path(args.out, stem + ".measured.json"))
+                    predict(plan, profile).save(Path(args.out, stem + ".predicted.json"))
+                print(
+                    f"{model:9} M={plan.num_micro_batches:2} {job['name']:12} measured {row['measured_ms']:8.2f} "
+                    f"predicted {row['predicted_ms']:8.2f} ({100 * row['step_error']:+.1f} %) "
+                    f"full load {row['plain_ms']:8.2f} spread {100 * trial.spread:.1f} % "
+                    f"memory {100 * (row['mean_memory_error'] or 0):.1f} % overlap {row['measured_overlap']:.2f} "
+                    f"kinds {({k: round(100 * v, 1) for k, v in row['kind_error'].items()})} loss {trial.loss:.4f}",
+                    flush=True,
+                )
+    return count
+
+
+def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
+    """What the simulator says when every op takes its time under full load."""
+    from octopipe.lower import lower
+    from octopipe.simulate import simulate
+
+    return simulate(lower(plan, profile.costs, channel=channel), profile.costs).makespan_ms
+
+
+# --- the phases ------------------------------------------------------------------------------------------
+
+
+def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
+    from octopipe.runtime.mps import Mps
+    from octopipe.runtime.ranks import run_ranks
+
+    if args.device == "cpu":
+        return run_ranks(task, args.nproc, args, timeout_s=timeout_s)
+    with Mps.start(num_ranks=args.nproc) as mps:
+        return run_ranks(task, args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
+
+
+def make_plans(args: argparse.Namespace) -> None:
+    """Plans of every system and the tuner for the profiles in --plans."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.plan_file import save_plan
+    from octopipe.profile_file import load_profile
+    from octopipe.simulate import simulate
+    from octopipe.systems import build_plan
+    from octopipe.tune import tune
+
+    for model in args.models:
+        costs = load_profile(Path(args.plans, f"profile.{model}.json")).costs
+        for m in args.micro_batches:
+            for name in (*SYSTEMS, "tuned"):
+                try:
+                    if name == "tuned":
+                        plan = tune(costs, args.nproc, m, budget_s=args.tune_s, recompute=False).plan
+                    else:
+                        plan = build_plan(name, costs, args.nproc, m)
+                except OctoPipeError as error:
+                    print(f"{model} {m} {name}: {error}")
+                    continue
+                timeline = simulate(plan, costs)
+                print(f"{model:9} M={m:2} {name:12} {timeline.makespan_ms:8.2f} ms, peak {max(timeline.peak_gib):.1f} GiB")
+                save_plan(plan, Path(args.plans, f"{model}.{m}.{name}.json"))
+
+
+def jobs_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Plan files by model: the systems of each micro-batch count together, so that rows compare."""
+    order = {name: i for i, name in enumerate((*SYSTEMS, "tuned"))}
+    out: dict[str, list[dict[str, Any]]] = {}
+    for model in args.models:
+        found = []
+        for path in sorted(Path(args.plans).glob(f"{model}.*.json")):
+            _, m, name = path.stem.split(".", 2)
+            if int(m) not in args.micro_batches or (args.only and name not in args.only):
+                continue
+            channel = "blocking" if name.endswith("-blocking") else "directed"
+            keep = name in ("1f1b", "tuned") and model == "nemotron" and int(m) == 8
+            found.append((int(m), order.get(name, 99), {
+                "name": name, "plan": path.read_bytes(), "channel": channel, "keep": keep,
+            }))  # fmt: skip
+        out[model] = [job for _, _, job in sorted(found, key=lambda f: f[:2])]
+    return out
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """The Markdown of `docs/benchmarks.md`."""
+    lines = []
+    errors, memory = [], []
+    for model in dict.fromkeys(r["model"] for r in rows):
+        lines += [
+            f"\n**{model}-like**\n",
+            "| micro-batches | plan | measured ms | predicted ms | error | memory error | overlap | vs 1F1B |",
+            "|--:|:--|--:|--:|--:|--:|--:|--:|",
+        ]
+        base: dict[int, float] = {}
+        for r in [r for r in rows if r["model"] == model and "error" not in r]:
+            m = r["micro_batches"]
+            if r["name"] == "1f1b":
+                base[m] = r["measured_ms"]
+            gain = f"{base[m] / r['measured_ms']:.2f}x" if m in base else ""
+            errors.append(abs(r["step_error"]))
+            if r["mean_memory_error"] is not None:
+                memory.append(r["mean_memory_error"])
+            share = "" if r["mean_memory_error"] is None else f"{100 * r['mean_memory_error']:.1f} %"
+            lines.append(
+                f"| {m} | {r['name']} | {r['measured_ms']:.1f} | {r['predicted_ms']:.1f} | "
+                f"{100 * r['step_error']:+.1f} % | {share} | {100 * r['measured_overlap']:.0f} % | {gain} |"
+            )
+    if errors:
+        lines.append(
+            f"\nStep time: mean error {100 * sum(errors) / len(errors):.2f} %, largest {100 * max(errors):.2f} %"
+            + (f"; peak memory: mean error {100 * sum(memory) / len(memory):.2f} %." if memory else ".")
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", default="smoke")
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--plans", default="out/plans")
+    parser.add_argument("--models", default="nemotron,llama,jamba")
+    parser.add_argument("--micro-batches", default="8,16")
+    parser.add_argument("--only", default="", help="names of plans to run, separated by commas")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--nproc", type=int, default=RANKS)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--tune-s", type=float, default=30.0)
+    parser.add_argument("--limit-s", type=float, default=480.0, help="no plan starts later than this")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    args.models = [m for m in args.models.split(",") if m in models(args.small)]
+    args.micro_batches = [int(m) for m in args.micro_batches.split(",")]
+    args.only = [n for n in args.only.split(",") if n]
+    args.end = time.time() + args.limit_s
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    for phase in args.phases.split(","):
+        began = time.time()
+        if phase == "smoke":
+            found = in_ranks(smoke_task, args, 180.0)[0]
+            Path(args.out, "smoke.json").write_text(json.dumps(found, indent=1))
+            print(json.dumps(found), flush=True)
+        elif phase == "profile":
+            for name, data in in_ranks(profile_task, args, 400.0)[0].items():
+                print(f"profile of {name}: {len(data)} bytes", flush=True)
+        elif phase == "plan":
+            make_plans(args)
+        elif phase == "run":
+            args.jobs = jobs_of(args)
+            in_ranks(run_task, args, args.limit_s + 90.0)
+        if phase in ("run", "tables"):
+            rows = [json.loads(line) for line in Path(args.out, "results.jsonl").read_text().splitlines()]
+            text = tables(rows)
+            Path(args.out, "benchmarks.md").write_text(text)
+            print(text, flush=True)
+        print(f"phase {phase}: {time.time() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
