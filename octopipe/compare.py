@@ -31,7 +31,7 @@ from octopipe.timeline import GIB
 REFERENCE = "1f1b"
 """Speed-ups are over this system, run in the same mode."""
 LONGEST_FIRST = ("tessel", "dynapipe", "zb-1p", "zb-2p", "adapipe")
-"""Systems that search for seconds start first, so that no core waits for them at the end."""
+"""Systems that may search for seconds."""
 Progress = Callable[[str, int, int], None]
 """(the system just finished, systems finished, all systems)"""
 
@@ -112,9 +112,8 @@ def compare(
     wanted = list(dict.fromkeys(systems() if names is None else names))
     for name in wanted:
         get_system(name)
-    queue = sorted(
-        {*wanted, REFERENCE}, key=lambda name: (name not in LONGEST_FIRST, wanted.index(name) if name in wanted else 0)
-    )
+    # Systems that search for seconds start first, so that no core waits for them at the end.
+    queue = sorted(dict.fromkeys([*wanted, REFERENCE]), key=lambda name: name not in LONGEST_FIRST)
     settings = {name: dict((options or {}).get(name, {})) for name in queue}
     task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel)
     done: dict[str, Result] = {}
