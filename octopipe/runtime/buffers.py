@@ -1,0 +1,66 @@
+"""Buffers that are used again as soon as nobody holds them.
+
+Knows: which of its buffers are free, by asking how many tensors share the memory. Does not know: who uses them;
+a received activation is given back by being dropped, wherever autograd, a deferred weight gradient or a user's
+module had kept it.
+
+>>> pool = BufferPool(torch.device("cpu"), small_bytes=0)
+>>> first = pool.take((4,), torch.float32).data_ptr()
+>>> pool.take((2, 2), torch.float32).data_ptr() == first
+True
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_use_count = torch._C._storage_Use_Count
+_ALONE = 2
+"""Holders of a buffer's memory while nobody uses it: the pool's tensor and the pool's storage object."""
+
+
+class _Buffer(NamedTuple):
+    tensor: Tensor
+    storage: torch.UntypedStorage
+    handle: int
+
+
+class BufferPool:
+    """Memory for received tensors on the host. On CUDA the caching allocator does this; use it there."""
+
+    def __init__(self, device: torch.device, *, small_bytes: int = 4096):
+        self.device = device
+        self._small_bytes = small_bytes
+        self._buffers: dict[tuple[int, torch.dtype], list[_Buffer]] = {}
+        self._used: set[tuple[int, torch.dtype]] = set()
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor."""
+        count = math.prod(shape)
+        if count * dtype.itemsize < self._small_bytes:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        key = (count, dtype)
+        self._used.add(key)
+        buffers = self._buffers.setdefault(key, [])
+        for buffer in buffers:
+            if _use_count(buffer.handle) == _ALONE:
+                return buffer.tensor.view(shape)
+        tensor = torch.empty(count, dtype=dtype, device=self.device)
+        storage = tensor.untyped_storage()
+        buffers.append(_Buffer(tensor, storage, storage._cdata))
+        return tensor.view(shape)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers, in use or not."""
+        return sum(b.tensor.nbytes for buffers in self._buffers.values() for b in buffers)
+
+    def end_step(self) -> None:
+        """Let go of sizes that the step did not use: shapes changed."""
+        for key in [k for k in self._buffers if k not in self._used]:
+            del self._buffers[key]
+        self._used.clear()

@@ -1,0 +1,295 @@
+"""The executor: walks one rank's program, instruction by instruction, in the order lowering gave.
+
+Knows: which stage method an op is, where an op's input comes from and where its result goes, when things are
+let go. Does not know: plans' meaning, devices' transports, optimizers.
+
+Gradients are those of the mean over micro-batches of `loss_fn`: every micro-batch's backward starts from
+1/M (times `loss_scale`), nothing is rescaled afterwards. Gradients add up in the order the plan runs W (or B,
+and I for what is not a weight product), so two plans that run them in the same micro-batch order, whatever their
+partition and placement, give bitwise equal results; other orders differ by rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.errors import OctoPipeError
+from octopipe.plan import Plan
+from octopipe.runtime.board import Board
+from octopipe.runtime.measured import Recorder
+from octopipe.runtime.rng import micro_batch_seed
+from octopipe.runtime.slots import RECEIVE, SEND, RankProgram, Step
+from octopipe.runtime.stage import Stage, StageRun
+from octopipe.runtime.transports.base import TransferError, Transport
+
+F, R, I, W, B = range(5)
+
+
+class StageChain:
+    """A plan's stage as runs of layers that recompute or do not: usually one, more under partial recompute."""
+
+    def __init__(self, plan: Plan, number: int, layers: dict[int, nn.Module], *, first: bool):
+        stage = plan.stages[number]
+        again = set(stage.recomputed_layers)
+        self.parts: list[tuple[Stage, bool]] = []
+        start = stage.first
+        for layer in range(stage.first + 1, stage.stop + 1):
+            if layer == stage.stop or (layer in again) != (start in again):
+                modules = [layers[k] for k in range(start, layer)]
+                wants = not (first and start == stage.first)
+                self.parts.append((Stage(modules, input_grad=wants, first_layer=start), start in again))
+                start = layer
+
+    def forward(
+        self, value: Any, needs: Sequence[bool] | None, then: Callable[[Any], Any] | None, seed: int | None, again: bool
+    ) -> tuple[list[StageRun], Any, list[bool] | None]:
+        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet)."""
+        runs = []
+        last = self.parts[-1][0]
+        for stage, recompute in self.parts:
+            run = stage.forward(
+                value, then=then if stage is last else None, recompute=recompute and again, seed=seed, input_grad=needs
+            )
+            value, needs = run.outputs, run.outputs_need_grad or None
+            run.outputs = None
+            runs.append(run)
+        return runs, value, needs  # type: ignore[return-value]
+
+    def recompute(self, runs: list[StageRun]) -> None:
+        for run, (_, recompute) in zip(runs, self.parts):
+            if recompute:
+                run.recompute()
+
+    def end_step(self) -> None:
+        for stage, _ in self.parts:
+            stage.end_step()
+
+
+class Executor:
+    """Runs a `RankProgram`. Kept across steps: cells and slots are reused."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        layers: dict[int, nn.Module],
+        loss_fn: Callable[..., Tensor],
+        transport: Transport,
+        *,
+        board: Board,
+        recorder: Recorder,
+        seed: int | None,
+        replica: int,
+        autocast: Callable[[], AbstractContextManager[Any]] | None,
+        timeout_s: float,
+        layers_done: Callable[[tuple[int, ...]], None] | None = None,
+    ):
+        self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
+        self._loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
+        self._timeout_s, self._layers_done = timeout_s, layers_done
+        plan = program.plan
+        firsts = {route[0] for route in plan.routes}
+        mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
+        self.chains = {s: StageChain(plan, s, layers, first=s in firsts) for s in mine}
+        self.at: Step | None = None
+        """The instruction that runs now."""
+        self.steps_run = 0
+        transport.open(program.slots)
+
+    def run(
+        self,
+        micro_batches: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        *,
+        step: int,
+        loss_scale: float = 1.0,
+    ) -> dict[int, Tensor]:
+        """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here."""
+        losses: dict[int, Tensor] = {}
+        try:
+            self.transport.begin_step()
+            self.recorder.begin_step()
+            self._walk(micro_batches, targets, step, loss_scale / self.program.plan.num_micro_batches, losses)
+            for slot in self.program.last_releases:
+                self.transport.release(slot)
+            self.transport.end_step()
+            self.recorder.end_step()
+        except TransferError as error:
+            self._give_up()
+            raise OctoPipeError(self._hang_report(error)) from None
+        except BaseException as error:
+            self.board.write(f"failed in {self._place()}: {' '.join(str(error).split())[:200] or type(error).__name__}")
+            self._give_up()
+            raise
+        finally:
+            self.at = None
+            for chain in self.chains.values():
+                chain.end_step()
+        self.steps_run += 1
+        return losses
+
+    def _walk(
+        self,
+        micro_batches: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        step: int,
+        scale: float,
+        losses: dict[int, Tensor],
+    ) -> None:
+        transport, chains, recorder = self.transport, self.chains, self.recorder
+        take_forward, take_gradient, release = transport.take_forward, transport.take_gradient, transport.release
+        autocast = self._autocast or nullcontext
+        started, ended, clock = recorder.started, recorder.ended, time.perf_counter
+        mark = recorder.mark
+        base_seed, replica = self._seed, self._replica
+        for ins in self.program.steps:
+            self.at = ins
+            code, cell, slot = ins.code, ins.cell, ins.slot
+            if code == RECEIVE:
+                assert slot is not None
+                # A gradient's form is that of the output it answers: wait with posting until that is sent.
+                if slot.forward or cell.sent is not None:
+                    transport.post(slot)
+                else:
+                    slot.deferred = True
+                continue
+            if code == SEND:
+                assert slot is not None
+                slot.started = clock()
+                if slot.forward:
+                    cell.sent = transport.send_forward(slot, cell.value, cell.needs)
+                    cell.value = None
+                    answer = cell.gradient_slot
+                    if answer is not None and answer.deferred:
+                        answer.deferred = False
+                        transport.post(answer)
+                else:
+                    gradients, cell.gradients = cell.gradients, None
+                    transport.send_gradient(slot, gradients)
+                continue
+            k = ins.number
+            if code == F:
+                if slot is not None:
+                    value, cell.received = take_forward(slot)
+                    slot.ended = clock()
+                    needs = cell.received.wanted
+                elif cell.before is not None:
+                    before = cell.before
+                    value, needs = before.value, before.needs
+                    before.value = None
+                else:
+                    assert micro_batches is not None
+                    value, needs = micro_batches[cell.micro_batch], None
+                for sent in ins.release:
+                    release(sent)
+                then = self._loss(targets, cell.micro_batch) if cell.last else None
+                seed = None if base_seed is None else micro_batch_seed(base_seed, step, replica, cell.micro_batch)
+                started[k] = clock()
+                mark(k, 0)
+                with autocast():
+                    cell.runs, out, cell.needs = chains[cell.stage].forward(value, needs, then, seed, cell.recomputes)
+                mark(k, 1)
+                ended[k] = clock()
+                del value, needs
+                if cell.last:
+                    losses[cell.micro_batch] = out
+                else:
+                    cell.value = out
+                del out
+            elif code == R:
+                for sent in ins.release:
+                    release(sent)
+                started[k] = clock()
+                mark(k, 0)
+                with autocast():
+                    chains[cell.stage].recompute(cell.runs)
+                mark(k, 1)
+                ended[k] = clock()
+            elif code == W:
+                for sent in ins.release:
+                    release(sent)
+                started[k] = clock()
+                mark(k, 0)
+                runs, cell.runs = cell.runs, None
+                while runs:
+                    runs.pop().backward_weight()
+                mark(k, 1)
+                ended[k] = clock()
+            else:
+                if slot is not None:
+                    gradients = take_gradient(slot)
+                    slot.ended = clock()
+                    cell.sent = None
+                elif cell.after is not None:
+                    gradients, cell.after.gradients = cell.after.gradients, None
+                else:
+                    gradients = [_seed_gradient(losses[cell.micro_batch], scale)]
+                for sent in ins.release:
+                    release(sent)
+                started[k] = clock()
+                mark(k, 0)
+                runs = cell.runs
+                if code == B:
+                    cell.runs = None
+                    while runs:
+                        gradients = runs.pop().backward_full(gradients)
+                else:
+                    for run in reversed(runs):
+                        gradients = run.backward_input(gradients)
+                mark(k, 1)
+                ended[k] = clock()
+                cell.gradients = None if cell.first else gradients
+                del gradients
+            if ins.layers_done and self._layers_done is not None:
+                self._layers_done(ins.layers_done)
+
+    def _loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
+        loss_fn = self._loss_fn
+        if targets is None:
+            return loss_fn
+        target = targets[micro_batch]
+        return lambda output: loss_fn(output, target)
+
+    # -- when it breaks --------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        for cell in self.program.cells:
+            cell.clear()
+        for slot in self.program.slots:
+            slot.deferred = slot.posted = False
+
+    def _place(self) -> str:
+        at = self.at
+        if at is None:
+            return "nothing"
+        if at.code in (SEND, RECEIVE) and at.slot is not None:
+            return f"{'send' if at.code == SEND else 'receive'} of the {at.slot.describe()}"
+        return str(at.op)
+
+    def pending(self) -> tuple[object, str]:
+        """Where the executor is: a token that changes with progress, and the board's line when it waits."""
+        slot, at = self.transport.waiting, self.at
+        if slot is None:
+            return (self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else ""
+        return (self.steps_run, id(at)), f"waits for the {slot.describe()}"
+
+    def _hang_report(self, error: TransferError) -> str:
+        line = f"waits for the {error.slot.describe()} ({error.reason})"
+        self.board.write(line)
+        lines = self.board.collect(patience_s=min(self._timeout_s, 5.0))
+        waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
+        return (
+            f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; "
+            f"pending ops: {'; '.join(lines)}"
+        )
+
+
+def _seed_gradient(loss: Tensor, scale: float) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
+    return torch.full_like(loss, scale)

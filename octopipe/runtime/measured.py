@@ -1,0 +1,143 @@
+"""The measured Timeline: the times of one training step on every rank, on one clock.
+
+Knows: how ranks record op times (host clock, or CUDA events on a GPU) and how they become the `Timeline` that
+the simulator predicts. Does not know: how ops run.
+
+A transfer starts when its send was issued and ends when its receiver knew it was complete: exact where the
+receiver waited for it, an upper bound where the tensor was there before it was needed.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.runtime.slots import RankProgram
+from octopipe.runtime.world import Group, gather_objects
+from octopipe.simulate import memory_curves
+from octopipe.timeline import Extra, Spans, Timeline, Transfers
+
+
+class Recorder:
+    """Start and end of every op of one rank in the last training step."""
+
+    def __init__(self, num_ops: int, device: torch.device):
+        self.started, self.ended = [0.0] * num_ops, [0.0] * num_ops
+        self.extras: list[tuple[str, float, float]] = []
+        self._cuda = device.type == "cuda"
+        self.events: list[Any] = []
+        if self._cuda:
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_ops + 1)]
+            self.mark = self._mark_event  # type: ignore[method-assign]
+
+    def begin_step(self) -> None:
+        self.extras.clear()
+        if self._cuda:
+            self.events[-1].record()
+
+    def mark(self, op: int, end: int) -> None:
+        """On a GPU: record the op's event; on the host the clock says all."""
+
+    def _mark_event(self, op: int, end: int) -> None:
+        self.events[2 * op + end].record()
+
+    def end_step(self) -> None:
+        """The step is issued."""
+
+    @staticmethod
+    def now() -> float:
+        """Seconds on the host's clock."""
+        return time.perf_counter()
+
+    def times(self) -> tuple[list[float], list[float]]:
+        """Seconds on the host's clock; waits for the device."""
+        if not self._cuda:
+            return self.started, self.ended
+        # The anchor: an event recorded on an idle device happens when the host says it does.
+        torch.cuda.synchronize()
+        anchor = torch.cuda.Event(enable_timing=True)
+        anchor.record()
+        torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds = [now - event.elapsed_time(anchor) / 1e3 for event in self.events[:-1]]
+        return seconds[0::2], seconds[1::2]
+
+
+def clock_offset_s(group: Group, rank: int) -> float:
+    """What to add to this rank's clock to get rank 0's (collective). Ranks of one host share a clock."""
+    if len(set(gather_objects(group, socket.gethostname()))) == 1:
+        return 0.0
+    offsets = torch.zeros(group.size(), dtype=torch.float64)
+    mine = torch.zeros(1, dtype=torch.float64)
+    for other in range(1, group.size()):
+        best = float("inf")
+        for _ in range(16):  # the exchange with the shortest round trip has the best midpoint
+            if rank == 0:
+                sent = time.perf_counter()
+                group.send([mine], other, 0).wait()
+                group.recv([mine], other, 0).wait()
+                back = time.perf_counter()
+                if back - sent < best:
+                    best = back - sent
+                    offsets[other] = (sent + back) / 2 - float(mine)
+            elif rank == other:
+                group.recv([mine], 0, 0).wait()
+                mine[0] = time.perf_counter()
+                group.send([mine], 0, 0).wait()
+    return float(gather_objects(group, offsets.tolist() if rank == 0 else None)[0][rank])
+
+
+def measured_timeline(
+    program: RankProgram, recorder: Recorder, group: Group, costs: CostTable | None, label: str
+) -> Timeline:
+    """The last step of all ranks (collective). Memory curves are the cost table's bytes at the measured times."""
+    plan, rank = program.plan, program.rank
+    offset = 0.0 if group is None else clock_offset_s(group, rank)
+    started, ended = recorder.times()
+    if ended and not any(ended):
+        raise OctoPipeError("no step was run yet; call step() before timeline()")
+    slots = [(s.number, s.sending, s.started if s.sending else s.ended, s.nbytes) for s in program.slots]
+    mine: dict[str, list[Any]] = {
+        "ops": [(a + offset, b + offset) for a, b in zip(started, ended)],
+        "slots": [(number, sending, when + offset, size) for number, sending, when, size in slots],
+        "extras": [(name, a + offset, b + offset) for name, a, b in recorder.extras],
+    }
+    everyone = [mine] if group is None else gather_objects(group, mine)
+    t = plan.table()
+    times = np.array([pair for one in everyone for pair in one["ops"]], np.float64).reshape(-1, 2)
+    zero = float(times.min()) if times.size else 0.0
+    times = (times - zero) * 1e3
+    inner = program.program
+    begin, end, nbytes = (np.zeros(inner.num_transfers) for _ in range(3))
+    for one in everyone:
+        for number, sending, when, size in one["slots"]:
+            (begin if sending else end)[number] = (when - zero) * 1e3
+            nbytes[number] += size
+    # A device runs behind its host: a transfer cannot start before what it carries was made.
+    begin = np.maximum(begin, times[inner.source, 1])
+    end = np.maximum(end, begin)
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, times[:, 0].copy(), times[:, 1].copy())
+    transfers = Transfers(
+        inner.source, inner.target, t.rank[inner.source], t.rank[inner.target], begin, end, nbytes
+    )
+    extras = tuple(
+        Extra(name, r, (a - zero) * 1e3, (b - zero) * 1e3)
+        for r, one in enumerate(everyone)
+        for name, a, b in one["extras"]
+    )
+    return Timeline(
+        num_ranks=plan.num_ranks,
+        spans=spans,
+        transfers=transfers,
+        memory=() if costs is None else memory_curves(inner, costs, spans, transfers),
+        extras=extras,
+        measured=True,
+        label=label,
+        model=plan.model,
+    )

@@ -1,0 +1,161 @@
+"""What crosses a stage boundary, described so that the other side can make room for it.
+
+Knows: how a value (a tensor, or nested tuples, lists and dicts of tensors and constants) becomes a `Spec` and a
+small header, and back. Does not know: how bytes travel (`transports`).
+
+A forward message is a header and the tensors; small tensors ride inside the header. A gradient message has no
+header: it holds one gradient per tensor of the forward message that asked for one, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octopipe.errors import OctoPipeError
+from octopipe.runtime.stage import flatten, rebuild
+
+HEAD_BYTES = 4096
+"""Room for a header and what rides inside it."""
+_FIXED = 32
+"""Length of the description, bytes that ride along, and the description's digest."""
+
+
+class Leaf(NamedTuple):
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wanted: bool
+    """Whether its sender takes a gradient for it."""
+    nbytes: int
+
+
+class Spec:
+    """The form of a value: its nesting and its tensors. Equal forms share one object on each rank."""
+
+    __slots__ = ("bare", "constants", "header", "inline", "leaves", "nbytes", "offset", "skeleton", "text", "wanted")
+
+    def __init__(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]):
+        self.skeleton = skeleton
+        """The value with every leaf replaced: True for a tensor, False for a constant."""
+        self.leaves, self.constants = leaves, constants
+        self.bare = skeleton is True
+        flags: list[bool] = []
+        flatten(skeleton, flags)
+        tensors = iter(leaves)
+        self.wanted = [next(tensors).wanted if flag else False for flag in flags]
+        """Leaf by leaf, constants included: what `Stage.forward` takes as `input_grad`."""
+        described = (skeleton, [(tuple(x.shape), str(x.dtype)[6:], x.wanted) for x in leaves], constants)
+        try:
+            self.text = pickle.dumps(described)
+        except Exception as error:
+            raise OctoPipeError(f"a stage's output holds something that cannot be sent: {error}") from None
+        self.nbytes = sum(x.nbytes for x in leaves)
+        self.offset = -(-(_FIXED + len(self.text)) // 16) * 16
+        size = sum(-(-x.nbytes // 16) * 16 for x in leaves)
+        self.inline = self.offset + size <= HEAD_BYTES
+        """Whether the tensors ride inside the header message, from `offset` on, each padded to 16 bytes."""
+        fixed = len(self.text).to_bytes(8, "little") + (size if self.inline else 0).to_bytes(8, "little")
+        digest = hashlib.blake2b(self.text, digest_size=16).digest()
+        self.header = fixed + digest + (self.text if self.offset <= HEAD_BYTES else b"")
+
+    def value(self, tensors: list[Tensor]) -> Any:
+        """The value made of these tensors."""
+        if self.bare:
+            return tensors[0]
+        flags: list[bool] = []
+        flatten(self.skeleton, flags)
+        it, constants = iter(tensors), iter(self.constants)
+        return rebuild(self.skeleton, (next(it) if flag else next(constants) for flag in flags))
+
+    @property
+    def asking(self) -> list[Leaf]:
+        """The tensors whose gradients come back."""
+        return [x for x in self.leaves if x.wanted]
+
+
+class Specs:
+    """The forms this rank has met, by key when sending and by digest when receiving."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, Spec] = {}
+        self._by_digest: dict[bytes, Spec] = {}
+
+    def of(self, value: Any, needs: list[bool] | None) -> tuple[Spec, list[Tensor]]:
+        """The form and the tensors of a value; `needs` says leaf by leaf which tensors take a gradient."""
+        if isinstance(value, Tensor):
+            need = value.is_floating_point() if needs is None else needs[0]
+            key: Any = (value.shape, value.dtype, need)
+            spec = self._by_key.get(key)
+            if spec is None:
+                leaf = Leaf(tuple(value.shape), value.dtype, need, value.nbytes)
+                spec = self._by_key[key] = Spec(True, (leaf,), ())
+            return spec, [value]
+        flat: list[Any] = []
+        flatten(value, flat)
+        flags = [isinstance(x, Tensor) for x in flat]
+        if needs is None:
+            needs = [flag and x.is_floating_point() for flag, x in zip(flags, flat)]
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        leaves = tuple(
+            Leaf(tuple(x.shape), x.dtype, need, x.nbytes) for x, flag, need in zip(flat, flags, needs) if flag
+        )
+        constants = tuple(x for x, flag in zip(flat, flags) if not flag)
+        skeleton = rebuild(value, iter(flags))
+        return self._find(skeleton, leaves, constants), tensors
+
+    def _find(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]) -> Spec:
+        key = (_frozen(skeleton), leaves, constants)
+        try:
+            spec = self._by_key.get(key)
+        except TypeError:  # a constant that cannot be hashed: describe it afresh every time
+            return Spec(skeleton, leaves, constants)
+        if spec is None:
+            spec = self._by_key[key] = Spec(skeleton, leaves, constants)
+            if len(self._by_key) > 4096:  # forms that never come back (changing shapes) must not pile up
+                self._by_key.clear()
+        return spec
+
+    def read(self, head: bytes, text: bytes | None = None) -> Spec | None:
+        """The form a header announces; None when its description is longer and comes separately as `text`."""
+        digest = head[16:_FIXED]
+        spec = self._by_digest.get(digest)
+        if spec is None:
+            length = int.from_bytes(head[:8], "little")
+            if text is None:
+                if _FIXED + length > HEAD_BYTES:
+                    return None
+                text = head[_FIXED : _FIXED + length]
+            skeleton, leaves, constants = pickle.loads(text)
+            made = tuple(_leaf(shape, dtype, wanted) for shape, dtype, wanted in leaves)
+            if len(self._by_digest) > 4096:
+                self._by_digest.clear()
+            spec = self._by_digest[digest] = Spec(skeleton, made, constants)
+        return spec
+
+
+def text_bytes(head: bytes) -> int:
+    """Length of the description a header announces."""
+    return int.from_bytes(head[:8], "little")
+
+
+def _leaf(shape: tuple[int, ...], dtype: str, wanted: bool) -> Leaf:
+    kind: torch.dtype = getattr(torch, dtype)
+    count = 1
+    for n in shape:
+        count *= n
+    return Leaf(shape, kind, wanted, count * kind.itemsize)
+
+
+def _frozen(skeleton: Any) -> Any:
+    """A hashable twin of a skeleton."""
+    if isinstance(skeleton, tuple | list):
+        return (type(skeleton), *map(_frozen, skeleton))
+    if isinstance(skeleton, dict):
+        return (dict, *((key, _frozen(item)) for key, item in skeleton.items()))
+    return skeleton

@@ -1,0 +1,258 @@
+"""A rank's program made ready to run: cells, slots and the moments at which sent tensors are known to be received.
+
+Knows: one rank's part of a `Program`, and the happened-before relation of the whole plan. Does not know: torch,
+tensors or how anything travels.
+
+A *cell* is one stage and one micro-batch on this rank; a *slot* is one end of one transfer; a *step* is one
+instruction with everything it needs at hand. They are made once and used every training step.
+
+When is a sent tensor free? The receiver does not answer. But an op of ours that depends on an op that the
+receiver ran after consuming the tensor can only start when it has arrived. Vector clocks over the plan's
+dependencies give, for every send, the first such op of ours (`Step.release`): the send is done by then, so the
+executor drops the tensor without waiting, without asking and without a thread. What no later op proves is let
+go at the end of the training step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe._graph import topological_order
+from octopipe.lower import Program
+from octopipe.plan import Op, Plan, with_rank_order
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """One stage and one micro-batch: what F leaves for backward, and the neighbours."""
+
+    stage: int
+    micro_batch: int
+    first: bool
+    """Takes the batch's input."""
+    last: bool
+    """Makes the loss."""
+    recomputes: bool
+    before: Cell | None = None
+    """The cell on this rank that hands over its output directly, if there is one."""
+    after: Cell | None = None
+    gradient_slot: Slot | None = None
+    """Where this cell's output gradient arrives, if it comes from another rank."""
+    runs: Any = None
+    value: Any = None
+    """The output until it is handed on."""
+    needs: Any = None
+    gradients: Any = None
+    """Gradients of the inputs until they are handed on."""
+    sent: Any = None
+    """The form of the message that carried the output: its gradients have the same."""
+    received: Any = None
+    """The form of the message that brought the input."""
+
+    def clear(self) -> None:
+        """Forget everything of a step that broke off."""
+        self.runs = self.value = self.needs = self.gradients = self.sent = self.received = None
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One end of one transfer. The transport keeps what it needs in `state`."""
+
+    number: int
+    peer: int
+    sending: bool
+    forward: bool
+    """A stage's output; otherwise an input gradient."""
+    op: Op
+    consumer: Op
+    queue: tuple[int, ...]
+    """The in-order queue it belongs to under the program's channel model."""
+    cell: Cell
+    """Sending: where the tensor comes from. Receiving: where it goes."""
+    posted: bool = False
+    deferred: bool = False
+    """Its turn to be posted came before its form was known."""
+    state: Any = None
+    started: float = 0.0
+    """When a send was issued (clock of `measured`)."""
+    ended: float = 0.0
+    """When a receive was known to be complete."""
+    nbytes: int = 0
+
+    def describe(self) -> str:
+        what = "output" if self.forward else "input gradient"
+        way = f"to rank {self.peer}" if self.sending else f"from rank {self.peer}"
+        return f"{what} of {self.op} (micro-batch {self.op.micro_batch}) {way} for {self.consumer}"
+
+
+COMPUTE_CODES = {"F": 0, "R": 1, "I": 2, "W": 3, "B": 4}
+SEND, RECEIVE = 5, 6
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One instruction of this rank."""
+
+    code: int
+    cell: Cell
+    slot: Slot | None
+    """F, I, B: where the op's input arrives from another rank. SEND, RECEIVE: the transfer."""
+    op: Op
+    number: int = -1
+    """Compute: the op's place in the rank's order."""
+    release: tuple[Slot, ...] = ()
+    """Sends that are certainly received once this op's inputs are there."""
+    layers_done: tuple[int, ...] = ()
+    """Layers whose gradients are complete on this rank after this op."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """Everything one rank runs in a training step."""
+
+    program: Program
+    rank: int
+    steps: tuple[Step, ...]
+    cells: tuple[Cell, ...]
+    slots: tuple[Slot, ...]
+    needs_batch: bool
+    needs_target: bool
+    last_releases: tuple[Slot, ...] = field(default=())
+    """Sends that nothing proves received before the end of the step."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+
+def rank_program(program: Program, rank: int) -> RankProgram:
+    """The steps of one rank."""
+    plan = program.plan
+    cells = _cells(plan, rank)
+    transfers = {}
+    steps: list[Step] = []
+    t = plan.table()
+    for kind, op, consumer, peer, number in program.instructions(rank):
+        if kind == "compute":
+            steps.append(Step(COMPUTE_CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            continue
+        assert consumer is not None
+        sending = kind == "send"
+        mine = op if sending else consumer
+        slot = Slot(
+            number,
+            peer,
+            sending,
+            op.kind == "F",
+            op,
+            consumer,
+            queue_of(program.channel, rank, peer, sending),
+            cells[mine.stage, mine.micro_batch],
+        )
+        transfers[number, sending] = slot
+        if not sending and not slot.forward:
+            slot.cell.gradient_slot = slot
+        steps.append(Step(SEND if sending else RECEIVE, slot.cell, slot, op))
+    computes = [s for s in steps if s.code < SEND]
+    base = int(t.offsets[rank])
+    done = _layers_done(plan, rank)
+    for k, step in enumerate(computes):
+        step.number = k
+        step.layers_done = done.get(k, ())
+        carried = [int(n) for n in program.transfer_of[base + k] if n >= 0]
+        if carried:
+            step.slot = transfers[carried[0], False]
+    sends = [s for s in transfers.values() if s.sending]
+    released = _releases(program, rank, sends)
+    for k, step in enumerate(computes):
+        step.release = tuple(released.get(k, ()))
+    return RankProgram(
+        program=program,
+        rank=rank,
+        steps=tuple(steps),
+        cells=tuple(cells.values()),
+        slots=tuple(transfers.values()),
+        needs_batch=any(c.first for c in cells.values()),
+        needs_target=any(c.last for c in cells.values()),
+        last_releases=tuple(released.get(-1, ())),
+    )
+
+
+def queue_of(channel: str, rank: int, peer: int, sending: bool) -> tuple[int, ...]:
+    """The in-order queue of a transfer: named alike at both ends, except `single`, where a rank has one."""
+    if channel == "directed":
+        return (rank, peer) if sending else (peer, rank)
+    if channel == "pair":
+        return (min(rank, peer), max(rank, peer))
+    return ()
+
+
+def _cells(plan: Plan, rank: int) -> dict[tuple[int, int], Cell]:
+    t = plan.table()
+    again = t.index[COMPUTE_CODES["R"]]
+    cells: dict[tuple[int, int], Cell] = {}
+    for m, r in enumerate(plan.route_of_micro_batch):
+        route = plan.routes[r]
+        previous: Cell | None = None
+        for at, s in enumerate(route):
+            if plan.stages[s].rank != rank:
+                previous = None
+                continue
+            cell = Cell(s, m, at == 0, at == len(route) - 1, bool(again[s, m] >= 0), before=previous)
+            if previous is not None:
+                previous.after = cell
+            cells[s, m] = previous = cell
+    return cells
+
+
+def _layers_done(plan: Plan, rank: int) -> dict[int, tuple[int, ...]]:
+    """Position in the rank's order -> layers that get no more gradient on this rank after it."""
+    last: dict[int, int] = {}
+    for k, op in enumerate(plan.orders[rank]):
+        if op.kind in "WB":
+            stage = plan.stages[op.stage]
+            for layer in range(stage.first, stage.stop):
+                last[layer] = k
+    out: dict[int, tuple[int, ...]] = {}
+    for layer, k in last.items():
+        out[k] = (*out.get(k, ()), layer)
+    return out
+
+
+def _clocks(plan: Plan) -> NDArray[np.int32]:
+    """clocks[op, rank]: how many of the rank's ops have certainly ended when the op starts."""
+    t = plan.table()
+    graph = with_rank_order(t, plan.predecessor_table())
+    position = np.arange(t.rank.size, dtype=np.int32) - t.offsets[t.rank]
+    clocks = np.zeros((t.rank.size + 1, plan.num_ranks), np.int32)  # the last row stays zero: "no predecessor"
+    for node in topological_order(graph):
+        row = graph[node]
+        before = row[row >= 0]
+        if before.size:
+            clock = clocks[before].max(axis=0)
+            np.maximum.at(clock, t.rank[before], position[before] + 1)
+            clocks[node] = clock
+    return clocks[:-1]
+
+
+def _releases(program: Program, rank: int, sends: list[Slot]) -> dict[int, list[Slot]]:
+    """Position in the rank's order -> sends proven received by then; -1: at the end of the step."""
+    plan = program.plan
+    t = plan.table()
+    out: dict[int, list[Slot]] = {}
+    if not sends:
+        return out
+    lo, hi = int(t.offsets[rank]), int(t.offsets[rank + 1])
+    clocks = _clocks(plan)[lo:hi]
+    for slot in sends:
+        consumer, producer = int(program.target[slot.number]), int(program.source[slot.number])
+        peer = int(t.rank[consumer])
+        # Ops of ours only ever know more; the first that knows of the consumer comes after the producer.
+        k = int(np.searchsorted(clocks[:, peer], consumer - int(t.offsets[peer]) + 1))
+        k = max(k, producer - lo + 1)
+        out.setdefault(k if k < hi - lo else -1, []).append(slot)
+    return out

@@ -1,0 +1,36 @@
+"""Transports: how a stage's output or gradient gets to another rank."""
+
+from __future__ import annotations
+
+import torch
+
+from octopipe.errors import OctoPipeError
+from octopipe.lower import Program
+from octopipe.runtime.transports.base import TransferError, Transport
+from octopipe.runtime.world import World
+
+NAMES = ("gloo", "nccl", "cuda_ipc", "strict")
+
+
+def make_transport(
+    wanted: str | Transport | None, world: World, program: Program, device: torch.device, timeout_s: float
+) -> Transport:
+    """A transport by name, or the one that fits the device (collective over the pipeline's ranks)."""
+    if isinstance(wanted, Transport):
+        return wanted
+    if world.group is None:
+        from octopipe.runtime.transports.alone import NoTransport
+
+        return NoTransport()
+    name = wanted or ("nccl" if device.type == "cuda" else "gloo")
+    if name == "gloo":
+        from octopipe.runtime.transports.gloo import GlooTransport
+
+        if device.type != "cpu":
+            raise OctoPipeError(f"the gloo transport moves CPU tensors, the pipeline is on {device}; use nccl")
+        assert world.control is not None
+        return GlooTransport(world.control, timeout_s=timeout_s)
+    raise OctoPipeError(f"unknown transport {name!r}; one of {', '.join(NAMES)}")
+
+
+__all__ = ["NAMES", "TransferError", "Transport", "make_transport"]

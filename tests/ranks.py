@@ -1,0 +1,89 @@
+"""Worlds of gloo ranks that stay alive over many tests: starting a process costs seconds, a plan milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    from octopipe.runtime.world import World
+
+    world = World(dist.group.WORLD)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        function, args = job
+        try:
+            pipe.send((True, function(world, *args)))
+        except BaseException as error:
+            pipe.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`size` processes in one gloo world; `run(function, *args)` calls `function(world, *args)` on all of them."""
+
+    def __init__(self, size: int):
+        # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "octopipe.runtime.pipeline", "octopipe.nn"])
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        port = free_port()
+        self.size = size
+        self._pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self.processes.append(process)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def results(self, timeout_s: float = 25.0) -> list[tuple[bool, Any]]:
+        """(worked, result or error text) of every rank; a dead rank's is (False, "dead")."""
+        out: list[tuple[bool, Any]] = []
+        for pipe in self._pipes:
+            try:
+                out.append(pipe.recv() if pipe.poll(timeout_s) else (False, "no answer"))
+            except (EOFError, OSError):
+                out.append((False, "dead"))
+        return out
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.start(function, *args)
+        results = self.results()
+        bad = [text for worked, text in results if not worked]
+        assert not bad, "\n".join(bad)
+        return [result for _, result in results]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
