@@ -192,7 +192,7 @@ def search_points(search: Any, limit: int = 2000) -> list[list[Any]]:
     points: list[list[Any]] = []
     for row in search if isinstance(search, list | tuple) else ():
         if isinstance(row, dict):
-            t, best = _number(row.get("t")), _number(row.get("best_ms"))
+            t, best = _number(row.get("t", row.get("seconds"))), _number(row.get("best_ms"))
             if t is not None and best is not None:
                 points.append([t, str(row.get("phase", "")), best])
     step = max(1, math.ceil(len(points) / limit))

@@ -2,7 +2,7 @@
 // Zoomed out, a lane is painted pixel by pixel (each pixel the mean colour of the ops in it); zoomed in, op by
 // op with labels and arrows. So a frame costs about the same for a hundred ops and for a hundred thousand.
 
-const GUTTER = 82, AXIS = 30, TITLE = 26, LANE_GAP = 4, DETAIL_LIMIT = 4000, ARROW_LIMIT = 260;
+const GUTTER = 82, AXIS = 30, TITLE = 26, LANE_GAP = 4, DETAIL_LIMIT = 4000, ARROW_ROOM = 9;
 const SHADES = 4;
 
 class Gantt {
@@ -342,12 +342,13 @@ class Gantt {
 
   drawTransfers(lanes) {
     const shown = [];
+    this.arrows = 0;
     for (const { entry, first, stop } of lanes) {
       for (let i = first; i < stop; i++) {
         const t = entry.transferTo[i];
         if (t >= 0 && !this.isDim(entry, i)) shown.push([entry, t]);
       }
-      if (shown.length > ARROW_LIMIT) return;
+      if (shown.length > this.plot / ARROW_ROOM) return; // closer together they hide the ops
     }
     this.arrows = shown.length;
     const colour = this.ink.dark ? "rgba(220,228,238,0.62)" : "rgba(30,42,56,0.55)";

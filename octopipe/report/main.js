@@ -1,9 +1,11 @@
 // Puts a report together: the chart with its controls, the what-if panel, and the panels below.
 
-let KIND_NAMES = {};
+let KIND_NAMES = {}, SYMBOL_NAMES = {};
 
 async function mountReport(root, head, text) {
   KIND_NAMES = head.kind_names;
+  SYMBOL_NAMES = head.symbol_names;
+  if (root.release) root.release();
   const columns = await unpackColumns(head.columns, text);
   const entries = head.entries.map((raw, i) => openEntry(raw, columns, i));
   const canvas = element("canvas", {
@@ -34,12 +36,14 @@ async function mountReport(root, head, text) {
   });
   buildTools(tools, view, head, entries, box);
   const resize = () => { view.measure(); view.draw(); };
-  new ResizeObserver(resize).observe(frame);
+  const watcher = new ResizeObserver(resize), stop = new AbortController(), until = { signal: stop.signal };
+  watcher.observe(frame);
+  root.release = () => { watcher.disconnect(); stop.abort(); };
   const restyle = () => { view.theme(); view.draw(); };
-  document.addEventListener("themechange", restyle);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle);
-  addEventListener("beforeprint", () => { document.documentElement.dataset.printing = ""; restyle(); });
-  addEventListener("afterprint", () => { delete document.documentElement.dataset.printing; restyle(); });
+  document.addEventListener("themechange", restyle, until);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle, until);
+  addEventListener("beforeprint", () => { document.documentElement.dataset.printing = ""; restyle(); }, until);
+  addEventListener("afterprint", () => { delete document.documentElement.dataset.printing; restyle(); }, until);
   view.draw();
   return { view, entries };
 }
@@ -148,7 +152,7 @@ function whatIfPanel(entries, view) {
   }));
   const shortest = Math.min(...able.map((e) => e.base.makespan / Math.max(e.num_micro_batches, 1)));
   const most = Number((shortest / 4).toPrecision(1)) || 1;
-  const layerName = (k) => window.octopipeSymbols[k] ?? `layer kind ${k}`;
+  const layerName = (k) => SYMBOL_NAMES[k] ?? `layer kind ${k}`;
   const panel = section("What if", "The order of ops stays as it is; every time is simulated again in this page. The memory curve is hidden meanwhile.",
     element("div", { class: "sliders" },
       ...kinds.map((k) => slider(`${layerName(k)} time`, k, twice, times_, (v) => { scale[k] = 2 ** v; })),
@@ -158,4 +162,11 @@ function whatIfPanel(entries, view) {
     element("button", { type: "button", onclick: () => { sliders.forEach((reset) => reset()); run(); } }, "Reset"));
   show();
   return panel;
+}
+
+function toggleTheme() {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  document.dispatchEvent(new Event("themechange"));
 }

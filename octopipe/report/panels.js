@@ -2,7 +2,8 @@
 
 const RANK_COLOURS = ["#4477aa", "#ee8866", "#44aa77", "#ccbb44", "#aa5599", "#66bbdd", "#cc6677", "#999933",
   "#8899aa", "#dd99bb"];
-const PHASE_COLOURS = ["#4f8fd0", "#f4b23e", "#2e9e7d", "#d66233", "#aa88cd", "#7c8794"];
+const PHASES = { start: "#7c8794", partition: "#f4b23e", placement: "#aa88cd", schedule: "#4f8fd0", recompute: "#2e9e7d" };
+const OTHER_PHASES = ["#d66233", "#cc6699", "#66bbdd", "#999933"];
 
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -40,7 +41,7 @@ function cards(entries) {
       element("div", { class: "name" }, e.label, e.measured ? element("span", { class: "tag" }, "measured") : null),
       element("div", { class: "big" }, formatMs(e.base.step),
         entries.length > 1 && e !== entries[0]
-          ? element("span", { class: gain >= 1 ? "gain" : "loss" }, `${gain >= 1 ? "×" : "×"}${gain.toFixed(2)}`) : null),
+          ? element("span", { class: gain >= 1 ? "gain" : "loss" }, `×${gain.toFixed(2)}`) : null),
       element("div", { class: "facts" }, facts.join("  ·  ")));
   }));
 }
@@ -123,6 +124,8 @@ function searchCurve(entries) {
 function curve(points, bound) {
   const width = 1200, height = 250, left = 64, bottom = 28, top = 12;
   const phases = [...new Set(points.map((p) => p[1]))];
+  const others = phases.filter((p) => !PHASES[p]);
+  const colourOf = (p) => PHASES[p] ?? OTHER_PHASES[others.indexOf(p) % OTHER_PHASES.length];
   const last = Math.max(points[points.length - 1][0], 1e-9);
   const values = points.map((p) => p[2]).concat(bound ? [bound] : []);
   const low = Math.min(...values), high = Math.max(...values), pad = (high - low || high * 0.05 || 1) * 0.06;
@@ -142,12 +145,11 @@ function curve(points, bound) {
       shape("text", { x: width - 18, y: y(bound) - 5, "text-anchor": "end", class: "tick" }, `lower bound ${formatMs(bound)}`));
   }
   points.forEach(([t, phase, best], i) => {
-    const colour = PHASE_COLOURS[phases.indexOf(phase) % PHASE_COLOURS.length];
     const until = i + 1 < points.length ? points[i + 1] : [last, "", best];
-    svg.append(shape("path", { d: `M${x(t)},${y(best)}H${x(until[0])}V${y(until[2])}`, stroke: colour, class: "step" }));
+    svg.append(shape("path", { d: `M${x(t)},${y(best)}H${x(until[0])}V${y(until[2])}`, stroke: colourOf(phase), class: "step" }));
   });
-  const legend = element("div", { class: "legend" }, ...phases.map((p, i) => element("span", {},
-    element("i", { class: "swatch", style: `background:${PHASE_COLOURS[i % PHASE_COLOURS.length]}` }), p || "search")));
+  const legend = element("div", { class: "legend" }, ...phases.map((p) => element("span", {},
+    element("i", { class: "swatch", style: `background:${colourOf(p)}` }), p || "search")));
   return element("div", {}, svg, legend);
 }
 

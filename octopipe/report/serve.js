@@ -1,0 +1,115 @@
+// The local page: sends a search off, follows it by server-sent events, shows the best plan so far.
+
+const byId = (id) => document.getElementById(id);
+const state = { job: null, points: [], drawn: 0, drawing: false, view: null, bound: null };
+
+function fillForm() {
+  const choices = JSON.parse(byId("choices").textContent);
+  const options = (names) => names.map((n) => element("option", { value: n }, n));
+  byId("model").append(...options(choices.models));
+  byId("gpu").append(...options(choices.gpus));
+  byId("model").value = choices.model;
+  byId("gpu").value = choices.gpu;
+  byId("systems").append(...choices.systems.map((s) => element("label", {},
+    element("input", { type: "checkbox", name: "system", value: s.name, checked: choices.checked.includes(s.name) }), s.title)));
+}
+
+async function ask(path, body) {
+  const answer = await fetch(path, body === undefined ? {} : {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
+  });
+  const data = await answer.json();
+  if (!answer.ok) throw new Error(data.error || `the server answered ${answer.status}`);
+  return data;
+}
+
+async function start(event) {
+  event.preventDefault();
+  const form = new FormData(byId("form"));
+  const number = (name) => (form.get(name) === "" ? null : Number(form.get(name)));
+  byId("problem").textContent = "";
+  try {
+    const { id, notes } = await ask("api/jobs", {
+      model: form.get("model"), gpu: form.get("gpu"), pp: number("pp"), micro_batches: number("micro_batches"),
+      tp: number("tp"), seq: number("seq"), memory_gib: number("memory_gib"), budget_s: number("budget_s"),
+      systems: form.getAll("system"),
+    });
+    Object.assign(state, { job: id, points: [], drawn: 0, view: null });
+    byId("notes").textContent = notes.join("  ");
+    byId("downloads").hidden = true;
+    byId("status").hidden = false;
+    running(true);
+    follow(id);
+  } catch (error) {
+    byId("problem").textContent = error.message;
+  }
+}
+
+function running(yes) {
+  byId("tune").disabled = yes;
+  byId("cancel").disabled = !yes;
+}
+
+function follow(id) {
+  const events = new EventSource(`api/jobs/${id}/events`);
+  events.onmessage = (message) => {
+    const now = JSON.parse(message.data);
+    show(now);
+    if (now.version > state.drawn) drawBest(id, now.version);
+    if (now.state === "running") return;
+    events.close();
+    running(false);
+    if (now.state === "failed") byId("problem").textContent = now.error;
+    else {
+      byId("plan").href = `api/jobs/${id}/plan.json`;
+      byId("page").href = `api/jobs/${id}/report.html`;
+      byId("downloads").hidden = false;
+      byId("curve").replaceChildren(); // the report below has the whole curve
+    }
+  };
+  events.onerror = () => {
+    if (events.readyState !== EventSource.CLOSED) return; // it reconnects by itself
+    running(false);
+    byId("problem").textContent = "The connection to the server is lost; is it still running?";
+  };
+}
+
+function show(now) {
+  byId("bar").value = now.state === "running" ? Math.min(now.seconds / now.budget_s, 1) : 1;
+  byId("best").textContent = now.best_ms === null ? "…" : formatMs(now.best_ms);
+  byId("gap").textContent = now.best_ms === null || !now.lower_bound_ms ? "…" : percent(now.best_ms / now.lower_bound_ms - 1);
+  byId("phase").textContent = now.state === "running" ? now.phase || "starting" : now.state;
+  byId("moves").textContent = now.iterations.toLocaleString("en");
+  byId("time").textContent = `${now.seconds.toFixed(1)} of ${now.budget_s} s`;
+  const last = state.points[state.points.length - 1];
+  if (now.best_ms !== null && (!last || now.best_ms < last[2] || now.state !== "running")) {
+    state.points.push([now.seconds, now.phase, now.best_ms]);
+    byId("curve").replaceChildren(curve(state.points, now.lower_bound_ms));
+  }
+}
+
+// Fetch and draw the best plan so far; one at a time, and keep the reader's zoom.
+async function drawBest(id, version) {
+  if (state.drawing) return;
+  state.drawing = true;
+  try {
+    const { head, columns } = await ask(`api/jobs/${id}/data`);
+    const old = state.view, zoomed = old && old.to - old.from < old.horizon * 0.98 ? [old.from, old.to] : null;
+    const report = await mountReport(byId("report"), head, columns);
+    state.view = report.view;
+    if (zoomed) report.view.show(...zoomed);
+    state.drawn = version;
+    window.octopipe = { ...report, simulateEntry, criticalPath };
+  } catch (error) {
+    byId("problem").textContent = error.message;
+  } finally {
+    state.drawing = false;
+  }
+}
+
+fillForm();
+byId("theme").addEventListener("click", toggleTheme);
+byId("form").addEventListener("submit", start);
+byId("cancel").addEventListener("click", () => ask(`api/jobs/${state.job}/cancel`, {}).catch((error) => {
+  byId("problem").textContent = error.message;
+}));
