@@ -126,11 +126,35 @@ def profile_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, b
     out = {}
     for name, spec in models(args.small).items():
         if name in args.models:
-            profile = profile_workload(workload(spec, args), world, repeats=args.repeats, state_factor=0.0)
+            profile = profile_workload(
+                workload(spec, args), world, repeats=args.repeats, state_factor=0.0,
+                levels=range(1, nproc), links=not args.no_links,
+            )  # fmt: skip
             out[name] = profile.to_json()
             if rank == 0:
                 Path(args.out, f"profile.{name}.json").write_bytes(out[name])
+                show_profile(profile)
     return out
+
+
+def show_profile(profile: Any) -> None:
+    about = profile.about
+    print(
+        f"{profile.costs.model}: {about['total_seconds']} s, host share {about['host_share']:.2f}, "
+        f"resident {about['resident_mib']:.0f} MiB, slowdown {[round(x, 3) for x in profile.costs.rank_slowdown]}"
+    )
+    for i, symbol in enumerate(about["symbols"]):
+        at = profile.costs.symbols.index(symbol)
+        c = profile.costs
+        levels = {k: [round(x, 3) for x in v[i]] for k, v in about["partial_ms"].items()}
+        print(
+            f"  {symbol} all {[round(x, 3) for x in about['loaded_ms'][i]]} fewer {levels} "
+            f"spread {[about['spread'][k][at] for k in ('forward', 'input', 'weight')]} MiB act "
+            f"{c.activation_bytes[at] / 2**20:.0f} stash {c.stash_bytes[at] / 2**20:.0f} work "
+            f"{c.workspace_bytes[at] / 2**20:.0f} out {c.boundary_bytes[at] / 2**20:.0f} static "
+            f"{c.static_bytes[at] / 2**20:.0f}",
+            flush=True,
+        )
 
 
 def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
@@ -248,7 +272,8 @@ def make_plans(args: argparse.Namespace) -> None:
                     print(f"{model} {m} {name}: {error}")
                     continue
                 timeline = simulate(plan, costs)
-                print(f"{model:9} M={m:2} {name:12} {timeline.makespan_ms:8.2f} ms, peak {max(timeline.peak_gib):.1f} GiB")
+                peak = max(timeline.peak_gib)
+                print(f"{model:9} M={m:2} {name:12} {timeline.makespan_ms:8.2f} ms, peak {peak:.1f} GiB", flush=True)
                 save_plan(plan, Path(args.plans, f"{model}.{m}.{name}.json"))
 
 
@@ -318,6 +343,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--tune-s", type=float, default=30.0)
     parser.add_argument("--limit-s", type=float, default=480.0, help="no plan starts later than this")
+    parser.add_argument("--no-links", action="store_true")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     args.models = [m for m in args.models.split(",") if m in models(args.small)]

@@ -148,7 +148,7 @@ def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
         what = f'{where}: "links" entry {i}'
         if not isinstance(entry, dict):
             raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
-        ends = [entry.get("source"), entry.get("destination")]
+        ends: list[Any] = [entry.get("source"), entry.get("destination")]
         if any(isinstance(e, bool) or not isinstance(e, int) or e < 0 for e in ends):
             raise OctoPipeError(f"{what} has source {brief(ends[0])} and destination {brief(ends[1])}; give ranks")
         latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -106,10 +107,8 @@ class Mps:
         """End our daemon, servers and folders; nothing where the daemon was somebody else's."""
         if self.folder is None:
             return
-        try:
+        with suppress(OSError, subprocess.TimeoutExpired):
             self._ask("quit")
-        except (OSError, subprocess.TimeoutExpired):
-            pass
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Mps:

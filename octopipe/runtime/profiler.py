@@ -59,8 +59,10 @@ class Measured:
     """Which distinct layer each layer is."""
     loaded_ms: Floats
     """[layers, 3]: medians of F, I, W with all ranks at work."""
-    alone_ms: Floats | None
-    """The same with the other ranks at rest; None where there are none or it was not asked for."""
+    partial_ms: Mapping[int, Floats]
+    """The same with only so many ranks at work and the others at rest."""
+    host_share: float
+    """Time the host took to issue the work over the time the device took for it: below 1, the device is kept busy."""
     spread: Floats
     """Interquartile range over median of `loaded_ms`."""
     memory: tuple[LayerMemory, ...]
@@ -136,13 +138,14 @@ def profile_layers(
     groups: Sequence[int] | None = None,
     repeats: int = 10,
     warm_up: int = 3,
-    alone: bool = True,
+    levels: Sequence[int] = (1,),
     group: dist.ProcessGroup | None = None,
 ) -> Measured:
     """Measure a list of layers on this rank (collective over `group`; without one this process is all there is).
 
     `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a
-    new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes.
+    new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: also
+    with only so many ranks at work.
     """
     began = time.perf_counter()
     if not layers:
@@ -170,25 +173,31 @@ def profile_layers(
     _wait_all(group)
     _rounds(ready, warm_up, turn, device)
     _wait_all(group)
-    loaded = _rounds(ready, repeats, turn, device)
+    issued, issued_s = time.perf_counter(), list[float]()
+    loaded = _rounds(ready, repeats, turn, device, issued_s)
+    host_share = 1e3 * (issued_s[0] - issued) / max(loaded.sum(), 1e-9)
     _wait_all(group)
-    alone_ms = None
-    if alone and ranks > 1:
-        if rank == 0:
-            _rounds(ready, 1, 0, device)
-            alone_ms = np.median(_rounds(ready, max(3, repeats // 2), 0, device), axis=0)
+    partial: dict[int, Floats] = {}
+    for level in levels:
+        if not 0 < level < ranks:
+            continue
+        seen = None
+        if rank < level:
+            _rounds(ready, 1, turn, device)
+            seen = np.median(_rounds(ready, max(3, repeats // 2), turn, device), axis=0)
         _wait_all(group)
         got: list[Any] = [None] * ranks
-        dist.all_gather_object(got, alone_ms, group=group)
-        alone_ms = got[0]
+        dist.all_gather_object(got, seen, group=group)
+        partial[level] = np.mean(got[:level], axis=0)
     quarter = np.percentile(loaded, [25, 75], axis=0)
     median = np.median(loaded, axis=0)
     return Measured(
         group_of=tuple(group_of),
         loaded_ms=median,
-        alone_ms=alone_ms,
+        partial_ms=partial,
         spread=(quarter[1] - quarter[0]) / np.maximum(median, 1e-9),
         memory=tuple(memory),
+        host_share=host_share,
         resident_bytes=_resident(ready, sample, target, device) - before,
         seconds=time.perf_counter() - began,
     )
@@ -214,16 +223,18 @@ def _prepare(
             try:
                 ready[g] = _Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
             except (RuntimeError, TypeError, ValueError) as error:
-                raise OctoPipeError(
-                    f"layer {i} ({type(module).__name__}) does not run on its input: {' '.join(str(error).split())[:200]}"
-                ) from error
+                why = " ".join(str(error).split())[:200]
+                raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
             memory[g] = _memory_of(ready[g], device)
         value = ready[g].output
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 
 
-def _rounds(ready: Sequence[_Layer], rounds: int, turn: int, device: torch.device) -> Floats:
-    """Milliseconds [rounds, layers, 3]. The device is never waited for in between."""
+def _rounds(
+    ready: Sequence[_Layer], rounds: int, turn: int, device: torch.device, issued_s: list[float] | None = None
+) -> Floats:
+    """Milliseconds [rounds, layers, 3]. The device is never waited for in between; `issued_s` gets the moment at
+    which the host had issued everything."""
     sequence = [(turn + i) % len(ready) for i in range(len(ready))]
     marks: list[Any] = []
     if device.type == "cuda":
@@ -241,6 +252,8 @@ def _rounds(ready: Sequence[_Layer], rounds: int, turn: int, device: torch.devic
     for _ in range(rounds):
         for i in sequence:
             ready[i].once(mark)
+    if issued_s is not None:
+        issued_s.append(time.perf_counter())
     out = np.empty((rounds, len(ready), 3))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -255,7 +268,7 @@ def _rounds(ready: Sequence[_Layer], rounds: int, turn: int, device: torch.devic
 
 
 def _memory_of(layer: _Layer, device: torch.device) -> LayerMemory:
-    parameters = [p for p in layer.module.parameters()]
+    parameters = list(layer.module.parameters())
     boundary = float(sum(t.nbytes for t in layer.output_leaves))
     sizes = {
         "boundary_bytes": boundary,
@@ -405,9 +418,9 @@ def assemble(
         tokens_per_micro_batch=tokens,
     )
     alone = None
-    if first.alone_ms is not None:
+    if 1 in first.partial_ms:
         # An op is not slower for being alone: what says so is noise.
-        quick = np.minimum(first.alone_ms, loaded)
+        quick = np.minimum(first.partial_ms[1], loaded)
         alone = costs.replace(
             forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])
         )
@@ -420,7 +433,11 @@ def assemble(
             "ranks": len(ranks),
             "seconds": max(m.seconds for m in ranks),
             "spread": {kind: column(spread[:, k]).round(4).tolist() for k, kind in enumerate(KINDS)},
-            "resident_mib": resident / (1 << 20),
+            "host_share": float(max(m.host_share for m in ranks)),
+            "partial_ms": {str(k): v.round(4).tolist() for k, v in first.partial_ms.items()},
+            "loaded_ms": loaded.round(4).tolist(),
+            "symbols": "".join(symbols[first.group_of.index(g)] for g in range(len(loaded))),
+            "resident_mib": float(resident / (1 << 20)),
             **(about or {}),
         },
     )

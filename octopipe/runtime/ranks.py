@@ -15,6 +15,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -120,7 +121,5 @@ def _main(
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     if dist.is_initialized():
-        try:
+        with suppress(RuntimeError):
             dist.destroy_process_group()
-        except RuntimeError:
-            pass

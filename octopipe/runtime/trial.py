@@ -8,7 +8,7 @@ every rank together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +112,8 @@ def profile_workload(
     repeats: int = 10,
     warm_up: int = 3,
     state_factor: float = 2.0,
-    alone: bool = True,
+    levels: Sequence[int] = (1,),
+    links: bool = True,
     about: dict[str, Any] | None = None,
 ) -> Profile:
     """Measure layers and links with all ranks at work."""
@@ -126,15 +127,15 @@ def profile_workload(
         groups=groups_of_spec(work.spec),
         repeats=repeats,
         warm_up=warm_up,
-        alone=alone,
+        levels=levels,
         group=world.control,
     )
     _free(device)
     boundary = int(max(m.boundary_bytes for m in mine.memory))
-    links = {}
-    if world.size > 1:
+    found = {}
+    if world.size > 1 and links:
         sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
-        links = measure_links(world, device, sizes=sizes, transport=work.transport(world))
+        found = measure_links(world, device, sizes=sizes, transport=work.transport(world))
     memory = None
     if device.type == "cuda":
         shared = max(1, -(-world.size // torch.cuda.device_count()))
@@ -145,7 +146,7 @@ def profile_workload(
         model=work.spec.name,
         symbols=work.spec.pattern,
         tokens=work.tokens * work.micro_batch_size,
-        links=links,
+        links=found,
         state_factor=state_factor,
         memory_bytes=memory,
         about={
