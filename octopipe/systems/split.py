@@ -56,7 +56,9 @@ def split_backward(plan: Plan, costs: CostTable) -> Plan:
     if not any(op.kind == "B" for order in plan.orders for op in order):
         return plan
     fused = simulate(plan, costs, check=False)
-    target = np.maximum(fused.peak_bytes, fused.peak_bytes.max())
+    target = fused.peak_bytes
+    if not plan.extra.get("balances_memory"):  # such a plan has lent the emptier ranks' room already (BPipe)
+        target = np.maximum(target, target.max())
     limit = target + _early_gradients(plan, costs)
     if fused.fits:
         target, limit = (np.minimum(x, np.array(fused.capacity_bytes)) for x in (target, limit))
