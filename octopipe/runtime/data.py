@@ -73,7 +73,8 @@ class TokenFile:
         self.windows = (self.tokens.shape[0] - 1) // seq
         if self.windows < 1:
             raise OctoPipeError(
-                f"{self.where} has {self.tokens.shape[0]} tokens; a sequence of {seq} needs {seq + 1}: use a smaller --seq"
+                f"{self.where} has {self.tokens.shape[0]} tokens; a sequence of {seq} needs {seq + 1}: "
+                "use a smaller --seq"
             )
 
     def sample(self, number: int) -> Tokens:

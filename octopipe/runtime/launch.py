@@ -20,14 +20,19 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from octopipe.errors import OctoPipeError
 
-PRELOAD = ("torch", "octopipe.runtime.pipeline", "octopipe.nn")
+PRELOAD = ("torch", "octopipe.runtime.train")
 GROUP_TIMEOUT_S = 1800.0
 """Of collectives that name no other: ranks wait that long for one that tunes or loads. A death is noticed at once."""
+
+
+def _unheard(_: Any) -> None:
+    """Nobody listens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +43,8 @@ class Seat:
     size: int
     local_rank: int
     """Among the ranks of this machine: picks the GPU."""
-    tell: Callable[[Any], None] = field(default=lambda _: None)
-    """Send a picklable word to whoever started the run."""
+    tell: Callable[[Any], None] = field(default=_unheard)
+    """Send a picklable word to whoever started the run; only the first rank's are heard."""
 
 
 class RankError(OctoPipeError):
@@ -72,12 +77,12 @@ def run_ranks(
 ) -> list[Any]:
     """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
 
-    `listen` gets what ranks tell. `threads` of the CPU per rank (default: the cores, shared equally). `grace_s`: how
-    long the other ranks may take to say what they waited for once one has failed.
+    `listen` gets what the first rank tells. `threads`: of the CPU per rank (default: the cores, shared equally).
+    `grace_s`: how long the other ranks may take to say what they waited for once one has failed.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // size)
-    listen = listen or (lambda _: None)
+    listen = listen or _unheard
     if size == 1:
         os.environ.update(environment or {})
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
@@ -86,9 +91,9 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Forked from a server that has imported torch once, ranks start in a fraction of a second.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([*PRELOAD, work.__module__])
+        context.set_forkserver_preload(list(PRELOAD))
     start = _Start(work, size, payload, backend, store.port, threads, dict(environment or {}))
     processes: list[Any] = []
     pipes: list[Connection] = []
@@ -108,29 +113,29 @@ def run_ranks(
 
 
 def join_ranks(work: Work, payload: Any = None, *, backend: str = "gloo", listen: Listener | None = None) -> Any:
-    """This rank's result, under torchrun. `listen` hears rank 0 only; a failing run raises on the first failing rank
-    and ends the others with exit code 1."""
+    """This rank's result, under torchrun. A failing run raises on the first failing rank and ends the others with
+    exit code 1."""
     import torch.distributed as dist
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    quiet: Listener = lambda _: None  # noqa: E731
+    tell = listen if rank == 0 and listen is not None else _unheard
     if size > 1:
         dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     try:
-        result = work(
-            Seat(rank=rank, size=size, local_rank=local_rank, tell=(listen or quiet) if rank == 0 else quiet), payload
-        )
-    except OctoPipeError as error:
-        if _is_first_to_fail(rank):
-            raise RankError(rank, str(error)) from None
-        raise SystemExit(1) from None
+        result = work(Seat(rank=rank, size=size, local_rank=local_rank, tell=tell), payload)
+    except Exception as error:
+        if size == 1 or _is_first_to_fail():
+            raise RankError(rank, _attributed(rank, _described(error))) from None
+        # Threads of a broken process group would keep this rank from ending.
+        sys.stderr.flush()
+        os._exit(1)
     if size > 1:
         dist.destroy_process_group()
     return result
 
 
-def _is_first_to_fail(rank: int) -> bool:
+def _is_first_to_fail() -> bool:
     """Ranks that fail because another one did keep quiet."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -183,23 +188,33 @@ def _child(start: _Start, rank: int, pipe: Connection) -> None:
             world_size=start.size,
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
-        seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=lambda word: send("told", word))
+        tell = partial(send, "told") if rank == 0 else _unheard
+        seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=tell)
         send("done", start.work(seat, start.payload))
         dist.destroy_process_group()
         good = True
-    except OctoPipeError as error:
-        send("failed", str(error))
     except BaseException as error:
-        if os.environ.get("OCTOPIPE_TRACE"):
-            traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())[:300]
-        send("failed", f"{type(error).__name__}: {text} ({os.path.basename(place.filename)}:{place.lineno})")
+        send("failed", _described(error))
     finally:
         pipe.close()
         sys.stderr.flush()
         # Threads of a broken process group would keep a failed rank from ending.
         os._exit(0 if good else 1)
+
+
+def _described(error: BaseException) -> str:
+    """One line; a mistake of ours, not of the user's, says where it is (and all of it with OCTOPIPE_TRACE=1)."""
+    if os.environ.get("OCTOPIPE_TRACE"):
+        traceback.print_exception(error)
+    if isinstance(error, OctoPipeError):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text} ({os.path.basename(place.filename)}:{place.lineno})"
+
+
+def _attributed(rank: int, text: str) -> str:
+    return text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}"
 
 
 def _follow_parent() -> None:
@@ -260,7 +275,7 @@ class _Watch:
         return f"rank {rank} ended with exit code {code} and without a word"
 
     def _verdict(self) -> RankError:
-        said = [text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}" for rank, text in self._failures.items()]
+        said = [_attributed(rank, text) for rank, text in self._failures.items()]
         if self._died:
             # Nobody but this process knows that a rank was killed; what its peers waited for says where.
             first = next(iter(self._died))

@@ -1,0 +1,167 @@
+"""A training run on paper: what is asked for, what is told while it goes, what comes out.
+
+Knows: the records and which jobs make no sense. Does not know: how to train (`train.py`); imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from octopipe.errors import OctoPipeError
+from octopipe.model import ModelSpec
+from octopipe.plan import Plan
+from octopipe.profile_file import Profile
+from octopipe.timeline import Timeline
+
+DTYPES = ("float32", "bfloat16", "float64")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+WARM_UP_STEPS = 2
+"""The first steps of a run touch new memory: they do not count as measurements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """Everything that decides a training run."""
+
+    spec: ModelSpec
+    nproc: int = 2
+    steps: int = 50
+    """The step to train to, counted from the beginning of the run, not from where it resumes."""
+    plan: Plan | None = None
+    system: str = "1f1b"
+    """Where no plan is given."""
+    tune_s: float | None = None
+    """Where no plan is given: tune for so long instead of using the system."""
+    dp: int = 1
+    seq: int = 128
+    micro_batches: int | None = None
+    """Default: the plan's, or twice the pipeline's ranks."""
+    micro_batch_size: int = 1
+    lr: float = 1e-3
+    warmup: int = 0
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    dtype: str = "float32"
+    """bfloat16: parameters stay float32, layers compute under autocast."""
+    device: str = "cpu"
+    data: str | None = None
+    seed: int = 0
+    profile: Profile | None = None
+    measure: bool = True
+    """Without a profile: measure one before training, for the tuner and the prediction."""
+    checkpoint: str | None = None
+    save_every: int | None = None
+    keep: int = 3
+    resume: bool = False
+    timeline: bool = False
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda"))):
+            if getattr(self, name) not in known:
+                raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
+        for name in ("nproc", "steps", "dp", "seq", "micro_batch_size", "keep"):
+            if getattr(self, name) < 1:
+                raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
+        if self.nproc % self.dp:
+            raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
+        if self.plan is not None:
+            if self.plan.num_ranks != self.pp:
+                raise OctoPipeError(
+                    f"the plan has {self.plan.num_ranks} ranks, the run {self.pp} per pipeline; "
+                    f"use --nproc {self.plan.num_ranks * self.dp}"
+                )
+            if self.plan.num_layers != self.spec.num_layers:
+                raise OctoPipeError(
+                    f"the plan has {self.plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
+                    "train the plan's own model (--scale and --layers as it was planned)"
+                )
+            if self.micro_batches not in (None, self.plan.num_micro_batches):
+                raise OctoPipeError(
+                    f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
+                    "leave --micro-batches out"
+                )
+        if self.resume and self.checkpoint is None:
+            raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    @property
+    def pp(self) -> int:
+        """Ranks of one pipeline."""
+        return self.nproc // self.dp
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.plan.num_micro_batches if self.plan is not None else self.micro_batches or 2 * self.pp
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.dp * self.num_micro_batches * self.micro_batch_size * self.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What a run does before its first step, for a live line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step."""
+
+    step: int
+    """From 1 on."""
+    loss: float
+    step_ms: float
+    """Data, pipeline, clipping and optimizer."""
+    pipeline_ms: float
+    """First op to last op over all ranks: what a prediction is about."""
+    bubble_ratio: float
+    memory_bytes: tuple[float, ...]
+    """Per rank: the allocator's peak on a GPU, the process's resident memory on a CPU."""
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """A finished run."""
+
+    plan: Plan
+    reports: tuple[StepReport, ...]
+    first_step: int
+    """1, or the step a resumed run went on with."""
+    parameters: int
+    profile: Profile | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    """Of the last step, where it was asked for."""
+    checkpoint: str | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        return [r.loss for r in self.reports]
+
+    @property
+    def _steady(self) -> tuple[StepReport, ...]:
+        return self.reports[WARM_UP_STEPS:] or self.reports
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the steps after the first few."""
+        return statistics.median(r.step_ms for r in self._steady) if self.reports else math.nan
+
+    @property
+    def pipeline_ms(self) -> float:
+        return statistics.median(r.pipeline_ms for r in self._steady) if self.reports else math.nan
+
+    @property
+    def bubble_ratio(self) -> float:
+        return statistics.median(r.bubble_ratio for r in self._steady) if self.reports else math.nan
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """Of the pipeline, to compare with `pipeline_ms`."""
+        return None if self.predicted is None else self.predicted.makespan_ms
