@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,22 +12,27 @@ from octopipe.runtime.pipeline import Pipeline
 
 
 def call(module: nn.Module, value: Any) -> Any:
-    """Tuples go in unpacked unless the module takes one argument: what stages do."""
-    if isinstance(value, tuple) and getattr(module, "unpack", False):
+    """A tuple is unpacked for a module that takes several arguments."""
+    if isinstance(value, tuple) and len(inspect.signature(module.forward).parameters) > 1:
         return module(*value)
     return module(value)
 
 
 def plain_gradients(
-    layers: Sequence[nn.Module], inputs: Sequence[Any], targets: Sequence[Any], loss_fn: Callable[..., Tensor]
+    layers: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    targets: Sequence[Any],
+    loss_fn: Callable[..., Tensor],
+    before_layer: Callable[[int, int], None] = lambda micro_batch, layer: None,
 ) -> tuple[dict[str, Tensor | None], list[float]]:
     """Gradients (by layer.name) and losses of the mean loss over micro-batches, with plain autograd."""
     for layer in layers:
         layer.zero_grad(set_to_none=True)
     losses = []
-    for x, y in zip(inputs, targets):
+    for m, (x, y) in enumerate(zip(inputs, targets)):
         value = x
-        for layer in layers:
+        for k, layer in enumerate(layers):
+            before_layer(m, k)
             value = call(layer, value)
         loss = loss_fn(value, y)
         losses.append(float(loss.detach()))
