@@ -61,10 +61,7 @@ class Knapsack:
 
     def __init__(self, ranges: LayerRanges):
         layers = ranges.num_layers
-        factor = ranges.costs.micro_batch_factor
-        largest = 1.0 if factor is None else factor.max(axis=0)
-        saved = ranges.costs.activation_bytes * largest
-        enters = np.concatenate(([0.0], (ranges.costs.boundary_bytes * largest)[:-1]))
+        saved, enters = ranges.layer_bytes, ranges.entering_bytes
         self.room = _room(ranges)
         most = min(float(self.room.max(initial=0.0)), float(saved.sum() + enters.sum()))
         whole = np.concatenate((np.rint(saved), np.rint(enters))).astype(np.int64)

@@ -48,6 +48,10 @@ class LayerRanges:
     """Static bytes, workspace and boundary tensors."""
     activation_bytes: Floats
     """Of one micro-batch."""
+    layer_bytes: Floats
+    """[layer]: activations of one micro-batch."""
+    entering_bytes: Floats
+    """[layer]: the tensor that enters the layer, which recomputation keeps."""
     capacity_bytes: Floats
     """[stage]"""
 
@@ -121,6 +125,8 @@ def layer_ranges(
         transfer_ms=transfer,
         fixed_bytes=np.broadcast_to(fixed, (p, *fixed.shape)),
         activation_bytes=np.broadcast_to(_sums(costs.activation_bytes * largest), (p, *fixed.shape)),
+        layer_bytes=costs.activation_bytes * largest,
+        entering_bytes=before[:-1],
         capacity_bytes=capacity,
     )
 

@@ -44,9 +44,8 @@ def mist(setting: Setting) -> Plan:
 def checkpointed(ranges: LayerRanges) -> Floats:
     """[stage, first, stop]: the fewest first layers to recompute so that the stage fits; infinite: none do."""
     layers = ranges.num_layers
-    largest = _largest(ranges)
-    total = np.concatenate(([0.0], np.cumsum(ranges.costs.activation_bytes * largest)))
-    enters = np.concatenate(([0.0], ranges.costs.boundary_bytes * largest))[: layers + 1]
+    total = np.concatenate(([0.0], np.cumsum(ranges.layer_bytes)))
+    enters = np.append(ranges.entering_bytes, 0.0)
     out = np.empty(ranges.activation_bytes.shape)
     first = np.arange(layers + 1)[:, None]
     stop = np.arange(layers + 1)[None, :]
@@ -61,11 +60,6 @@ def checkpointed(ranges: LayerRanges) -> Floats:
         least = np.where(keep >= ranges.activation_bytes[s], 0.0, np.maximum(needed, 1))
         out[s] = np.where((least <= stop - first) & (keep >= 0), least, np.inf)
     return out
-
-
-def _largest(ranges: LayerRanges) -> Floats | float:
-    factor = ranges.costs.micro_batch_factor
-    return 1.0 if factor is None else factor.max(axis=0)
 
 
 def recomputed_layers(ranges: LayerRanges, sizes: Sequence[int]) -> list[tuple[int, ...]]:

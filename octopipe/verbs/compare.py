@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if not names:
             raise OctoPipeError("--systems names no system; give some, separated by commas: 1f1b,zb-v")
     costs = costs_from(args)
-    with _progress(quiet=args.json) as progress:
+    with _progress() as progress:
         result = compare(
             costs,
             args.pp,
@@ -82,7 +82,7 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress | None]:
+def _progress() -> Iterator[Progress | None]:
     """A progress bar on stderr, on a terminal only."""
     err = console(stderr=True)
     if not err.is_terminal:

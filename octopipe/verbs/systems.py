@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from octopipe.verbs.common import console, print_json
 
 if TYPE_CHECKING:
-    from octopipe.systems.closed_forms import Checked
+    from octopipe.systems.closed_forms import Checked, ClosedForm
 
 PHASES = ("partitioning", "placement", "scheduling")
 
@@ -54,7 +54,7 @@ def _list(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from octopipe.systems.closed_forms import all_closed_forms
 
-    results = _checked(all_closed_forms(), quiet=args.json)
+    results = _checked(all_closed_forms())
     wrong = [r for r in results if not r.matches]
     if args.json:
         names = ("system", "case", "quantity", "formula", "expected", "at_most")
@@ -85,12 +85,10 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _checked(forms: list, *, quiet: bool) -> list[Checked]:  # type: ignore[type-arg]
+def _checked(forms: list[ClosedForm]) -> list[Checked]:
     """Every form simulated, with a progress bar on a terminal."""
-    from octopipe.verbs.common import console
-
     err = console(stderr=True)
-    if quiet or not err.is_terminal:
+    if not err.is_terminal:
         return [form.checked() for form in forms]
     from rich.progress import track
 
