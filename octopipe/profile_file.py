@@ -31,7 +31,7 @@ import msgspec
 from octopipe.cluster import GIB, Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.files import brief, kind_of, read_json_object, shown
+from octopipe.files import brief, kind_of, read_json_object, shown, write_whole
 from octopipe.layer_times import BYTES, TIMES, costs_of_layer_times
 
 FORMAT = "octopipe.profile/1"
@@ -87,16 +87,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the file in one step."""
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        try:
-            partial.write_bytes(self.to_json())
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise OctoPipeError(
-                f"{shown(path)}: cannot be written ({error.strerror or error}); check the folder"
-            ) from None
+        write_whole(path, self.to_json())
 
 
 def load_profile(path: str | Path) -> Profile:

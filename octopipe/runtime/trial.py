@@ -81,6 +81,30 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob:
+    """What `profile_task` does."""
+
+    work: Workload
+    repeats: int
+    warm_up: int
+    state_factor: float
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateJob:
+    """What `validate_task` does."""
+
+    work: Workload
+    plan: Plan
+    profile: Profile
+    steps: int
+    warm_up: int
+    channel: Channel
+    profile_again: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A plan's measured steps."""
 
@@ -229,6 +253,46 @@ def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "
     """A trial against its prediction."""
     predicted = predict(plan, profile, channel=channel)
     return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+
+
+def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
+    """`octopipe profile`, on every rank."""
+    return profile_workload(
+        job.work,
+        World.make(None, None, None),
+        repeats=job.repeats,
+        warm_up=job.warm_up,
+        state_factor=job.state_factor,
+        about=job.about,
+    )
+
+
+def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profile]:
+    """`octopipe validate`, on every rank."""
+    world, profile = World.make(None, None, None), job.profile
+    if job.profile_again:
+        profile = profile_workload(job.work, world, state_factor=0.0, about=dict(profile.about))
+    trial = run_plan(
+        job.work, job.plan, world, profile, steps=job.steps, warm_up=job.warm_up, channel=job.channel
+    )
+    return trial, profile
+
+
+def on_ranks(task: Any, nproc: int, job: Any, *, device: str, timeout_s: float = 900.0) -> list[Any]:
+    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS."""
+    from octopipe.runtime.mps import Mps
+    from octopipe.runtime.ranks import run_ranks
+
+    if device == "cpu":
+        return run_ranks(task, nproc, job, timeout_s=timeout_s)
+    # Counted without initialising CUDA here: a process that has done so before MPS started stays outside it.
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise OctoPipeError("no CUDA device here; use --device cpu")
+    if gpus >= nproc:
+        return run_ranks(task, nproc, job, timeout_s=timeout_s)
+    with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
+        return run_ranks(task, nproc, job, environment=mps.environment, timeout_s=timeout_s)
 
 
 def _barrier(world: World) -> None:

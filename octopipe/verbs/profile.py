@@ -1,0 +1,166 @@
+"""`octopipe profile MODEL --device cuda|cpu --nproc N -o profile.json`: measure a model's layers on this machine.
+
+Knows: its flags, and what a profile needs to be run again (`recipe`). Does not know: how layers are measured
+(runtime/profiler.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, whole_number
+
+if TYPE_CHECKING:
+    from octopipe.model import ModelSpec
+    from octopipe.profile_file import Profile
+    from octopipe.runtime.trial import Workload
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
+    parser.add_argument("--nproc", type=whole_number, default=1, help="ranks that work at the same time (default: 1)")
+    parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
+    parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
+    parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
+    parser.add_argument("--num-layers", type=whole_number, help="keep only so many layers, embedding and head included")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
+    parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
+    parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
+    parser.add_argument("--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size likewise")
+    parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: profile.json")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octopipe.runtime.trial import ProfileJob, on_ranks, profile_task
+
+    recipe = {
+        "model": args.model,
+        "scale": args.scale,
+        "num_layers": args.num_layers,
+        "tokens": args.seq,
+        "micro_batch_size": args.micro_batch_size,
+        "device": args.device,
+        "dtype": args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
+    }
+    work = workload_of(recipe)
+    job = ProfileJob(
+        work=work,
+        repeats=args.repeats,
+        warm_up=3,
+        state_factor=2.0 if args.optimizer == "adamw" else 0.0,
+        about={"recipe": recipe, "optimizer": args.optimizer},
+    )
+    profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]
+    if args.to_seq or args.to_tp:
+        profile = extrapolated(profile, work.spec, args.seq, args.to_seq or args.seq, args.to_tp or 1)
+    profile.save(args.output)
+    if args.json:
+        print_json({"output": args.output, "model": profile.costs.model, **profile.about})
+    else:
+        _show(profile, args.output)
+    return 0
+
+
+def spec_of(recipe: dict[str, Any]) -> ModelSpec:
+    """The model a recipe names, shrunk as it says."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.model import Mtp
+    from octopipe.resolve import resolve_spec
+
+    spec = resolve_spec(str(recipe.get("model", "")))
+    if spec is None:
+        raise OctoPipeError(f"{recipe.get('model')}: a file of times has no layers to run; give a preset or a config")
+    if any(isinstance(layer, Mtp) for layer in spec):
+        spec = spec.without_mtp()
+    layers = recipe.get("num_layers")
+    scale = float(recipe.get("scale") or 1.0)
+    return spec if scale == 1.0 and layers is None else spec.scaled(scale, num_layers=layers)
+
+
+def workload_of(recipe: dict[str, Any]) -> Workload:
+    from octopipe.errors import OctoPipeError
+
+    spec = spec_of(recipe)
+    try:
+        from octopipe.runtime.trial import Workload
+    except ModuleNotFoundError as error:
+        raise OctoPipeError(f"measuring needs PyTorch ({error}); pip install 'octopipe[torch]'") from None
+    return Workload(
+        spec=spec,
+        tokens=int(recipe["tokens"]),
+        micro_batch_size=int(recipe.get("micro_batch_size", 1)),
+        device=str(recipe.get("device", "cpu")),
+        dtype=str(recipe.get("dtype", "float32")),
+    )
+
+
+def extrapolated(profile: Profile, spec: ModelSpec, seq: int, to_seq: int, to_tp: int) -> Profile:
+    """Measured costs scaled, layer by layer, by what the analytic model says of another length and TP size."""
+    import numpy as np
+
+    from octopipe.resolve import resolve_costs
+
+    here = resolve_costs(spec, pp=1, tp=1, seq=seq)
+    there = resolve_costs(spec, pp=1, tp=to_tp, seq=to_seq)
+
+    def scale(costs: Any) -> Any:
+        changed = {}
+        for name in (
+            "forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_bytes", "static_bytes",
+            "gradient_bytes", "boundary_bytes", "workspace_bytes",
+        ):  # fmt: skip
+            a, b = getattr(here, name), getattr(there, name)
+            ratio = np.divide(b, a, out=np.ones_like(a), where=a > 0)
+            changed[name] = getattr(costs, name) * ratio
+        changed["activation_bytes"] = np.maximum(changed["activation_bytes"], changed["stash_bytes"])
+        tokens = costs.tokens_per_micro_batch
+        changed["tokens_per_micro_batch"] = None if tokens is None else tokens * to_seq // seq
+        return costs.replace(gpus_per_rank=to_tp, **changed)
+
+    from dataclasses import replace
+
+    note = {"extrapolated": {"from_seq": seq, "to_seq": to_seq, "tp": to_tp}}
+    return replace(
+        profile,
+        costs=scale(profile.costs),
+        alone=None if profile.alone is None else scale(profile.alone),
+        about={**profile.about, **note},
+    )
+
+
+def _show(profile: Profile, output: str) -> None:
+    from rich.table import Table
+
+    out, costs = console(), profile.costs
+    about = profile.about
+    out.print(
+        f"[bold]{costs.model}[/]: {len(set(costs.symbols))} kinds of {costs.num_layers} layers on "
+        f"{about.get('ranks')} rank(s) of {about.get('device')} in {about.get('total_seconds')} s"
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("layer", "F ms", "I ms", "W ms", "alone", "spread", "MiB to I", "to W", "work", "static"):
+        table.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)
+    spread = about.get("spread", {})
+    mib = float(1 << 20)
+    for symbol in dict.fromkeys(costs.symbols):
+        i = costs.symbols.index(symbol)
+        alone = "" if profile.alone is None else f"{profile.alone.layer_ms[i] / max(costs.layer_ms[i], 1e-9):.2f}"
+        widest = max((spread[k][i] for k in spread), default=0.0)
+        table.add_row(
+            symbol,
+            *(f"{x[i]:.3f}" for x in (costs.forward_ms, costs.input_ms, costs.weight_ms)),
+            alone,
+            f"{100 * widest:.0f} %",
+            *(f"{x[i] / mib:.1f}" for x in (costs.activation_bytes, costs.stash_bytes, costs.workspace_bytes)),
+            f"{costs.static_bytes[i] / mib:.1f}",
+        )
+    out.print(table)
+    for (a, b), link in sorted(costs.network.pairs.items()):
+        if a < b:
+            speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
+            out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
+    out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")

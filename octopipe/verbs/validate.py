@@ -1,0 +1,107 @@
+"""`octopipe validate plan.json --profile profile.json`: run a plan for real and compare it with its prediction.
+
+Knows: its flags and how errors are shown. Does not know: how plans run (runtime/trial.py) or are compared
+(runtime/validate.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from octopipe.verbs.common import console, print_json, whole_number
+
+if TYPE_CHECKING:
+    from octopipe.runtime.validate import Fidelity
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for its model")
+    parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
+    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
+    parser.add_argument(
+        "--channel", choices=("directed", "pair", "single"), default="directed", help="in-order queues (default: directed)"
+    )
+    parser.add_argument("--timelines", metavar="PREFIX", help="write PREFIX.predicted.json and PREFIX.measured.json")
+    parser.add_argument("--report", metavar="FILE", help="write both timelines, one above the other, as a page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octopipe.contention import predict
+    from octopipe.errors import OctoPipeError
+    from octopipe.plan_file import load_plan
+    from octopipe.price import match
+    from octopipe.profile_file import load_profile
+    from octopipe.verbs.profile import workload_of
+
+    plan, profile = load_plan(args.plan), load_profile(args.profile)
+    match(plan, profile.costs)
+    recipe = profile.about.get("recipe")
+    if not isinstance(recipe, dict) or "extrapolated" in profile.about:
+        raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
+    work = workload_of(recipe)
+
+    from octopipe.runtime.trial import ValidateJob, on_ranks, validate_task
+    from octopipe.runtime.validate import compare
+
+    job = ValidateJob(
+        work=work,
+        plan=plan,
+        profile=profile,
+        steps=args.steps,
+        warm_up=args.warm_up,
+        channel=args.channel,
+        profile_again=args.fresh,
+    )
+    trial, profile = on_ranks(validate_task, plan.num_ranks, job, device=work.device)[0]
+    name = str(plan.extra.get("system", "")) or "plan"
+    predicted = predict(plan, profile, channel=args.channel, label=f"{name}, predicted")
+    found = compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+    if args.timelines:
+        predicted.save(f"{args.timelines}.predicted.json")
+        trial.timeline.save(f"{args.timelines}.measured.json")
+    if args.report:
+        from octopipe.files import write_whole
+        from octopipe.report.entry import Entry
+        from octopipe.report.page import report_html
+
+        entries = [
+            Entry(label=f"{name}, predicted", timeline=predicted, plan=plan),
+            Entry(label=f"{name}, measured", timeline=trial.timeline, plan=plan),
+        ]
+        write_whole(args.report, report_html(entries, title=f"{name}: predicted and measured").encode())
+    if args.json:
+        print_json({**found.summary(), "steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss})
+    else:
+        _show(found, name, trial.spread)
+    return 0
+
+
+def _show(found: Fidelity, name: str, spread: float) -> None:
+    out = console()
+    out.print(
+        f"[bold]{name}[/]: measured [bold]{found.measured_ms:.2f} ms[/] a step (spread {100 * spread:.1f} %), predicted "
+        f"{found.predicted_ms:.2f} ms: error [bold]{100 * found.step_error:+.2f} %[/]"
+    )
+    kinds = ", ".join(f"{k} {100 * v:+.1f} %" for k, v in found.kind_error.items())
+    out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
+    out.print("time at work by rank: " + ", ".join(f"{r}: {100 * e:+.1f} %" for r, e in enumerate(found.busy_error)))
+    if found.memory_error:
+        sizes = ", ".join(
+            f"{r}: {m:.2f} GiB ({100 * e:+.1f} %)"
+            for r, (m, e) in enumerate(zip(found.measured_gib, found.memory_error))
+        )
+        out.print(f"peak memory by rank: {sizes}; mean error {100 * found.mean_memory_error:.1f} %")
+    out.print(
+        f"overlapped communication: {100 * found.measured_overlap:.0f} % measured, "
+        f"{100 * found.predicted_overlap:.0f} % predicted"
+    )
+    for w in found.worst:
+        out.print(
+            f"  {w.op} on rank {w.rank}: {w.measured_ms:.3f} ms, predicted {w.predicted_ms:.3f}; "
+            f"started {w.start_off_ms:+.3f} ms off",
+            style="dim",
+        )
