@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--systems", metavar="A,B,C", help="only these (default: all; `octopipe systems` lists them)")
     add_setting_arguments(parser)
     parser.add_argument(
-        "--time-limit", type=non_negative, default=20.0, metavar="S", help="seconds for Tessel's solver (default: 20)"
+        "--time-limit", type=non_negative, default=12.0, metavar="S", help="seconds for Tessel's solver (default: 12)"
     )
     # The paper's comparison splits every baseline's backward.
     parser.set_defaults(split_backward=True)
@@ -109,7 +109,7 @@ def show(result: Comparison) -> None:
 
     out = console()
     ran = [r for r in result.results if not r.reason]
-    mode = "backward split into I and W" if result.split_backward else "as published"
+    mode = "backward split" if result.split_backward else "as published"
     out.print(
         f"[bold]{result.model}[/], pp {result.num_ranks}, {result.num_micro_batches} micro-batches, {mode}; "
         f"lower bound {result.lower_bound_ms:.1f} ms"
