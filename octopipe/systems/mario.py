@@ -3,8 +3,8 @@
 Liu et al., "Mario: Near Zero-cost Activation Checkpointing in Pipeline Parallelism", PPoPP 2025. Only the
 abstract was at hand; the passes are general knowledge. Rule: take any schedule (1F1B, or option `base`)
 and (1) checkpoint: every F keeps only its input, R runs before the backward; (2) overlap: R needs its own F
-only, so it runs ahead of the gradient's arrival; (3) drop R where the backward follows its F at once; (4) prepose
-later forwards into bubbles while memory fits and the makespan improves.
+only, so it runs ahead of the gradient's arrival; (3) drop R where the backward follows its F at once; (4)
+prepose later forwards into bubbles while memory fits and the makespan improves.
 1F1B makespans: (m+p-1)(F+R+b) after pass 1, m(F+R+b)+(p-1)(F+b) after pass 2; p=4, m=8, F=R=1, b=2 gives 44,
 41, and 39 after pass 3. Peak about in-flight * checkpoint + one micro-batch's activations.
 

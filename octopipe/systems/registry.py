@@ -48,6 +48,7 @@ BUILT_IN = (
     "hanayo",
     "dualpipe",
     "dualpipe_v",
+    "tessel",
     "dynapipe",
     "mario",
 )
