@@ -16,7 +16,7 @@ from octopipe.nn import LazyLogits, build_layers, cross_entropy, tie  # noqa: E4
 from octopipe.nn.attention import Rotary, attend  # noqa: E402
 from octopipe.nn.basic import causal_conv  # noqa: E402
 from octopipe.nn.delta import delta_scan  # noqa: E402
-from octopipe.nn.mamba import selective_scan, ssd_scan  # noqa: E402
+from octopipe.nn.mamba import compiled_mamba2_mix, selective_scan, ssd_scan  # noqa: E402
 from octopipe.nn.moe import Moe  # noqa: E402
 from octopipe.runtime.stage import Stage  # noqa: E402
 
@@ -316,11 +316,11 @@ def test_low_precision_layers_stay_near_float64(dtype):
             _equal(y.double(), reference(x), 0.05 if dtype is torch.bfloat16 else 1e-4)
 
 
-def test_a_compiled_scan_leaves_the_projections_split():
+def test_compiled_mamba2_leaves_the_projections_split():
     torch._dynamo.reset()
     module, x = _layer(MIXERS["mamba2"]), _randn(2, 11, H)
     want = torch.autograd.grad(module(x).sum(), list(module.parameters()))
-    module.scan = torch.compile(ssd_scan, backend="aot_eager", fullgraph=True)
+    module.mix = compiled_mamba2_mix(backend="aot_eager", fullgraph=True)
     run = Stage([module]).forward(x)
     run.backward_input(torch.ones_like(run.outputs))
     assert len(run._queue) == 2

@@ -37,9 +37,7 @@ class Rotary:
 
 
 @without_split
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """Causal attention; `q` [batch, heads, tokens, dim], `k` and `v` with as many heads or a divisor of them.
 
     `window`: each token sees itself and the `window - 1` before it. `sinks`: one logit per head that joins
@@ -50,9 +48,7 @@ def attend(
     if window is not None and tokens > window:
         return _attend_window(q, k, v, window, sinks, scale)
     if sinks is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     # A first key that every query sees, whose logit is the sink through one more entry of each head, and
     # whose value is zero: no mask, so the fast kernels still apply. (8 entries, for their alignment.)
     q, k, v = _with_sink(q, k, v, sinks, scale)
@@ -72,9 +68,7 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> 
     return torch.cat((q, mark), dim=-1), k, F.pad(v, (0, 8, 1, 0))
 
 
-def _attend_window(
-    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float
-) -> Tensor:
+def _attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, scale: float) -> Tensor:
     """Blocks of `window` queries against their own and the previous block of keys: work linear in tokens."""
     batch, heads, tokens, _ = q.shape
     k, v = _repeat(k, heads), _repeat(v, heads)
@@ -118,11 +112,7 @@ class Attention(Residual):
         self.k_norm = nn.RMSNorm(layer.head_dim, eps=eps, **made) if layer.qk_norm else None
         self.sinks = empty(layer.heads, made=made) if layer.sinks else None
         self.head_dim, self.window = layer.head_dim, layer.window
-        self.rotary = (
-            None
-            if layer.rope_theta is None
-            else Rotary(layer.rotary_dim or layer.head_dim, layer.rope_theta)
-        )
+        self.rotary = None if layer.rope_theta is None else Rotary(layer.rotary_dim or layer.head_dim, layer.rope_theta)
 
     def special_init(self, generator: torch.Generator) -> None:
         if self.sinks is not None:

@@ -20,7 +20,7 @@ from octopipe.nn import basic
 from octopipe.nn.attention import Attention, LatentAttention
 from octopipe.nn.delta import GatedDeltaNet
 from octopipe.nn.head import Head
-from octopipe.nn.mamba import LightningAttention, Mamba1, Mamba2, ssd_scan
+from octopipe.nn.mamba import LightningAttention, Mamba1, Mamba2, compiled_mamba2_mix, mamba2_mix
 from octopipe.nn.moe import Moe
 
 _SIMPLE: dict[type, Callable[..., nn.Module]] = {
@@ -46,17 +46,15 @@ def build_layers(
 ) -> list[Callable[[], nn.Module]]:
     """One factory per layer of `spec`.
 
-    `lean_head`: the head leaves the projection to `cross_entropy`. `compile_scans`: Mamba-2's scan goes through
-    `torch.compile` (its projections do not, so they are split all the same).
+    `lean_head`: the head leaves the projection to `cross_entropy`. `compile_scans`: what lies between Mamba-2's
+    projections goes through `torch.compile`; the projections do not, so they are split all the same.
     """
     for i, layer in enumerate(spec.layers):
         _check(spec, i, layer)
     last = spec.layers[-1]
     tied = isinstance(last, layers.Head) and last.tied
-    scan = torch.compile(ssd_scan) if compile_scans else ssd_scan
-    build = partial(
-        _build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head, scan=scan
-    )
+    mix = compiled_mamba2_mix() if compile_scans else mamba2_mix
+    build = partial(_build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head, mix=mix)
     return [partial(build, i) for i in range(spec.num_layers)]
 
 
@@ -91,7 +89,7 @@ def _build(
     device: torch.device,
     seed: int,
     lean: bool,
-    scan: Callable[..., torch.Tensor],
+    mix: Callable[..., torch.Tensor],
 ) -> nn.Module:
     layer = spec.layers[index]
     made: basic.Made = {"dtype": dtype, "device": device}
@@ -107,7 +105,7 @@ def _build(
         module = _SIMPLE[type(layer)](layer, spec.norm_eps, made)
     for part in module.modules():
         if isinstance(part, Mamba2):
-            part.scan = scan
+            part.mix = mix
     with torch.no_grad():
         _start(module, _generator(seed, index, device), spec.num_layers)
         if tied and isinstance(module, Head):  # what layer 0 drew: equal without a message

@@ -89,8 +89,6 @@ class GatedDeltaNet(Residual):
         v = v.reshape(batch, tokens, heads, -1).transpose(1, 2)
         decay = -self.a_log.exp() * F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         beta = beta.to(self.dt_bias.dtype).sigmoid()
-        y = delta_scan(
-            q * layer.key_dim**-0.5, k, v, decay.transpose(1, 2), beta.transpose(1, 2), layer.chunk
-        )
+        y = delta_scan(q * layer.key_dim**-0.5, k, v, decay.transpose(1, 2), beta.transpose(1, 2), layer.chunk)
         y = self.out_norm(y.transpose(1, 2).to(dtype)).flatten(-2)
         return self.out(y * F.silu(gate))

@@ -109,6 +109,4 @@ def cross_entropy(output: LazyLogits | Tensor, target: Tensor, ignore_index: int
         hidden = hidden.to(torch.get_autocast_dtype(device))
     # Blocks of about 256 MiB of full-precision logits.
     block = max(1, (1 << 26) // weight.shape[0])
-    return LeanCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, target.flatten(), ignore_index, block, site_of(weight)
-    )
+    return LeanCrossEntropy.apply(hidden.flatten(0, -2), weight, target.flatten(), ignore_index, block, site_of(weight))

@@ -10,6 +10,7 @@ from one sequence to the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,9 @@ class Decay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sums: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        size = sums.shape[-1]
-        later = torch.ones(size, size, dtype=torch.bool, device=sums.device).triu_(1)
-        out = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_().to(dtype)
+        # Above the diagonal the difference is positive and may overflow; tril drops it whatever it is.
+        # (Nothing in place: compiled by torch 2.11, a saved result that was changed in place is wrong.)
+        out = (sums[..., :, None] - sums[..., None, :]).exp().to(dtype).tril()
         ctx.save_for_backward(out)
         ctx.sums_dtype = sums.dtype
         return out
@@ -42,8 +43,7 @@ class Decay(torch.autograd.Function):
         return g.sum(-1, dtype=ctx.sums_dtype) - g.sum(-2, dtype=ctx.sums_dtype), None
 
 
-@without_split
-def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
+def _ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
     """`y[t] = c[t] @ s[t]` with `s[t] = exp(log_decay[t]) s[t-1] + b[t] x[t]^T`, chunk by chunk.
 
     `x` [batch, tokens, heads, dim], `log_decay` [batch, tokens, heads] (full precision, <= 0), `b` and `c`
@@ -74,10 +74,45 @@ def ssd_scan(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> 
         carry = F.pad(Decay.apply(whole, x.dtype)[:, :, :-1], (0, 0, 1, 0))
         before = (carry @ states.transpose(1, 2)).transpose(1, 2)
         before = before.reshape(batch, n, groups, per * dim, state)
-        carried = (before @ c[:, :, :, 0].mT).view(batch, n, groups, per, dim, chunk)
-        y = torch.addcmul(y, carried.mT, sums.exp().to(x.dtype)[..., None])
+        carried = (c[:, :, :, 0] @ before.mT).view(batch, n, groups, chunk, per, dim).transpose(3, 4)
+        y = torch.addcmul(y, carried, sums.exp().to(x.dtype)[..., None])
     y = y.permute(0, 1, 4, 2, 3, 5).reshape(batch, tokens + pad, heads, dim)
     return y[:, :tokens] if pad else y
+
+
+ssd_scan = without_split(_ssd_scan)
+
+
+@without_split
+def mamba2_mix(
+    layer: spec.Mamba2,
+    eps: float,
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor,
+    dt_bias: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    gate_norm: Tensor,
+) -> Tensor:
+    """Everything between the two projections, which hold all weight matrices."""
+    batch, tokens, _ = projected.shape
+    gate, mixed, dt = projected.split((layer.inner, layer.conv_width, layer.heads), dim=-1)
+    mixed = F.silu(causal_conv(mixed, conv_weight, conv_bias))
+    bc = layer.groups * layer.state
+    x, b, c = mixed.split((layer.inner, bc, bc), dim=-1)
+    x = x.view(batch, tokens, layer.heads, layer.head_dim)
+    b, c = (t.view(batch, tokens, layer.groups, layer.state) for t in (b, c))
+    dt = F.softplus(dt.to(dt_bias.dtype) + dt_bias)
+    y = _ssd_scan(x * dt.to(x.dtype)[..., None], dt * -a_log.exp(), b, c, layer.chunk)
+    y = torch.addcmul(y, x, d.to(x.dtype)[:, None]).reshape(batch, tokens, layer.inner)
+    y = (y * F.silu(gate)).view(batch, tokens, layer.groups, -1)
+    return F.rms_norm(y, y.shape[-1:], eps=eps).flatten(-2) * gate_norm
+
+
+def compiled_mamba2_mix(**options: Any) -> Callable[..., Tensor]:
+    """`mamba2_mix` through `torch.compile`, for fixed shapes."""
+    return torch.compile(mamba2_mix.__wrapped__, dynamic=False, **options)  # type: ignore[attr-defined]
 
 
 class Mamba2(Residual):
@@ -87,8 +122,8 @@ class Mamba2(Residual):
         super().__init__(layer.hidden, eps, made)
         wide = at_least_float32(made)
         self.layer, self.eps = layer, eps
-        self.scan: Callable[..., Tensor] = ssd_scan
-        """May be replaced by `torch.compile(ssd_scan)`: half the time on a GPU."""
+        self.mix: Callable[..., Tensor] = mamba2_mix
+        """May be replaced by `compiled_mamba2_mix()`, which is faster on a GPU."""
         self.proj = nn.Linear(layer.hidden, layer.projection_width, bias=False, **made)
         self.conv_weight = empty(layer.conv_width, layer.conv, made=made)
         self.conv_bias = empty(layer.conv_width, made=made)
@@ -107,23 +142,8 @@ class Mamba2(Residual):
         self.gate_norm.fill_(1)
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.out(self._mix(self.proj(x)))
-
-    @without_split
-    def _mix(self, projected: Tensor) -> Tensor:
-        layer = self.layer
-        batch, tokens, _ = projected.shape
-        gate, mixed, dt = projected.split((layer.inner, layer.conv_width, layer.heads), dim=-1)
-        mixed = F.silu(causal_conv(mixed, self.conv_weight, self.conv_bias))
-        bc = layer.groups * layer.state
-        x, b, c = mixed.split((layer.inner, bc, bc), dim=-1)
-        x = x.view(batch, tokens, layer.heads, layer.head_dim)
-        b, c = (t.view(batch, tokens, layer.groups, layer.state) for t in (b, c))
-        dt = F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
-        y = self.scan(x * dt.to(x.dtype)[..., None], dt * -self.a_log.exp(), b, c, layer.chunk)
-        y = torch.addcmul(y, x, self.d.to(x.dtype)[:, None]).reshape(batch, tokens, layer.inner)
-        y = (y * F.silu(gate)).view(batch, tokens, layer.groups, -1)
-        return F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.gate_norm
+        small = self.conv_weight, self.conv_bias, self.dt_bias, self.a_log, self.d, self.gate_norm
+        return self.out(self.mix(self.layer, self.eps, self.proj(x), *small))
 
 
 class LightningAttention(Residual):
@@ -174,9 +194,7 @@ def _advance(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 @without_split
-def selective_scan(
-    u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, block: int | None = None
-) -> Tensor:
+def selective_scan(u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, *, block: int | None = None) -> Tensor:
     """Mamba-1's recurrence over [batch, tokens, channels] with `a` [channels, state] and `b`, `c` per token.
 
     Chunks of about the square root of the length keep the number of steps small; channels go in blocks that

@@ -1,17 +1,17 @@
 """The weight-gradient split: input gradients now, weight-gradient GEMMs when asked.
 
-Knows: which torch calls multiply by a parameter, how to run such a call so that its backward hands back the
-input gradient at once and leaves the weight gradient in a `WeightQueue`, and how a queued gradient is added
-to `.grad`. Does not know: stages, micro-batches or plans (`stage.py`), nor any module class: it looks at
-function calls, so plain `nn.Linear`, `F.linear`, `x @ w`, `addmm`, `bmm`, `torch._grouped_mm` and
-`F.embedding` inside anybody's module are all split alike.
+Knows: which torch calls multiply by a parameter, and to run such a call as a function whose backward hands
+back the input gradient at once and leaves the weight gradient in a `WeightQueue`. Does not know: how that
+gradient is computed and added (`wgrad_ops.py`), stages, micro-batches or plans (`stage.py`), nor any module
+class: it looks at function calls, so `nn.Linear`, `F.linear`, `x @ w`, `addmm`, `bmm`, `torch._grouped_mm`
+and `F.embedding` inside anybody's module are all split alike.
 
-How. `SplitMode` is a `TorchFunctionMode` that is active while a stage runs forward (and backward, because
-activation checkpointing re-runs forwards there). A call whose weight is a plain trainable parameter, or a
-view or a cast of one, goes through an `autograd.Function`; every other call is left alone and then its whole
-backward happens with the input gradient. Left alone are: frozen weights, computed weights (weight norm),
-tensor subclasses (DTensor, so TP and FSDP2 modules), parameters with gradient hooks (DDP), anything inside
-`torch.compile` or a functorch transform.
+How. `SplitMode` is a `TorchFunctionMode` that is active while a stage runs forward (and backward where
+activation checkpointing re-runs forwards). A call whose weight is a plain trainable parameter, or a view or
+a cast of one, is split; every other call is left alone, and its whole backward happens with the input
+gradient. Left alone are: frozen weights, computed weights (weight norm), tensor subclasses (DTensor, so TP
+and FSDP2 modules), parameters with gradient hooks (DDP), calls made inside torch's own Python functions
+(`nn.MultiheadAttention`), anything inside `torch.compile` or a functorch transform.
 
     queue = WeightQueue()
     with SplitMode(module.parameters(), queue):
@@ -29,11 +29,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-# A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
-Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
+from octopipe.runtime.wgrad_ops import (
+    Batched,
+    Embedding,
+    Grouped,
+    Layout,
+    Linear,
+    WeightQueue,
+    WeightSite,
+    add_product,
+)
+
+__all__ = ["SplitMode", "WeightQueue", "WeightSite", "add_product", "site_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _VIEW_NODES = frozenset(
@@ -46,222 +55,10 @@ _VIEW_NODES = frozenset(
 )  # fmt: skip
 
 
-class WeightQueue:
-    """Weight gradients still owed. With `defer` off they are computed the moment they are added.
-
-    `reruns` says whether backward will run forwards again (activation checkpointing was seen): then the mode
-    must be active there, too, so that the second forward meets the same functions as the first.
-    """
-
-    __slots__ = ("_items", "defer", "reruns")
-
-    def __init__(self) -> None:
-        self.defer = self.reruns = False
-        self._items: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-
-    def add(self, kernel: Callable[..., None], *args: Any) -> None:
-        """Queue `kernel(*args)`, a function that adds one gradient into `.grad`."""
-        if self.defer:
-            self._items.append((kernel, args))
-        else:
-            kernel(*args)
-
-    def run(self) -> None:
-        """Compute everything queued, oldest first, letting go of each operand as soon as it is used."""
-        if not self._items:
-            return
-        items, self._items = self._items, []
-        items.reverse()
-        with torch.no_grad():
-            while items:
-                kernel, args = items.pop()
-                kernel(*args)
-                del args
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def tensors(self) -> list[Tensor]:
-        """The GEMM operands that are alive only because W has not run yet."""
-        return [
-            a
-            for _, args in self._items
-            for a in args
-            if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter)
-        ]
-
-
-class WeightSite:
-    """Where one use of a weight leaves its gradient: the queue, the parameter, and the view of it."""
-
-    __slots__ = ("layout", "param", "queue")
-
-    def __init__(self, queue: WeightQueue, param: Tensor, layout: Layout):
-        self.queue, self.param, self.layout = queue, param, layout
-
-
-# --- adding into .grad -----------------------------------------------------------------------------------
-
-
-def _grad_view(param: Tensor, layout: Layout) -> Tensor:
-    """The part of `param.grad` (made if missing) that the view described by `layout` covers."""
-    grad = param.grad
-    if grad is None:
-        grad = param.grad = torch.zeros_like(param)
-    if layout is None:
-        return grad
-    if grad.stride() != param.stride():
-        grad = param.grad = torch.empty_like(param).copy_(grad)
-    return grad.as_strided(layout[0], layout[1], grad.storage_offset() + layout[2])
-
-
-def _is_transpose(param: Tensor, layout: Layout) -> bool:
-    """Whether the view is the whole parameter with its last two dimensions swapped."""
-    return (
-        layout is not None
-        and layout[2] == 0
-        and param.ndim == len(layout[0])
-        and layout[1] == param.mT.stride()
-        and layout[0] == tuple(param.mT.shape)
-    )
-
-
-def add_product(param: Tensor, layout: Layout, a: Tensor, b: Tensor) -> None:
-    """`.grad` of the view += a.mT @ b, for matrices (any leading shape is flattened) or equal batches.
-
-    The sum is fused into the GEMM where the dtypes allow: one rounding, and no pass over a temporary.
-    """
-    if len(layout[0] if layout else param.shape) == 2:
-        a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    if param.grad is None and (layout is None or _is_transpose(param, layout)):
-        product = a.mT @ b if layout is None else b.mT @ a
-        param.grad = product.to(param.dtype)
-        return
-    view = _grad_view(param, layout)
-    if view.dtype != a.dtype:
-        view.add_(a.mT @ b)
-    elif a.ndim == 2:
-        view.addmm_(a.mT, b)
-    else:
-        view.baddbmm_(a.mT, b)
-
-
-def _add_grouped(param: Tensor, layout: Layout, x: Tensor, g: Tensor, offs: Tensor) -> None:
-    """One product per group of rows: `.grad[e] += x[rows of e].T @ g[rows of e]`."""
-    flip = _is_transpose(param, layout)
-    a, b = (g, x) if flip else (x, g)
-    product = torch._grouped_mm(a.mT, b, offs=offs)
-    if param.grad is None and (layout is None or flip):
-        param.grad = product.to(param.dtype)
-    else:
-        _grad_view(param, layout).add_(product.mT if flip else product)
-
-
-def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
-    """The embedding's gradient: rows of `g` added where `ids` points (deterministic on CUDA)."""
-    rows = torch.ops.aten.embedding_dense_backward(g, ids, param.shape[0], padding_idx, False)
-    if param.grad is None:
-        param.grad = rows.to(param.dtype)
-    else:
-        param.grad.add_(rows)
-
-
-# --- the split functions ---------------------------------------------------------------------------------
-# Each takes the weight as an input, so that its output requires grad even when nothing else does, and
-# returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
-# checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
-_mode_off = torch._C.DisableTorchFunction
-
-
 def _saved_tensor_hooks() -> object:
     """Hooks on what autograd saves, which checkpointing works by; not None where torch cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return True if top is None else top(True)
-
-
-class _Linear(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
-        w = weight if computed is None else computed
-        ctx.save_for_backward(x, w)
-        ctx.site = site
-        return F.linear(x, w, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        needs, site = ctx.needs_input_grad, ctx.site
-        with _mode_off():
-            gx = g @ w if needs[0] else None
-            gb = g.reshape(-1, g.shape[-1]).sum(0) if needs[2] else None
-            # F.linear's weight is [out, in], so its gradient is g.mT @ x.
-            site.queue.add(add_product, site.param, site.layout, g, x)
-        return gx, None, gb, None, None
-
-
-class _Batched(Function):
-    """`a @ b` (+ `bias`) where one side is a weight and both are matrices or equal batches of them."""
-
-    @staticmethod
-    def forward(ctx, a, b, bias, site, left, computed):  # type: ignore[override]
-        if computed is not None:
-            a, b = (computed, b) if left else (a, computed)
-        ctx.save_for_backward(a, b)
-        ctx.site, ctx.left, ctx.bias_shape = site, left, None if bias is None else bias.shape
-        if bias is None:
-            return torch.matmul(a, b)
-        return torch.addmm(bias, a, b) if a.ndim == 2 else torch.baddbmm(bias, a, b)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        a, b = ctx.saved_tensors
-        needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
-        with _mode_off():
-            ga = g @ b.mT if needs[0] and not left else None
-            gb = a.mT @ g if needs[1] and left else None
-            gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
-            if left:
-                site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
-            else:
-                site.queue.add(add_product, site.param, site.layout, a, g)
-        return ga, gb, gbias, None, None, None
-
-
-class _Grouped(Function):
-    @staticmethod
-    def forward(ctx, x, w, offs, site):  # type: ignore[override]
-        ctx.save_for_backward(x, w, offs)
-        ctx.site = site
-        return torch._grouped_mm(x, w, offs=offs)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        x, w, offs = ctx.saved_tensors
-        site = ctx.site
-        with _mode_off():
-            if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
-                g = g.contiguous()
-            gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
-            site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
-        return gx, None, None, None
-
-
-class _Embedding(Function):
-    @staticmethod
-    def forward(ctx, ids, weight, padding_idx, site):  # type: ignore[override]
-        ctx.save_for_backward(ids)
-        ctx.site, ctx.padding_idx = site, padding_idx
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        (ids,) = ctx.saved_tensors
-        with _mode_off():
-            ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
-        return None, None, None, None
-
-
-# --- the interception ------------------------------------------------------------------------------------
 
 
 class SplitMode(TorchFunctionMode):
@@ -379,7 +176,7 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
     if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0:
         return None
     input, computed = mode.autocast(input, weight, site)
-    return _Linear.apply(input, weight, bias, site, computed)
+    return Linear.apply(input, weight, bias, site, computed)
 
 
 def _matmul(mode: SplitMode, input: Tensor, other: Tensor, **more: Any) -> Tensor | None:
@@ -414,7 +211,7 @@ def _batched(mode: SplitMode, a: Tensor, b: Tensor, bias: Tensor | None) -> Tens
         a, computed = mode.autocast(a, b, site)
     if bias is not None and bias.dtype != (b if left else a).dtype:
         bias = bias.to((b if left else a).dtype)
-    return _Batched.apply(a, b, bias, site, left, computed)
+    return Batched.apply(a, b, bias, site, left, computed)
 
 
 def _mm(mode: SplitMode, input: Tensor, mat2: Tensor, **more: Any) -> Tensor | None:
@@ -442,7 +239,7 @@ def _grouped(mode: SplitMode, input: Tensor, mat2: Tensor, offs: Any = None, **m
     site = mode.site(mat2)
     if site is None or type(input) not in _PLAIN:
         return None
-    return _Grouped.apply(input, mat2, offs, site)
+    return Grouped.apply(input, mat2, offs, site)
 
 
 def _embedding(
@@ -464,7 +261,7 @@ def _embedding(
         padding_idx = -1
     elif padding_idx < 0:
         padding_idx += weight.shape[0]
-    return _Embedding.apply(input, weight, padding_idx, site)
+    return Embedding.apply(input, weight, padding_idx, site)
 
 
 _HANDLERS: dict[Any, Callable[..., Tensor | None]] = {

@@ -1,0 +1,228 @@
+"""What the weight-gradient split runs: the queue, the functions that fill it, the kernels that empty it.
+
+Knows: `autograd.Function`s whose backward returns the input gradient and queues the weight gradient, and how
+a queued gradient is added to `.grad` of a parameter or of a view of one. Does not know: which calls of a
+module go through them (`wgrad.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+# A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
+Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+class WeightQueue:
+    """Weight gradients still owed. With `defer` off they are computed the moment they are added.
+
+    `reruns` says whether backward will run forwards again (activation checkpointing was seen): then the mode
+    must be active there, too, so that the second forward meets the same functions as the first.
+    """
+
+    __slots__ = ("_items", "defer", "reruns")
+
+    def __init__(self) -> None:
+        self.defer = self.reruns = False
+        self._items: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def add(self, kernel: Callable[..., None], *args: Any) -> None:
+        """Queue `kernel(*args)`, a function that adds one gradient into `.grad`."""
+        if self.defer:
+            self._items.append((kernel, args))
+        else:
+            kernel(*args)
+
+    def run(self) -> None:
+        """Compute everything queued, oldest first, letting go of each operand as soon as it is used."""
+        if not self._items:
+            return
+        items, self._items = self._items, []
+        items.reverse()
+        with torch.no_grad():
+            while items:
+                kernel, args = items.pop()
+                kernel(*args)
+                del args
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def tensors(self) -> list[Tensor]:
+        """The GEMM operands that are alive only because W has not run yet."""
+        return [
+            a
+            for _, args in self._items
+            for a in args
+            if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter)
+        ]
+
+
+class WeightSite:
+    """Where one use of a weight leaves its gradient: the queue, the parameter, and the view of it."""
+
+    __slots__ = ("layout", "param", "queue")
+
+    def __init__(self, queue: WeightQueue, param: Tensor, layout: Layout):
+        self.queue, self.param, self.layout = queue, param, layout
+
+
+# --- adding into .grad -----------------------------------------------------------------------------------
+
+
+def _grad_view(param: Tensor, layout: Layout) -> Tensor:
+    """The part of `param.grad` (made if missing) that the view described by `layout` covers."""
+    grad = param.grad
+    if grad is None:
+        grad = param.grad = torch.zeros_like(param)
+    if layout is None:
+        return grad
+    if grad.stride() != param.stride():
+        grad = param.grad = torch.empty_like(param).copy_(grad)
+    return grad.as_strided(layout[0], layout[1], grad.storage_offset() + layout[2])
+
+
+def _is_transpose(param: Tensor, layout: Layout) -> bool:
+    """Whether the view is the whole parameter with its last two dimensions swapped."""
+    return (
+        layout is not None
+        and layout[2] == 0
+        and param.ndim == len(layout[0])
+        and layout[1] == param.mT.stride()
+        and layout[0] == tuple(param.mT.shape)
+    )
+
+
+def add_product(param: Tensor, layout: Layout, a: Tensor, b: Tensor) -> None:
+    """`.grad` of the view += a.mT @ b, for matrices (any leading shape is flattened) or equal batches.
+
+    The sum is fused into the GEMM where the dtypes allow: one rounding, and no pass over a temporary.
+    """
+    if len(layout[0] if layout else param.shape) == 2:
+        a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    if param.grad is None and (layout is None or _is_transpose(param, layout)):
+        product = a.mT @ b if layout is None else b.mT @ a
+        param.grad = product.to(param.dtype)
+        return
+    view = _grad_view(param, layout)
+    if view.dtype != a.dtype:
+        view.add_(a.mT @ b)
+    elif a.ndim == 2:
+        view.addmm_(a.mT, b)
+    else:
+        view.baddbmm_(a.mT, b)
+
+
+def _add_grouped(param: Tensor, layout: Layout, x: Tensor, g: Tensor, offs: Tensor) -> None:
+    """One product per group of rows: `.grad[e] += x[rows of e].T @ g[rows of e]`."""
+    flip = _is_transpose(param, layout)
+    a, b = (g, x) if flip else (x, g)
+    product = torch._grouped_mm(a.mT, b, offs=offs)
+    if param.grad is None and (layout is None or flip):
+        param.grad = product.to(param.dtype)
+    else:
+        _grad_view(param, layout).add_(product.mT if flip else product)
+
+
+def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
+    """The embedding's gradient: rows of `g` added where `ids` points (deterministic on CUDA)."""
+    rows = torch.ops.aten.embedding_dense_backward(g, ids, param.shape[0], padding_idx, False)
+    if param.grad is None:
+        param.grad = rows.to(param.dtype)
+    else:
+        param.grad.add_(rows)
+
+
+# --- the split functions ---------------------------------------------------------------------------------
+# Each takes the weight as an input, so that its output requires grad even when nothing else does, and
+# returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
+# checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
+_mode_off = torch._C.DisableTorchFunction
+
+
+class Linear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
+        w = weight if computed is None else computed
+        ctx.save_for_backward(x, w)
+        ctx.site = site
+        return F.linear(x, w, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        needs, site = ctx.needs_input_grad, ctx.site
+        with _mode_off():
+            gx = g @ w if needs[0] else None
+            gb = g.reshape(-1, g.shape[-1]).sum(0) if needs[2] else None
+            # F.linear's weight is [out, in], so its gradient is g.mT @ x.
+            site.queue.add(add_product, site.param, site.layout, g, x)
+        return gx, None, gb, None, None
+
+
+class Batched(Function):
+    """`a @ b` (+ `bias`) where one side is a weight and both are matrices or equal batches of them."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, site, left, computed):  # type: ignore[override]
+        if computed is not None:
+            a, b = (computed, b) if left else (a, computed)
+        ctx.save_for_backward(a, b)
+        ctx.site, ctx.left, ctx.bias_shape = site, left, None if bias is None else bias.shape
+        if bias is None:
+            return torch.matmul(a, b)
+        return torch.addmm(bias, a, b) if a.ndim == 2 else torch.baddbmm(bias, a, b)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
+        with _mode_off():
+            ga = g @ b.mT if needs[0] and not left else None
+            gb = a.mT @ g if needs[1] and left else None
+            gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
+            if left:
+                site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
+            else:
+                site.queue.add(add_product, site.param, site.layout, a, g)
+        return ga, gb, gbias, None, None, None
+
+
+class Grouped(Function):
+    @staticmethod
+    def forward(ctx, x, w, offs, site):  # type: ignore[override]
+        ctx.save_for_backward(x, w, offs)
+        ctx.site = site
+        return torch._grouped_mm(x, w, offs=offs)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        x, w, offs = ctx.saved_tensors
+        site = ctx.site
+        with _mode_off():
+            if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
+                g = g.contiguous()
+            gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
+            site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
+        return gx, None, None, None
+
+
+class Embedding(Function):
+    @staticmethod
+    def forward(ctx, ids, weight, padding_idx, site):  # type: ignore[override]
+        ctx.save_for_backward(ids)
+        ctx.site, ctx.padding_idx = site, padding_idx
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        with _mode_off():
+            ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
+        return None, None, None, None
