@@ -50,9 +50,10 @@ class Result:
     bubble_ratio: float = float("nan")
     makespan_ms: float = float("nan")
     span_ms: float = float("nan")
-    peak_memory_gib: float = float("nan")
+    peak_memory_gib: tuple[float, ...] = ()
+    """Per rank, as in every verb's JSON."""
+    max_memory_gib: float = float("nan")
     """Of the fullest rank."""
-    peak_memory_gib_per_rank: tuple[float, ...] = ()
     fits: bool = False
     communications: int = 0
     overlapped: int = 0
@@ -182,8 +183,8 @@ class _Task:
             bubble_ratio=timeline.bubble_ratio,
             makespan_ms=timeline.makespan_ms,
             span_ms=timeline.span_ms,
-            peak_memory_gib=float(peaks.max()) / GIB,
-            peak_memory_gib_per_rank=tuple((peaks / GIB).tolist()),
+            peak_memory_gib=tuple((peaks / GIB).tolist()),
+            max_memory_gib=float(peaks.max()) / GIB,
             fits=bool(np.all(peaks <= capacity * (1 + 1e-12) + 1.0)),
             communications=overlap.communications,
             overlapped=overlap.overlapped,

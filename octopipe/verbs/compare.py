@@ -117,7 +117,7 @@ def show(result: Comparison) -> None:
     if ran:
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("system", no_wrap=True, style="cyan", min_width=13)
-        memory = any(r.peak_memory_gib > 0 for r in ran)
+        memory = any(r.max_memory_gib > 0 for r in ran)
         titles = ["step ms", "speed-up", "bubble", *(["peak GiB", "fits"] if memory else []), "comms", "hidden"]
         for title in titles:
             table.add_column(title, justify="center" if title == "fits" else "right", no_wrap=True)
@@ -143,7 +143,7 @@ def _cells(r: Result, memory: bool) -> list[str]:
     speedup = "" if r.speedup is None else f"{r.speedup:.2f}x"
     held = []
     if memory:
-        held = [f"{r.peak_memory_gib:.1f}", "[green]✓[/]" if r.fits else "[bold red]✗[/]"]
+        held = [f"{r.max_memory_gib:.1f}", "[green]✓[/]" if r.fits else "[bold red]✗[/]"]
     return [
         f"{r.step_ms:.1f}",
         f"[bold]{speedup}[/]" if r.speedup and r.speedup > 1.0005 else speedup,

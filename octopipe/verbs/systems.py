@@ -37,16 +37,15 @@ def _list(args: argparse.Namespace) -> int:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("name", no_wrap=True, style="cyan")
-    table.add_column("paper", overflow="ellipsis", no_wrap=True)
-    for phase in PHASES:
-        table.add_column(phase.removesuffix("ing").replace("schedul", "schedule"), justify="center", no_wrap=True)
-    table.add_column("needs", style="dim", overflow="fold")
+    table.add_column("P A S", no_wrap=True)
+    table.add_column("paper", overflow="ellipsis", no_wrap=True, max_width=26)
+    table.add_column("needs", style="dim", min_width=20)
     for s in sorted(known, key=lambda s: s.year):
         paper = s.paper if str(s.year) in s.paper else f"{s.paper}, {s.year}"
-        table.add_row(s.name, paper, *("●" if phase in s.tunes else "" for phase in PHASES), s.constraint)
+        table.add_row(s.name, " ".join("●" if phase in s.tunes else "·" for phase in PHASES), paper, s.constraint)
     out = console()
     out.print(table)
-    out.print("\n● what the system decides by search or by design; the rest is even, in order, 1F1B.", style="dim")
+    out.print("\n● what the system decides: Partition, plAcement, Schedule; the rest is even, in order, 1F1B.", style="dim")
     out.print("`octopipe compare MODEL --pp N` runs them all; --check holds them to their papers.", style="dim")
     return 0
 
