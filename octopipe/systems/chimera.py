@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     title="Chimera",
     paper="Li and Hoefler, SC 2021",
     year=2021,
-    tunes=("placement", "scheduling"),
+    tunes=("placement",),
     constraint="even pp; weights held twice",
 )
 def chimera(setting: Setting) -> Plan:

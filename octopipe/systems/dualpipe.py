@@ -33,7 +33,7 @@ Block = tuple[Op, ...]
     title="DualPipe",
     paper="DeepSeek-AI, 2024",
     year=2024,
-    tunes=("placement", "scheduling"),
+    tunes=("placement",),
     constraint="even pp, even micro-batches >= 2 pp; weights held twice",
 )
 def dualpipe(setting: Setting) -> Plan:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     title="DualPipeV",
     paper="DeepSeek-AI, 2025",
     year=2025,
-    tunes=("placement", "scheduling"),
+    tunes=("placement",),
     constraint="micro-batches >= 2 pp; at least 2 layers a rank",
 )
 def dualpipe_v(setting: Setting) -> Plan:

@@ -31,7 +31,7 @@ MOST_WAVES = 4
     title="Hanayo",
     paper="Liu et al., SC 2023",
     year=2023,
-    tunes=("placement", "scheduling"),
+    tunes=("placement",),
     constraint="at least 2 layers a rank",
 )
 def hanayo(setting: Setting) -> Plan:
