@@ -181,18 +181,21 @@ def _after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, 
     weights = (spans.kind == W) | (spans.kind == B)
     np.maximum.at(done, spans.stage[weights], spans.end_ms[weights])
     replicas = plan.replicas()
+    # A replicated stage is ready when all its copies are; sorting by that gives every holder the same order.
+    ready_at = done.copy()
+    for s, stage in enumerate(plan.stages if replicas else ()):
+        twins = [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
+        ready_at[s] = done[twins].max()
     extras = []
     for rank in range(plan.num_ranks):
         clock = 0.0
-        mine = sorted(plan.stages_of_rank(rank), key=lambda s: done[s])
+        mine = sorted(plan.stages_of_rank(rank), key=lambda s: (ready_at[s], plan.stages[s].first))
         for s in mine:
             stage = plan.stages[s]
             nbytes = float(costs.gradient_bytes[stage.first : stage.stop].sum())
             holders = replicas.get(stage.first, (rank,))
-            ready, took = done[s], 0.0
+            ready, took = ready_at[s], 0.0
             if len(holders) > 1:
-                twins = [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
-                ready = max(done[k] for k in twins)
                 other = next(h for h in holders if h != rank)
                 took += _all_reduce_ms(nbytes, len(holders), costs.network.link(rank, other))
             took += _all_reduce_ms(nbytes, costs.data_parallel, costs.reduction)
