@@ -105,6 +105,12 @@ def micro_batches_from(args: argparse.Namespace) -> int:
     return args.micro_batches or 2 * args.pp
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `2 micro-batches`."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def print_json(value: Any) -> None:
     """One JSON object on stdout; numbers that are not finite become null."""
     import msgspec

@@ -13,6 +13,7 @@ from octopipe.verbs.common import (
     add_setting_arguments,
     console,
     costs_from,
+    counted,
     micro_batches_from,
     non_negative,
     print_json,
@@ -61,12 +62,14 @@ def run(args: argparse.Namespace) -> int:
         "stages": len(plan.stages),
         "channel": args.channel,
         **timeline.summary(),
-        "lower_bound_ms": lower_bound_ms(costs, plan.num_ranks, plan.num_micro_batches),
+        # A bound that is met exactly may come out a rounding error above.
+        "lower_bound_ms": min(lower_bound_ms(costs, plan.num_ranks, plan.num_micro_batches), timeline.step_ms),
         "tokens_per_gpu_per_second": tokens_per_gpu_per_second(costs, plan, timeline.step_ms),
     }
     if args.jitter is not None:
         runs = max(1000, costs.data_parallel)
-        samples = jitter_ms(program, costs, sigma=args.jitter, runs=runs)
+        after = timeline.step_ms - timeline.makespan_ms
+        samples = jitter_ms(program, costs, sigma=args.jitter, runs=runs) + after
         numbers["jitter"] = {
             "sigma": args.jitter,
             "mean_ms": float(samples.mean()),
@@ -138,7 +141,8 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
     speed = numbers["tokens_per_gpu_per_second"]
     overlap = timeline.overlap
     facts = [
-        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.num_micro_batches} micro-batches",
+        f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, "
+        f"{counted(plan.num_micro_batches, 'micro-batch')}",
         f"lower bound {bound:.1f} ms ({100 * (timeline.step_ms / bound - 1):.1f} % above it)" if bound > 0 else "",
         f"{speed:.0f} tokens/GPU/s" if speed else "",
         f"{overlap.communications} communications, {100 * overlap.rate:.0f} % overlapped",
