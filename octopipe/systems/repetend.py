@@ -108,6 +108,13 @@ class Blocks:
             out[block.rank] += block.span
         return out
 
+    def waits_for(self) -> list[list[tuple[int, int]]]:
+        """Per block: what it waits for, with the transfer in between."""
+        out: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
+        for a, b, transfer in self.edges:
+            out[b].append((a, transfer))
+        return out
+
     def on_rank(self, rank: int) -> list[int]:
         return [i for i, block in enumerate(self.blocks) if block.rank == rank]
 
@@ -168,24 +175,21 @@ def packed(blocks: Blocks, reversed_ranks: Sequence[int]) -> Repetend:
         for i in reversed(mine) if rank in reversed_ranks else mine:
             begin[i] = clock
             clock += blocks.blocks[i].span
-    flat = list(begin)
-    before: dict[int, list[tuple[int, int]]] = {}
-    for a, b, transfer in blocks.edges:
-        before.setdefault(b, []).append((a, transfer))
+    flat, before = list(begin), blocks.waits_for()
     for i in range(len(flat)):  # blocks stand in dependency order
-        need = max((flat[a] + blocks.blocks[a].span + t for a, t in before.get(i, [])), default=begin[i])
+        need = max((flat[a] + blocks.blocks[a].span + t for a, t in before[i]), default=begin[i])
         flat[i] += period * max(0, -((begin[i] - need) // period))
     return Repetend(of=blocks, period=period, flat=tuple(flat))
 
 
 def serial(blocks: Blocks) -> Repetend:
     """One micro-batch after another: the least memory there is."""
-    flat = [0] * len(blocks.blocks)
-    for a, b, transfer in blocks.edges:
-        flat[b] = max(flat[b], flat[a] + blocks.blocks[a].span + transfer)
-    for i in range(1, len(flat)):  # on one rank blocks take turns, as they stand in the chain
-        mine = [k for k in blocks.on_rank(blocks.blocks[i].rank) if k < i]
-        flat[i] = max([flat[i], *(flat[k] + blocks.blocks[k].span for k in mine)])
+    before, free = blocks.waits_for(), [0] * blocks.num_ranks
+    flat: list[int] = []
+    for i, block in enumerate(blocks.blocks):  # blocks stand in dependency order
+        arrived = [flat[a] + blocks.blocks[a].span + transfer for a, transfer in before[i]]
+        flat.append(max([free[block.rank], *arrived]))
+        free[block.rank] = flat[i] + block.span
     return Repetend(of=blocks, period=max(f + b.span for f, b in zip(flat, blocks.blocks)), flat=tuple(flat))
 
 
@@ -204,14 +208,12 @@ def packed_tightly(blocks: Blocks, period: int) -> Repetend:
 
 def _first_fit(blocks: Blocks, period: int, seed: int) -> list[int] | None:
     draw = np.random.default_rng(seed)
-    before: dict[int, list[tuple[int, int]]] = {}
-    for a, b, transfer in blocks.edges:
-        before.setdefault(b, []).append((a, transfer))
+    before = blocks.waits_for()
     left = [sorted(blocks.blocks[i].span for i in blocks.on_rank(r)) for r in range(blocks.num_ranks)]
     taken: list[list[tuple[int, int]]] = [[] for _ in range(blocks.num_ranks)]
     flat: list[int] = []
     for i, block in enumerate(blocks.blocks):
-        ready = max((flat[a] + blocks.blocks[a].span + t for a, t in before.get(i, [])), default=0)
+        ready = max((flat[a] + blocks.blocks[a].span + t for a, t in before[i]), default=0)
         left[block.rank].remove(block.span)
         starts = [ready]
         for begin, end in taken[block.rank]:

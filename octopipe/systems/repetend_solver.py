@@ -151,9 +151,7 @@ def _repeated(
 
 def _replay(blocks: Blocks, order: Sequence[Sequence[tuple[int, int]]]) -> dict[tuple[int, int], int]:
     """Earliest starts of the orders, in units."""
-    before: dict[int, list[tuple[int, int]]] = {}
-    for a, b, transfer in blocks.edges:
-        before.setdefault(b, []).append((a, transfer))
+    before = blocks.waits_for()
     start: dict[tuple[int, int], int] = {}
     head, clock = [0] * len(order), [0] * len(order)
     left = sum(map(len, order))
@@ -161,7 +159,7 @@ def _replay(blocks: Blocks, order: Sequence[Sequence[tuple[int, int]]]) -> dict[
         for rank, row in enumerate(order):
             while head[rank] < len(row):
                 i, n = row[head[rank]]
-                needed = before.get(i, [])
+                needed = before[i]
                 if any((a, n) not in start for a, _ in needed):
                     break
                 arrived = [start[a, n] + blocks.blocks[a].span + transfer for a, transfer in needed]

@@ -45,7 +45,7 @@ PAPER = "Lin et al., HPCA 2024"
     title="Tessel",
     paper=PAPER,
     year=2024,
-    tunes=("placement", "scheduling"),
+    tunes=("scheduling",),
     constraint="needs OR-tools (the exact extra)",
 )
 def tessel(setting: Setting) -> Plan:
@@ -83,7 +83,7 @@ def tessel(setting: Setting) -> Plan:
     title="Tessel (fast mode)",
     paper=PAPER,
     year=2024,
-    tunes=("placement", "scheduling"),
+    tunes=("scheduling",),
 )
 def tessel_fast(setting: Setting) -> Plan:
     """Option `split` (False: backward whole)."""
