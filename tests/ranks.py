@@ -61,7 +61,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args))
 
-    def results(self, timeout_s: float = 25.0) -> list[tuple[bool, Any]]:
+    def results(self, timeout_s: float = 100.0) -> list[tuple[bool, Any]]:
         """(worked, result or error text) of every rank; a dead rank's is (False, "dead")."""
         out: list[tuple[bool, Any]] = []
         for pipe in self._pipes:

@@ -145,7 +145,7 @@ class Executor:
         take_forward, take_gradient, release = transport.take_forward, transport.take_gradient, transport.release
         autocast = self._autocast or nullcontext
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark = recorder.mark
+        mark, ordered = recorder.mark, transport.ordered
         base_seed, replica = self._seed, self._replica
         for ins in self.program.steps:
             self.at = ins
@@ -153,7 +153,7 @@ class Executor:
             if code == RECEIVE:
                 assert slot is not None
                 # A gradient's form is that of the output it answers: wait with posting until that is sent.
-                if slot.forward or cell.sent is not None:
+                if slot.forward or cell.sent is not None or ordered:
                     transport.post(slot)
                 else:
                     slot.deferred = True

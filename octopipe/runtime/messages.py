@@ -21,7 +21,7 @@ from octopipe.runtime.stage import flatten, rebuild
 
 HEAD_BYTES = 4096
 """Room for a header and what rides inside it."""
-_FIXED = 32
+FIXED_BYTES = 32
 """Length of the description, bytes that ride along, and the description's digest."""
 
 
@@ -38,7 +38,10 @@ class Leaf(NamedTuple):
 class Spec:
     """The form of a value: its nesting and its tensors. Equal forms share one object on each rank."""
 
-    __slots__ = ("bare", "constants", "header", "inline", "leaves", "nbytes", "offset", "skeleton", "text", "wanted")
+    __slots__ = (
+        "bare", "constants", "header", "inline", "leaves", "long", "message_bytes", "nbytes", "offset", "skeleton",
+        "text", "wanted",
+    )  # fmt: skip
 
     def __init__(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]):
         self.skeleton = skeleton
@@ -56,13 +59,16 @@ class Spec:
         except Exception as error:
             raise OctoPipeError(f"a stage's output holds something that cannot be sent: {error}") from None
         self.nbytes = sum(x.nbytes for x in leaves)
-        self.offset = -(-(_FIXED + len(self.text)) // 16) * 16
+        self.offset = -(-(FIXED_BYTES + len(self.text)) // 16) * 16
         size = sum(-(-x.nbytes // 16) * 16 for x in leaves)
         self.inline = self.offset + size <= HEAD_BYTES
         """Whether the tensors ride inside the header message, from `offset` on, each padded to 16 bytes."""
+        self.message_bytes = self.offset + size
+        self.long = FIXED_BYTES + len(self.text) > HEAD_BYTES
+        """Whether the description needs a message of its own."""
         fixed = len(self.text).to_bytes(8, "little") + (size if self.inline else 0).to_bytes(8, "little")
         digest = hashlib.blake2b(self.text, digest_size=16).digest()
-        self.header = fixed + digest + (self.text if self.offset <= HEAD_BYTES else b"")
+        self.header = fixed + digest + (b"" if self.long else self.text)
 
     def value(self, tensors: list[Tensor]) -> Any:
         """The value made of these tensors."""
@@ -121,16 +127,14 @@ class Specs:
                 self._by_key.clear()
         return spec
 
-    def read(self, head: bytes, text: bytes | None = None) -> Spec | None:
-        """The form a header announces; None when its description is longer and comes separately as `text`."""
-        digest = head[16:_FIXED]
+    def read(self, head: bytes, text: bytes | None = None) -> Spec:
+        """The form a header announces; `text` is its description where that came separately."""
+        digest = head[16:FIXED_BYTES]
         spec = self._by_digest.get(digest)
         if spec is None:
             length = int.from_bytes(head[:8], "little")
             if text is None:
-                if _FIXED + length > HEAD_BYTES:
-                    return None
-                text = head[_FIXED : _FIXED + length]
+                text = head[FIXED_BYTES : FIXED_BYTES + length]
             skeleton, leaves, constants = pickle.loads(text)
             made = tuple(_leaf(shape, dtype, wanted) for shape, dtype, wanted in leaves)
             if len(self._by_digest) > 4096:

@@ -30,6 +30,10 @@ def make_transport(
             raise OctoPipeError(f"the gloo transport moves CPU tensors, the pipeline is on {device}; use nccl")
         assert world.control is not None
         return GlooTransport(world.control, timeout_s=timeout_s)
+    if name == "strict":
+        from octopipe.runtime.transports.strict import StrictTransport
+
+        return StrictTransport(world, program, timeout_s=timeout_s)
     raise OctoPipeError(f"unknown transport {name!r}; one of {', '.join(NAMES)}")
 
 

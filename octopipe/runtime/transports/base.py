@@ -31,6 +31,8 @@ class Transport(ABC):
     """
 
     name = ""
+    ordered = False
+    """Whether `post` must come exactly in program order, also before a gradient's form is known."""
     waiting: Slot | None = None
     """The slot the host is blocked on right now; a watchdog reads it."""
 
@@ -42,7 +44,7 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, slot: Slot) -> None:
-        """Be ready to receive. A gradient is posted after its forward message was sent."""
+        """Be ready to receive. Unless `ordered`, a gradient is posted after its forward message was sent."""
 
     @abstractmethod
     def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Any:

@@ -1,0 +1,281 @@
+"""Messages with headers: what the gloo, NCCL and CUDA-IPC transports have in common.
+
+Knows: the protocol of forward and gradient messages over a gloo group for headers and some way for bodies. Does not
+know: that way; see `gloo`, `nccl` and `cuda_ipc`.
+
+A forward message starts with a header (see `messages`), sent from host to host; small host tensors ride inside it.
+The receiver posts the header and, guessing that the tensors have the shapes of the training step before, their
+buffers too, so that bodies travel the moment they exist. Sender and receiver make the same guess. When it is wrong
+(the first step, or shapes that changed) the sender fills the guessed buffers with anything and sends the right
+bodies late: the receiver makes room for them once it has read the header. Gradients have the form of the message
+they answer, so they need neither header nor guess.
+
+No host waits for a device here. A receiver's host waits for headers, that is for the sender's host to have issued
+its forward; headers only travel downstream, so hosts run ahead of their devices as far as without them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.buffers import BufferPool
+from octopipe.runtime.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.transports.base import TransferError, Transport, spread
+from octopipe.runtime.world import Group
+
+
+class End:
+    """What the transport keeps for one slot."""
+
+    __slots__ = (
+        "bodies", "expected", "head", "head_view", "memory", "pointer", "seen", "spec", "tag", "works",
+    )  # fmt: skip
+
+    def __init__(self, slot: Slot):
+        self.tag = 4 * slot.number
+        """Bodies; one more: headers; two more: descriptions too long for a header; three more: late bodies."""
+        self.works: list[Any] = []
+        self.bodies: list[Tensor] = []
+        self.expected: tuple[Leaf, ...] = ()
+        """Tensors of the last message that came beside its header: both ends guess that they come again."""
+        self.spec: Spec | None = None
+        self.seen = b""
+        if slot.forward:
+            self.head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+            self.head_view = self.head
+            self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
+            self.pointer = self.head.data_ptr()
+
+
+class HeadedTransport(Transport):
+    """See the module. A subclass moves bodies: `_send_body` and `_post_body` return something with `wait`."""
+
+    inline = False
+    """Whether small tensors may ride in the header: they must be the host's."""
+
+    def __init__(self, control: Group, *, timeout_s: float):
+        self.control = control
+        self.timeout_s = timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
+        self._specs = Specs()
+        self._pool = BufferPool(torch.device("cpu"))
+
+    def open(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.state = End(slot)
+
+    # -- moving bodies ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
+        """Start sending a tensor that the receiver expects; may raise RuntimeError."""
+
+    @abstractmethod
+    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
+        """Room for a tensor that the sender knows to be expected, and the receive into it."""
+
+    @abstractmethod
+    def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
+        """Complete a receive that was posted on a wrong guess."""
+
+    def _send_late(self, slot: Slot, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Send a tensor that the receiver did not expect, over the hosts."""
+        host = tensor.cpu()
+        return host, self.control.send([host], slot.peer, slot.state.tag + 3)
+
+    def _take_late(self, slot: Slot, leaf: Leaf) -> Tensor:
+        host = self._pool.take(leaf.shape, leaf.dtype)
+        if leaf.nbytes:
+            self._wait(slot, [self.control.recv([host], slot.peer, slot.state.tag + 3)])
+        return host
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def spec_of(self, value: Any, needs: list[bool] | None) -> Spec:
+        """The form in which a value would be sent."""
+        return self._specs.of(value, needs)[0]
+
+    def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Spec:
+        end: End = slot.state
+        spec, tensors = self._specs.of(value, needs)
+        inline = spec.inline and self.inline
+        if spec is not end.spec:
+            end.spec = spec
+            end.memory[: len(spec.header)] = spec.header
+            end.head_view = end.head[: spec.message_bytes if inline else len(spec.header)]
+        if inline:
+            at = end.pointer + spec.offset
+            for tensor in tensors:
+                tensor = tensor.contiguous()
+                size = tensor.nbytes
+                ctypes.memmove(at, tensor.data_ptr(), size)
+                at += -(-size // 16) * 16
+        works = end.works
+        try:
+            works.append(self.control.send([end.head_view], slot.peer, end.tag + 1))
+            if not inline or end.expected:
+                self._send_bodies(slot, spec, () if inline else spec.leaves, tensors)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+        slot.nbytes = spec.nbytes
+        return spec
+
+    def _send_bodies(self, slot: Slot, spec: Spec, leaves: tuple[Leaf, ...], tensors: list[Tensor]) -> None:
+        end: End = slot.state
+        works, bodies = end.works, end.bodies
+        if not leaves or _same(end.expected, leaves):
+            guessed = bool(leaves)
+        else:
+            guessed = False
+        if not guessed:
+            works.extend(self._send_filler(slot, leaf) for leaf in end.expected if leaf.nbytes)
+        if spec.long:
+            text = torch.frombuffer(bytearray(spec.text), dtype=torch.uint8)
+            works.append(self.control.send([text], slot.peer, end.tag + 2))
+            bodies.append(text)
+        for leaf, tensor in zip(leaves, tensors):
+            if not leaf.nbytes:
+                continue
+            tensor = tensor.contiguous()
+            if guessed:
+                works.append(self._send_body(slot, tensor))
+            else:
+                tensor, work = self._send_late(slot, tensor)
+                works.append(work)
+            bodies.append(tensor)
+        end.expected = leaves
+
+    def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
+        end: End = slot.state
+        slot.nbytes = 0
+        try:
+            for gradient in gradients:
+                if gradient is not None and gradient.nbytes:
+                    gradient = gradient.contiguous()
+                    slot.nbytes += gradient.nbytes
+                    end.works.append(self._send_body(slot, gradient))
+                    end.bodies.append(gradient)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+
+    def release(self, slot: Slot) -> None:
+        end: End = slot.state
+        if end.works:
+            self._wait(slot, end.works)
+            end.works.clear()
+            end.bodies.clear()
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def post(self, slot: Slot) -> None:
+        end: End = slot.state
+        slot.posted = True
+        try:
+            if slot.forward:
+                end.works.append(self.control.recv([end.head], slot.peer, end.tag + 1))
+                leaves: Sequence[Leaf] = end.expected
+            else:
+                leaves = slot.cell.sent.asking
+            for leaf in leaves:
+                if leaf.nbytes:
+                    buffer, work = self._post_body(slot, leaf)
+                    end.works.append(work)
+                else:
+                    buffer = self._empty(leaf)
+                end.bodies.append(buffer)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+
+    def _empty(self, leaf: Leaf) -> Tensor:
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
+
+    def take_forward(self, slot: Slot) -> tuple[Any, Spec]:
+        end: End = slot.state
+        works = end.works
+        self._wait(slot, works[:1])
+        fixed = end.memory[:FIXED_BYTES].tobytes()
+        if fixed == end.seen and end.spec is not None and not end.spec.long:
+            spec = end.spec
+        else:
+            spec = self._read(slot, end)
+            end.spec, end.seen = spec, fixed
+        tensors: list[Tensor] = []
+        if spec.inline and self.inline:
+            if end.expected:
+                self._wait(slot, works[1:])
+                end.bodies, end.expected = [], ()
+            at = end.pointer + spec.offset
+            for leaf in spec.leaves:
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+                ctypes.memmove(tensor.data_ptr(), at, leaf.nbytes)
+                tensors.append(tensor)
+                at += -(-leaf.nbytes // 16) * 16
+        else:
+            self._wait(slot, works[1:])
+            if spec.leaves and _same(end.expected, spec.leaves):
+                tensors = end.bodies
+                if end.expected is not spec.leaves:
+                    tensors = [_as(t, leaf) for t, leaf in zip(tensors, spec.leaves)]
+            else:
+                tensors = [self._take_late(slot, leaf) for leaf in spec.leaves]
+            end.bodies, end.expected = [], spec.leaves
+        works.clear()
+        slot.posted = False
+        return spec.value(tensors), spec
+
+    def _read(self, slot: Slot, end: End) -> Spec:
+        head = end.memory.tobytes()
+        text = None
+        if FIXED_BYTES + text_bytes(head) > HEAD_BYTES:
+            buffer = torch.empty(text_bytes(head), dtype=torch.uint8)
+            self._wait(slot, [self.control.recv([buffer], slot.peer, end.tag + 2)])
+            text = buffer.numpy().tobytes()
+        return self._specs.read(head, text)
+
+    def take_gradient(self, slot: Slot) -> list[Tensor | None]:
+        end: End = slot.state
+        self._wait(slot, end.works)
+        end.works.clear()
+        tensors, end.bodies = end.bodies, []
+        slot.posted = False
+        return spread(slot.cell.sent.wanted, tensors)
+
+    def _wait(self, slot: Slot, works: list[Any]) -> None:
+        self.waiting = slot
+        try:
+            for work in works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+        self.waiting = None
+
+    def end_step(self) -> None:
+        self._pool.end_step()
+
+
+def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:
+    """Whether buffers made for `guess` hold `leaves`."""
+    return guess is leaves or [x.nbytes for x in guess] == [x.nbytes for x in leaves]
+
+
+def _as(tensor: Tensor, leaf: Leaf) -> Tensor:
+    """A buffer's bytes as another dtype and shape of the same size."""
+    if tensor.dtype is leaf.dtype:
+        return tensor.view(leaf.shape)
+    return tensor.view(-1).view(torch.uint8).view(leaf.dtype).view(leaf.shape)
+
+
+def reason(error: RuntimeError) -> str:
+    """Why a transfer failed, in a few words."""
+    text = " ".join(str(error).split())
+    if "imed out" in text or "timeout" in text.lower():
+        return "timed out"
+    return "the peer is gone" if "closed" in text or "reset" in text.lower() else text[:160]

@@ -1,0 +1,156 @@
+"""A transport that really blocks in issue order: what in-order communicators do, made visible on a CPU.
+
+Knows: the channel model. A transfer happens only when it stands at the head of its queue on both ranks, as with
+NCCL, where the two ends of a communicator must agree on the order. Does not know: how bytes move (gloo does).
+
+gloo delivers messages in any order and so hides every ordering deadlock; this transport shows them: naive programs
+time out, with the blocked queues named. All ranks must be on one host: the heads of queues are told through a small
+shared file. It is for tests; nothing moves while a rank computes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from octopipe.lower import Program
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.transports.base import TransferError, Transport
+from octopipe.runtime.transports.gloo import GlooTransport
+from octopipe.runtime.world import World
+
+_SENDER, _RECEIVER, _SENT = range(3)
+
+
+class StrictTransport(Transport):
+    """Queues of issued transfers; `_progress` moves whatever is at the head on both sides."""
+
+    name = "strict"
+    ordered = True
+
+    def __init__(self, world: World, program: Program, *, timeout_s: float):
+        assert world.control is not None
+        self._inner = GlooTransport(world.control, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._blocking = program.channel == "blocking"
+        self._flags = _shared_flags(world, program.num_transfers)
+        self._queues: dict[tuple[int, ...], deque[tuple[Slot, Callable[[], Any] | None]]] = {}
+        self._arrived: dict[int, Any] = {}
+        self._step = 0
+
+    def open(self, slots: Sequence[Slot]) -> None:
+        self._inner.open(slots)
+        self._queues = {slot.queue: deque() for slot in slots}
+
+    def begin_step(self) -> None:
+        self._step += 1
+        self._arrived.clear()
+        for queue in self._queues.values():
+            queue.clear()
+
+    # -- the queues ------------------------------------------------------------------------------------
+
+    def _issue(self, slot: Slot, send: Callable[[], Any] | None) -> None:
+        self._queues[slot.queue].append((slot, send))
+        self._progress()
+        if self._blocking:
+            self._until(slot, lambda: all(not q for q in self._queues.values()))
+
+    def _progress(self) -> None:
+        flags, step = self._flags, self._step
+        moved = True
+        while moved:
+            moved = False
+            for queue in self._queues.values():
+                if not queue:
+                    continue
+                slot, send = queue[0]
+                number = slot.number
+                if send is not None:
+                    flags[_SENDER, number] = step
+                    if flags[_RECEIVER, number] != step:
+                        continue
+                    send()
+                    flags[_SENT, number] = step
+                else:
+                    flags[_RECEIVER, number] = step
+                    if flags[_SENT, number] != step:
+                        continue
+                    self._inner.post(slot)
+                    take = self._inner.take_forward if slot.forward else self._inner.take_gradient
+                    self._arrived[number] = take(slot)
+                queue.popleft()
+                moved = True
+
+    def _until(self, slot: Slot, done: Callable[[], bool]) -> None:
+        self.waiting = slot
+        end = time.monotonic() + self._timeout_s
+        pause = 0.0
+        while not done():
+            if time.monotonic() > end:
+                heads = [q[0][0] for q in self._queues.values() if q]
+                blocked = next((h for h in heads if h.queue == slot.queue), slot)
+                raise TransferError(blocked, "timed out")
+            time.sleep(pause)
+            pause = min(pause + 1e-6, 2e-4)
+            self._progress()
+        self.waiting = None
+
+    # -- the contract ----------------------------------------------------------------------------------
+
+    def post(self, slot: Slot) -> None:
+        slot.posted = True
+        self._issue(slot, None)
+
+    def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Any:
+        # The form is told at once: our own gradient slot may stand before this send in a queue.
+        spec = self._inner.spec_of(value, needs)
+        slot.cell.sent = spec
+        self._issue(slot, lambda: self._inner.send_forward(slot, value, needs))
+        return spec
+
+    def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
+        self._issue(slot, lambda: self._inner.send_gradient(slot, gradients))
+
+    def take_forward(self, slot: Slot) -> tuple[Any, Any]:
+        return self._take(slot)
+
+    def take_gradient(self, slot: Slot) -> list[Tensor | None]:
+        return self._take(slot)
+
+    def _take(self, slot: Slot) -> Any:
+        if slot.number not in self._arrived:
+            self._until(slot, lambda: slot.number in self._arrived)
+        slot.posted = False
+        return self._arrived.pop(slot.number)
+
+    def release(self, slot: Slot) -> None:
+        self._until(slot, lambda: all(entry[0] is not slot for entry in self._queues[slot.queue]))
+        self._inner.release(slot)
+
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+
+def _shared_flags(world: World, count: int) -> Any:
+    """One table of step numbers that all ranks see (collective)."""
+    shape = (3, max(count, 1))
+    path = ""
+    if world.rank == 0:
+        memory = "/dev/shm"
+        handle, path = tempfile.mkstemp(prefix="octopipe-strict-", dir=memory if os.path.isdir(memory) else None)
+        os.write(handle, bytes(4 * shape[0] * shape[1]))
+        os.close(handle)
+    path = world.gather(path)[0]
+    flags = np.memmap(path, dtype=np.uint32, mode="r+", shape=shape)
+    world.gather(None)  # everybody has it open
+    if world.rank == 0:
+        os.unlink(path)
+    return flags
