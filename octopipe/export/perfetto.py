@@ -173,8 +173,8 @@ def _extras(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
             "cat": "after",
             "pid": threads.pid(e.rank),
             "tid": threads.tid(e.rank, _AFTER),
-            "ts": e.start_ms * US,
-            "dur": (e.end_ms - e.start_ms) * US,
+            "ts": float(e.start_ms) * US,
+            "dur": float(e.end_ms - e.start_ms) * US,
             "args": {},
         }
 

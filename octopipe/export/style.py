@@ -20,22 +20,22 @@ Rgb = tuple[int, int, int]
 COLOURS: Mapping[str, Rgb] = MappingProxyType(
     {
         "F": (79, 143, 208),
-        "R": (170, 136, 205),
-        "I": (244, 178, 62),
-        "W": (46, 158, 125),
-        "B": (214, 98, 51),
+        "R": (198, 170, 196),
+        "I": (247, 187, 66),
+        "W": (44, 190, 106),
+        "B": (222, 101, 58),
     }
 )
-"""Blue forward, amber input gradient, green weight gradient, vermilion fused backward, violet recompute."""
+"""Blue forward, amber input gradient, green weight gradient, vermilion fused backward, mauve recompute."""
 NAMES: Mapping[str, str] = MappingProxyType(
     {"F": "forward", "R": "recompute", "I": "input gradient", "W": "weight gradient", "B": "fused backward"}
 )
 BUBBLES: Mapping[str, Rgb] = MappingProxyType(
     {
-        "boundary": (124, 135, 148),
-        "communication": (190, 92, 150),
-        "imbalance": (86, 180, 200),
-        "residual": (201, 190, 130),
+        "boundary": (150, 160, 172),
+        "communication": (211, 61, 97),
+        "imbalance": (99, 178, 235),
+        "residual": (226, 205, 120),
     }
 )
 SHADES = 4

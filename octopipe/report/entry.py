@@ -56,7 +56,7 @@ def entry_data(entry: Entry, pack: Packer) -> dict[str, Any]:
         "tick_ms": tick,
         "ops_of_rank": np.bincount(t.spans.rank, minlength=t.num_ranks).tolist(),
         "capacity": [c if math.isfinite(c) else None for c in t.capacity_bytes],
-        "extras": [list(e) for e in t.extras],
+        "extras": [[e.name, e.rank, float(e.start_ms), float(e.end_ms)] for e in t.extras],
         "numbers": _numbers(t),
         "spans": _spans(t, tick, pack),
         "transfers": _transfers(t, tick, pack),

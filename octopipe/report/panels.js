@@ -2,7 +2,7 @@
 
 const RANK_COLOURS = ["#4477aa", "#ee8866", "#44aa77", "#ccbb44", "#aa5599", "#66bbdd", "#cc6677", "#999933",
   "#8899aa", "#dd99bb"];
-const PHASES = { start: "#7c8794", partition: "#f4b23e", placement: "#aa88cd", schedule: "#4f8fd0", recompute: "#2e9e7d" };
+const PHASES = { start: "#7c8794", partition: "#f7bb42", placement: "#c6aac4", schedule: "#4f8fd0", recompute: "#2cbe6a" };
 const OTHER_PHASES = ["#d66233", "#cc6699", "#66bbdd", "#999933"];
 
 function element(tag, attributes = {}, ...children) {
