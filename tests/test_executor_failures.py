@@ -1,0 +1,253 @@
+"""What goes wrong elsewhere, and what must happen when something goes wrong here."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from executor_models import make  # noqa: E402
+from ranks import Ranks  # noqa: E402
+from torch import nn  # noqa: E402
+from twins import plain_gradients, worst_error  # noqa: E402
+
+from octopipe.cost import CostTable  # noqa: E402
+from octopipe.errors import OctoPipeError  # noqa: E402
+from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
+from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.systems import build_plan  # noqa: E402
+
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def _plan(orders, num_layers=8, num_micro_batches=3, cut=4, **more):
+    stages = (Stage(first=0, stop=cut, rank=0), Stage(first=cut, stop=num_layers, rank=1))
+    return Plan(
+        num_layers=num_layers,
+        num_ranks=2,
+        num_micro_batches=num_micro_batches,
+        stages=stages,
+        orders=parse_orders(orders),
+        **more,
+    ).check()
+
+
+def _loss(output, target):
+    return (output - target).square().mean()
+
+
+# -- failures of PyTorch's pipelining (design: "The executor") ------------------------------------------
+
+
+def out_of_order(world):
+    plan = _plan([["0F0", "0F1", "0F2", "0B1", "0B2", "0B0"], ["1F2", "1F0", "1F1", "1B1", "1B2", "1B0"]])
+    case = make("shapes", 3)
+    expected, losses = plain_gradients(*case)
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        pipe.step(case.inputs, case.targets)
+    return worst_error(pipe, expected), max(abs(a - b) for a, b in zip(pipe.losses.tolist(), losses))
+
+
+def test_last_stage_may_run_forwards_out_of_micro_batch_order(two):
+    for gradient, loss in two.run(out_of_order):
+        assert gradient <= TOLERANCE
+        assert loss <= TOLERANCE
+
+
+def kinds(world, kind, split):
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4, split_backward=split)
+    case = make(kind, 4)
+    expected, _ = plain_gradients(*case)
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        pipe.step(case.inputs, case.targets)
+    return worst_error(pipe, expected)
+
+
+@pytest.mark.parametrize("kind", ["views", "pair", "tied", "shapes"])
+def test_views_ties_and_shapes_survive_the_split(kind, two):
+    """Outputs that are views break PyTorch's split, ties are scaled twice, unequal shapes abort."""
+    assert max(two.run(kinds, kind, True)) <= TOLERANCE
+
+
+def buffers(world, num_micro_batches):
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=4), 2, num_micro_batches)
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    data = [torch.randn(32, 64) for _ in range(num_micro_batches)]
+    with Pipeline(layers, plan, _loss, group=world, timeout_s=20) as pipe:
+        for _ in range(3):
+            pipe.step(data, data)
+    return pipe.transport._pool.held_bytes / (32 * 64 * 4)
+
+
+def test_receive_buffers_grow_with_what_is_in_flight_not_with_the_micro_batches(two):
+    few, many = max(two.run(buffers, 4)), max(two.run(buffers, 32))
+    assert many == few
+    assert few <= 4
+
+
+# -- shapes that change from step to step, large and small ----------------------------------------------
+
+
+class Grow(nn.Module):
+    """As many rows, another width or nesting, depending on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        x = x if torch.is_tensor(x) else x[0]
+        y = torch.tanh(self.inner(x))
+        return (y, y[:0], x.shape[0]) if x.shape[0] % 2 else y
+
+
+def changing(world):
+    plan = _plan([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]], 4, 2, 2)
+    torch.manual_seed(3)
+    layers = [Grow() for _ in range(4)]
+    loss_fn = lambda o, t: (o if torch.is_tensor(o) else o[0]).square().mean() + 0 * t  # noqa: E731
+    worst = 0.0
+    zero = [torch.zeros(())] * 2
+    with Pipeline(layers, plan, loss_fn, group=world, timeout_s=20) as pipe:
+        # Rows per micro-batch: below and above what rides in a header, growing, shrinking, empty.
+        for rows in ((2, 3), (300, 2), (300, 301), (300, 301), (5000, 4), (4, 5000), (1, 1), (600, 601), (2, 600)):
+            inputs = [torch.randn(n, 8, dtype=torch.float64) for n in rows]
+            expected, losses = plain_gradients(layers, inputs, zero, loss_fn)
+            loss = pipe.step(inputs, zero)
+            worst = max(worst, worst_error(pipe, expected), abs(float(loss) - sum(losses) / 2))
+            pipe.zero_grad()
+    return worst
+
+
+def test_forms_may_change_at_every_step(two):
+    torch.manual_seed(0)
+    assert max(two.run(_seeded, changing)) <= TOLERANCE
+
+
+def _seeded(world, function):
+    torch.manual_seed(11)
+    return function(world)
+
+
+class Passes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, value):
+        first = next(iter(value.values()))
+        return {**value, next(iter(value)): first * self.scale}
+
+
+def every_dtype(world, rows):
+    """What leaves the first rank arrives at the last one, bit for bit."""
+    plan = _plan([["0F0", "0B0"], ["1F0", "1B0"]], 2, 1, 1)
+    value = {"x": torch.randn(rows, 4)}
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool):
+        value[str(dtype)] = torch.randint(0, 2, (rows, 3)).to(dtype)
+    value |= {"complex": torch.randn(rows, 2, dtype=torch.complex64), "empty": torch.zeros(0, 3), "none": None}
+    value |= {f"text {k}": "a constant that makes the description long " * 3 for k in range(40 if rows > 9 else 0)}
+    value |= {"strided": torch.randn(3, rows).T, "zero": torch.tensor(3.5)}
+
+    def loss_fn(output, target):
+        for name, want in value.items():
+            got = output[name]
+            same = torch.equal(got, want) and got.dtype == want.dtype if torch.is_tensor(want) else got == want
+            assert same, name
+        return output["x"].square().mean() + output["strided"].mean()
+
+    with Pipeline([Passes(), Passes()], plan, loss_fn, group=world, timeout_s=20) as pipe:
+        for _ in range(3):
+            pipe.step([value], [None])
+    return True
+
+
+@pytest.mark.parametrize("rows", [2, 500])
+def test_every_dtype_and_nesting_crosses_unchanged(rows, two):
+    assert all(two.run(_seeded_rows, rows))
+
+
+def _seeded_rows(world, rows):
+    torch.manual_seed(5)
+    return every_dtype(world, rows)
+
+
+# -- when something breaks ------------------------------------------------------------------------------
+
+
+def steps_until(world, behaviour):
+    """Rank 1 misbehaves in the second step; returns what rank 0 says."""
+    plan = _plan([["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]], 4, 3, 2)
+
+    class Misbehaves(nn.Linear):
+        count = 0
+
+        def forward(self, x):
+            Misbehaves.count += 1
+            if world.rank == 1 and Misbehaves.count == 5:
+                if behaviour == "dies":
+                    os._exit(7)
+                if behaviour == "hangs":
+                    time.sleep(6)
+                if behaviour == "raises":
+                    raise ValueError("a bad layer")
+            return super().forward(x)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Misbehaves(4, 4), nn.Linear(4, 4)]
+    data = [torch.randn(2, 4) for _ in range(3)]
+    with Pipeline(layers, plan, _loss, group=world, timeout_s=2.0) as pipe:
+        start = time.monotonic()
+        try:
+            for _ in range(3):
+                pipe.step(data, data)
+                start = time.monotonic()
+        except (OctoPipeError, ValueError) as error:
+            return type(error).__name__, str(error), time.monotonic() - start
+    return "none", "", 0.0
+
+
+def test_killed_rank_is_noticed_and_named():
+    ranks = Ranks(2)
+    ranks.start(steps_until, "dies")
+    (worked, result), dead = ranks.results()
+    ranks.close()
+    assert worked, result
+    name, text, seconds = result
+    assert name == "OctoPipeError"
+    assert "the peer is gone" in text and "from rank 1" in text and "micro-batch 1" in text
+    assert seconds < 10
+    assert dead == (False, "dead")
+    assert all(not p.is_alive() for p in ranks.processes)
+
+
+def test_hung_rank_is_named_with_its_pending_op():
+    ranks = Ranks(2)
+    ranks.start(steps_until, "hangs")
+    (worked, result), _ = ranks.results()
+    ranks.close()
+    assert worked, result
+    name, text, seconds = result
+    assert name == "OctoPipeError"
+    assert "within 2 s" in text
+    assert "input gradient of 1B1 (micro-batch 1) from rank 1" in text
+    assert "rank 1: runs 1F1" in text
+    assert seconds < 10
+
+
+def test_error_in_a_layer_is_raised_there_and_reported_elsewhere():
+    ranks = Ranks(2)
+    ranks.start(steps_until, "raises")
+    (worked, result), (_, other) = ranks.results()
+    ranks.close()
+    assert worked, result
+    assert "rank 1: failed in 1F1: a bad layer" in result[1]
+    assert other[0] == "ValueError"
