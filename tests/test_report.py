@@ -1,0 +1,395 @@
+"""The report without a browser: packing, files, sizes, escaping, and the local server's manners."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_cases import costs_of, hundred_thousand, noisy
+
+from octopipe.cli import main
+from octopipe.cost import CostTable
+from octopipe.errors import DoesNotFitError, OctoPipeError
+from octopipe.plan import Plan
+from octopipe.plan_file import load_plan, plan_from_json, save_plan
+from octopipe.report import Entry, notebook_html, report_html
+from octopipe.report.entry import entry_data, search_points, thin_out
+from octopipe.report.load import load_entries
+from octopipe.report.pack import Packer, unpack
+from octopipe.report.page import SCRIPTS, asset, report_data
+from octopipe.report.serve import Server, make_server
+from octopipe.simulate import simulate
+from octopipe.systems import build_plan
+from octopipe.timeline import MemoryCurve, load_timeline
+
+
+def _entry(system: str = "1f1b", label: str = "") -> Entry:
+    costs = costs_of(16, 4)
+    plan = build_plan(system, costs, 4, 8)
+    return Entry(timeline=simulate(plan, costs), plan=plan, costs=costs, label=label)
+
+
+# -- packing -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(-(2**30), 2**30)), st.booleans())
+def test_packed_integers_come_back(values: list[int], delta: bool) -> None:
+    pack = Packer()
+    first = pack.integers([5])
+    column = pack.integers(values, delta=delta)
+    found = unpack(pack.columns, pack.text())
+    assert found[first].tolist() == [5] and found[column].tolist() == values
+
+
+@given(st.lists(st.floats(allow_nan=False)))
+def test_packed_floats_come_back_exactly(values: list[float]) -> None:
+    pack = Packer()
+    pack.floats(values)
+    assert unpack(pack.columns, pack.text())[0].tolist() == values
+
+
+def test_the_page_gets_the_timeline_to_nine_digits() -> None:
+    entry = _entry("zb-h1")
+    pack = Packer()
+    data = entry_data(entry, pack)
+    columns = unpack(pack.columns, pack.text())
+    spans = {name: columns[number] for name, number in data["spans"].items()}
+    start, at = [], 0
+    for count in data["ops_of_rank"]:
+        clock = 0
+        for i in range(at, at + count):
+            start.append(clock + spans["gap"][i])
+            clock = start[-1] + spans["duration"][i]
+        at += count
+    tick = data["tick_ms"]
+    assert np.allclose(np.array(start) * tick, entry.timeline.spans.start_ms, rtol=0, atol=tick)
+    back = columns[data["binding"]]
+    binding = np.where(back == 0, -1, np.arange(back.size) - back)
+    assert binding.tolist() == entry.timeline.binding.tolist()
+    moved = {name: columns[number] for name, number in data["transfers"].items()}
+    assert moved["producer"].tolist() == entry.timeline.transfers.producer.tolist()
+    assert moved["sizes"][moved["size"]].tolist() == entry.timeline.transfers.nbytes.tolist()
+
+
+@pytest.mark.parametrize("limit", [64, 1000])
+def test_thinned_memory_keeps_its_peak_and_never_understates(limit: int) -> None:
+    rng = np.random.default_rng(0)
+    times = np.sort(np.round(rng.uniform(0, 100, 5000), 1))
+    curve = MemoryCurve(times, rng.uniform(10, 20, 5000), 5.0)
+    thin = thin_out(curve, limit)
+    assert thin.times_ms.size <= max(limit, 2 * np.unique(times).size)
+    assert thin.bytes.max() == curve.bytes.max()
+    assert np.all(np.diff(thin.times_ms) >= 0)
+
+
+def test_a_noisy_measurement_of_100_000_ops_fits_in_two_megabytes() -> None:
+    plan, costs = hundred_thousand()
+    entries = [
+        Entry(timeline=simulate(plan, costs), plan=plan, costs=costs, label="predicted"),
+        Entry(timeline=noisy(plan, costs), plan=plan, costs=costs),
+    ]
+    assert entries[0].timeline.spans.rank.size >= 100_000
+    assert len(report_html(entries[1:]).encode()) <= 2_000_000
+    assert len(report_html(entries).encode()) <= 2_000_000
+
+
+# -- the page ------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = report_html([_entry()])
+    assert not re.search(r"""(?:src|href|action)\s*=\s*["']?(?!data:)[\w/]""", page)
+    assert set(re.findall(r"https?://[\w./]+", page)) <= {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\bimport\s|@import|url\(|XMLHttpRequest|fetch\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_names_cannot_break_out_of_the_page() -> None:
+    nasty = "</script><script>alert(1)</script>{{style}}&amp;\u2028"
+    entry = _entry(label=nasty)
+    page = report_html([entry], title=nasty)
+    assert "<script>alert(1)" not in page
+    head = re.search(r'<script type="application/json" id="head">(.*?)</script>', page, re.S)
+    assert head is not None and json.loads(head[1])["entries"][0]["label"] == nasty
+
+
+def test_every_script_of_the_page_ships_with_the_package() -> None:
+    for name in (*SCRIPTS, "page.js", "serve.js", "report.html", "serve.html", "report.css"):
+        assert asset(name).strip()
+
+
+def test_an_empty_report_is_refused() -> None:
+    with pytest.raises(OctoPipeError, match="at least one"):
+        report_data([])
+
+
+def test_the_same_entries_give_the_same_page() -> None:
+    assert report_html([_entry()]) == report_html([_entry()])
+
+
+def test_search_logs_of_any_shape_are_tolerated() -> None:
+    assert search_points(None) == [] == search_points("x") == search_points([1, None, {}])
+    assert search_points([{"t": 1, "phase": "p", "best_ms": 2.0}]) == [[1.0, "p", 2.0]]
+    assert search_points([{"seconds": 1, "best_ms": 2, "phase": "p"}, {"seconds": 2, "best_ms": None}]) == [
+        [1.0, "p", 2.0]
+    ]
+    long = [{"t": i, "phase": "p", "best_ms": 1.0 / (i + 1)} for i in range(50_000)]
+    points = search_points(long)
+    assert len(points) <= 2001 and points[0][0] == 0 and points[-1][0] == 49_999
+
+
+# -- files ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    paths = {name: tmp_path / f"{name}.json" for name in ("one", "two", "seen")}
+    for name, system in (("one", "1f1b"), ("two", "zb-h2")):
+        words = ["simulate", "nemotron-h-8b", "--system", system, "--pp", "4", "--tp", "4", "--p2p-ms", "0.4", "--json"]
+        assert main([*words, "-o", str(paths[name]), "--timeline", str(paths["seen"])]) == 0
+    return paths
+
+
+def test_a_plan_file_is_priced_with_its_own_setting(files: dict[str, Path]) -> None:
+    entry, seen = load_entries([files["two"], files["seen"]], {})
+    assert entry.timeline.step_ms == pytest.approx(load_timeline(files["seen"]).step_ms)
+    assert entry.costs is not None and entry.costs.model == "nemotron-h-8b"
+    assert seen.plan is entry.plan, "a timeline of the same ops borrows the plan's layers"
+
+
+def test_flags_overrule_the_setting(files: dict[str, Path]) -> None:
+    slow = load_entries([files["one"]], {"p2p_ms": 40.0})[0]
+    assert slow.timeline.step_ms > load_entries([files["one"]], {})[0].timeline.step_ms
+    limited = load_entries([files["one"]], {"memory_gib": [1.0]})[0]
+    assert not limited.timeline.fits
+
+
+def test_equal_names_get_numbers(files: dict[str, Path]) -> None:
+    names = [e.name for e in load_entries([files["one"], files["one"], files["two"]], {})]
+    assert names == ["1f1b", "1f1b (2)", "zb-h2"]
+
+
+def test_report_verb_writes_the_page(files: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "r.html"
+    assert main(["report", *map(str, files.values()), "-o", str(out), "--title", "Mine"]) == 0
+    assert "<title>Mine</title>" in out.read_text()
+
+
+def test_report_verb_names_what_is_wrong(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = load_plan(files["one"])
+    save_plan(replace(bare, extra={}, model=""), tmp_path / "bare.json")
+    seen = json.loads(files["seen"].read_text())
+    seen["transfers"]["producer"][0] = 10**6
+    (tmp_path / "bent.json").write_text(json.dumps(seen))
+    (tmp_path / "words.json").write_text("not json")
+    for words, expected in (
+        ([str(tmp_path / "bare.json")], "--model"),
+        ([str(tmp_path / "bent.json")], "damaged"),
+        ([str(tmp_path / "words.json")], "not a JSON object"),
+        ([str(tmp_path / "none.json")], "no such file"),
+        ([str(files["one"]), "--model", "llama3-8b"], "layers"),
+        ([str(files["one"]), "-o", str(tmp_path / "no" / "r.html")], "cannot be written"),
+    ):
+        assert main(["report", *words]) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
+
+
+# -- notebooks -----------------------------------------------------------------------------------------
+
+
+def test_plans_and_timelines_show_themselves_in_notebooks() -> None:
+    entry = _entry()
+    assert entry.plan is not None
+    assert "<svg" in entry.timeline._repr_html_() and "step" in entry.timeline._repr_html_()
+    assert "schematic" in entry.plan._repr_html_()
+    known = entry.plan.with_extra(setting={"model": "nemotron-h-8b"})
+    assert "schematic" in known._repr_html_(), "a setting of another model must not be used"
+
+
+def test_a_plan_with_a_setting_is_predicted_in_notebooks(files: dict[str, Path]) -> None:
+    assert "predicted for nemotron-h-8b" in notebook_html(load_plan(files["one"]))
+
+
+def test_notebooks_get_pixels_for_many_ops() -> None:
+    costs = CostTable.uniform(num_layers=4)
+    assert "data:image/png" in notebook_html(simulate(build_plan("1f1b", costs, 4, 500), costs))
+
+
+# -- the server ----------------------------------------------------------------------------------------
+
+
+class SlowTuner:
+    """Stands for the tuner: reports progress until told to go on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def __call__(self, costs: CostTable, ranks: int, micro_batches: int, *, budget_s: float, progress: Any) -> Any:
+        if micro_batches == 13:
+            raise DoesNotFitError("rank 0 lacks 3.0 GiB; give more ranks")
+        if micro_batches == 14:
+            raise ZeroDivisionError("a fault")
+        plan: Plan = build_plan("zb-h1", costs, ranks, micro_batches)
+        best = simulate(plan, costs).step_ms
+        seen = SimpleNamespace(
+            seconds=1.0,
+            iterations=5,
+            phase="schedule",
+            best_ms=np.float64(best),
+            lower_bound_ms=np.float64(best / 2),
+            plan=plan,
+        )
+        while not progress(seen) and not self.go_on.wait(0.02):
+            pass
+        return SimpleNamespace(plan=plan, step_ms=best, lower_bound_ms=best / 2, seconds=2.0, iterations=10)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[Server, SlowTuner]]:
+    tuner = SlowTuner()
+    with make_server(tune=tuner) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield running, tuner
+        tuner.go_on.set()
+        running.shutdown()
+        thread.join()
+
+
+def _ask(server: Server, path: str, body: Any = None, **headers: str) -> tuple[int, bytes, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    if body is None:
+        connection.request("GET", path, headers=headers)
+    else:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path, data, {"Content-Type": "application/json", **headers})
+    answer = connection.getresponse()
+    found = (answer.status, answer.read(), answer.headers)
+    connection.close()
+    return found
+
+
+FORM = {"model": "nemotron-h-8b", "pp": 4, "micro_batches": 8, "tp": 4, "budget_s": 5, "systems": ["1f1b"]}
+
+
+def _events(server: Server, number: int) -> list[dict[str, Any]]:
+    _, data, _ = _ask(server, f"/api/jobs/{number}/events")
+    return [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+
+
+def test_a_search_runs_is_watched_and_is_taken_home(server: tuple[Server, SlowTuner]) -> None:
+    here, tuner = server
+    status, answer, _ = _ask(here, "/api/jobs", FORM)
+    assert status == 201
+    number = json.loads(answer)["id"]
+    threading.Timer(0.3, tuner.go_on.set).start()
+    events = _events(here, number)
+    assert events[-1]["state"] == "done" and events[-1]["best_ms"] > 0
+    assert any(e["state"] == "running" for e in events)
+    _, data, _ = _ask(here, f"/api/jobs/{number}/data")
+    assert [e["label"] for e in json.loads(data)["head"]["entries"]] == ["1F1B", "OctoPipe"]
+    _, plan_text, headers = _ask(here, f"/api/jobs/{number}/plan.json")
+    assert "attachment" in headers["Content-Disposition"]
+    plan = plan_from_json(plan_text)
+    assert plan.extra["setting"]["model"] == "nemotron-h-8b"
+    _, page, _ = _ask(here, f"/api/jobs/{number}/report.html")
+    assert page.startswith(b"<!doctype html>")
+
+
+def test_a_search_can_be_stopped_and_keeps_its_best(server: tuple[Server, SlowTuner]) -> None:
+    here, _ = server
+    number = json.loads(_ask(here, "/api/jobs", FORM)[1])["id"]
+    time.sleep(0.1)
+    assert _ask(here, f"/api/jobs/{number}/cancel", {})[0] == 200
+    assert _events(here, number)[-1]["state"] == "stopped"
+    assert _ask(here, f"/api/jobs/{number}/plan.json")[0] == 200
+
+
+def test_a_second_search_waits_its_turn(server: tuple[Server, SlowTuner]) -> None:
+    here, _ = server
+    assert _ask(here, "/api/jobs", FORM)[0] == 201
+    status, answer, _ = _ask(here, "/api/jobs", FORM)
+    assert status == 400 and "running" in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "gpt-9"}, "unknown model"),
+        ({"model": "../../etc/passwd"}, "unknown model"),
+        ({"pp": 0}, "pipeline ranks"),
+        ({"pp": 100}, "54 layers"),
+        ({"pp": "four"}, "pp"),
+        ({"pp": 1.5}, "pp"),
+        ({"micro_batches": 10**9}, "micro-batches"),
+        ({"tp": 0}, "tp"),
+        ({"tp": 3}, "3"),
+        ({"memory_gib": -1}, "memory"),
+        ({"budget_s": 0}, "seconds"),
+        ({"budget_s": 1e9}, "seconds"),
+        ({"gpu": "abacus"}, "abacus"),
+        ({"systems": ["nonsense"]}, "nonsense"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(server: tuple[Server, SlowTuner], change: dict, words: str) -> None:
+    status, answer, _ = _ask(server[0], "/api/jobs", {**FORM, **change})
+    error = json.loads(answer)["error"]
+    assert status == 400 and words in error and "\n" not in error and "Traceback" not in error
+
+
+def test_a_system_that_does_not_apply_is_left_out_with_its_reason(server: tuple[Server, SlowTuner]) -> None:
+    _, answer, _ = _ask(server[0], "/api/jobs", {**FORM, "micro_batches": 7, "systems": ["interleaved", "gpipe"]})
+    assert any("multiple" in note for note in json.loads(answer)["notes"])
+
+
+@pytest.mark.parametrize(("micro_batches", "words"), [(13, "lacks 3.0 GiB"), (14, "ZeroDivisionError")])
+def test_a_search_that_fails_says_why(server: tuple[Server, SlowTuner], micro_batches: int, words: str) -> None:
+    here, _ = server
+    number = json.loads(_ask(here, "/api/jobs", {**FORM, "micro_batches": micro_batches})[1])["id"]
+    last = _events(here, number)[-1]
+    assert last["state"] == "failed" and words in last["error"]
+    assert _ask(here, f"/api/jobs/{number}/plan.json")[0] == 409
+
+
+def test_foreign_pages_cannot_use_the_server(server: tuple[Server, SlowTuner]) -> None:
+    here, _ = server
+    assert _ask(here, "/", Host="evil.example")[0] == 403
+    assert _ask(here, "/api/jobs", FORM, Host="evil.example")[0] == 403
+    assert _ask(here, "/api/jobs", b"model=x", **{"Content-Type": "text/plain"})[0] == 415
+    assert _ask(here, "/", Host=f"localhost:{here.server_address[1]}")[0] == 200
+    assert here.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/api/jobs/99/data", "/api/jobs/1/../2/data", "/report.css", "/api/jobs"])
+def test_unknown_paths_are_not_found(server: tuple[Server, SlowTuner], path: str) -> None:
+    assert _ask(server[0], path)[0] == 404
+
+
+def test_bodies_of_no_sense_are_refused(server: tuple[Server, SlowTuner]) -> None:
+    here, _ = server
+    assert _ask(here, "/api/jobs", b"{")[0] == 400
+    assert _ask(here, "/api/jobs", b"[" * 60_000)[0] == 400
+    assert _ask(here, "/api/jobs", b"x" * (1 << 17))[0] == 413
+
+
+def test_a_taken_port_is_one_clear_line(server: tuple[Server, SlowTuner], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", str(server[0].server_address[1])]) == 2
+    assert "cannot listen" in capsys.readouterr().err
+    assert main(["serve", "no-such-file.json"]) == 2
+    assert "no such file" in capsys.readouterr().err
