@@ -1,0 +1,391 @@
+"""What a training script asks of a Pipeline beyond plain gradients."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from executor_models import Block, Head, make  # noqa: E402
+from ranks import Ranks  # noqa: E402
+from torch import nn  # noqa: E402
+from twins import plain_gradients, worst_error  # noqa: E402
+
+from octopipe.cost import CostTable  # noqa: E402
+from octopipe.errors import NotApplicableError, OctoPipeError  # noqa: E402
+from octopipe.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.runtime.pipeline import Pipeline, split_batch  # noqa: E402
+from octopipe.runtime.rng import micro_batch_seed  # noqa: E402
+from octopipe.runtime.stage import _mix  # noqa: E402
+from octopipe.runtime.world import World  # noqa: E402
+from octopipe.systems import build_plan, systems  # noqa: E402
+
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def _costs(num_layers=8):
+    return CostTable.uniform(num_layers=num_layers)
+
+
+def _single(num_layers, num_micro_batches, recompute=False):
+    """Everything on one rank, in micro-batch order."""
+    stage = Stage(first=0, stop=num_layers, rank=0, recompute=recompute)
+    ops = [Op(0, kind, m) for m in range(num_micro_batches) for kind in "FB"]
+    return Plan(
+        num_layers=num_layers, num_ranks=1, num_micro_batches=num_micro_batches, stages=(stage,), orders=(tuple(ops),)
+    ).check()
+
+
+# -- bitwise and random numbers -------------------------------------------------------------------------
+
+
+def float32_losses(world, plan):
+    """Three SGD steps in float32."""
+    case = make("plain", plan.num_micro_batches)
+    layers = [layer.float() for layer in case.layers]
+    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3)
+        out = []
+        for _ in range(3):
+            out.append(float(pipe.step(case.inputs, case.targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return out
+
+
+def test_float32_losses_are_bitwise_equal_across_plans_in_micro_batch_order(two):
+    want = float32_losses(World(None), _single(8, 4))
+    assert float32_losses(World(None), _single(8, 4, recompute=True)) == want
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
+        try:
+            plan = build_plan(name, _costs(), 2, 4)
+        except (NotApplicableError, OctoPipeError):
+            continue
+        for order in plan.orders:  # the claim holds where each stage's weight gradients run in micro-batch order
+            for s in {op.stage for op in order}:
+                of = [op.micro_batch for op in order if op.stage == s and op.kind in "WB"]
+                assert of == sorted(of)
+        for losses in two.run(float32_losses, plan):
+            assert losses == want, name
+
+
+def dropout_error(world, plan):
+    case = make("dropout", plan.num_micro_batches)
+    worst = 0.0
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, seed=7, timeout_s=20) as pipe:
+        for step in range(2):
+            state = torch.get_rng_state()
+            seed = lambda m, k: torch.manual_seed(_mix(micro_batch_seed(7, step, 0, m), k))  # noqa: E731, B023
+            expected, _ = plain_gradients(*case, before_layer=seed)
+            torch.set_rng_state(state)
+            pipe.step(case.inputs, case.targets)
+            worst = max(worst, worst_error(pipe, expected))
+            assert torch.equal(torch.get_rng_state(), state)
+            pipe.zero_grad()
+    return worst
+
+
+def test_dropout_depends_on_layer_micro_batch_and_step_only(two):
+    for name in ("1f1b", "interleaved"):
+        assert max(two.run(dropout_error, build_plan(name, _costs(), 2, 4, split_backward=True))) <= TOLERANCE
+    recomputing = build_plan("gpipe", _costs(), 2, 4)
+    stages = tuple(Stage(first=s.first, stop=s.stop, rank=s.rank, recompute=True) for s in recomputing.stages)
+    orders = tuple(
+        tuple(o for op in order for o in ((Op(op.stage, "R", op.micro_batch), op) if op.kind == "B" else (op,)))
+        for order in recomputing.orders
+    )
+    plan = Plan(num_layers=8, num_ranks=2, num_micro_batches=4, stages=stages, orders=orders).check()
+    assert max(two.run(dropout_error, plan)) <= TOLERANCE
+
+
+# -- composition ----------------------------------------------------------------------------------------
+
+
+def clipped(world, plan, kind):
+    case = make(kind, plan.num_micro_batches)
+    out = []
+    for norm_type in (2.0, 1.0, float("inf")):
+        expected, _ = plain_gradients(*case)
+        parameters = []
+        for k, layer in enumerate(case.layers):
+            for name, p in layer.named_parameters():
+                if not any(p is q for q in parameters):
+                    p.grad = expected[f"{k}.{name}"]
+                    parameters.append(p)
+        want = torch.nn.utils.clip_grad_norm_(parameters, 0.05, norm_type)
+        expected = {f"{k}.{n}": p.grad.clone() for k, m in enumerate(case.layers) for n, p in m.named_parameters()}
+        for p in parameters:
+            p.grad = None
+        with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+            pipe.step(case.inputs, case.targets)
+            norm = pipe.clip_grad_norm_(0.05, norm_type)
+        out += [worst_error(pipe, expected), abs(float(norm / want) - 1)]
+        pipe.zero_grad()
+    return max(out)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_clipping_counts_shared_parameters_once(kind, two):
+    names = [n for n in ("1f1b", "chimera", "dualpipe") if n in systems()]
+    for name in names:
+        assert max(two.run(clipped, build_plan(name, _costs(), 2, 4), kind)) <= 1e-12
+
+
+def accumulated(world, plan):
+    """Two steps without zeroing: the sum of both steps' gradients, also for reduced parameters."""
+    case = make("tied", plan.num_micro_batches)
+    expected, _ = plain_gradients(*case)
+    twice = {k: None if g is None else 2 * g for k, g in expected.items()}
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        pipe.step(case.inputs, case.targets)
+        pipe.step(case.inputs, case.targets)
+    error = worst_error(pipe, twice)
+    pipe.zero_grad()
+    return error
+
+
+def test_gradients_accumulate_over_steps(two):
+    for name in ("1f1b", "chimera"):
+        if name in systems():
+            assert max(two.run(accumulated, build_plan(name, _costs(), 2, 4))) <= TOLERANCE
+
+
+def factories(world, tied):
+    """Only this rank's layers are built; ties are told by name, or by the modules themselves."""
+    built = []
+
+    def factory(k, make):
+        def build():
+            built.append(k)
+            module = make().double()
+            if not tied and k in (0, 5):
+                module.tied_to = {"weight": "words"}
+            return module
+
+        return build
+
+    kinds = [lambda: nn.Embedding(11, 6), *[Block] * 4, Head]
+    plan = build_plan("1f1b", _costs(6), 2, 4)
+    with Pipeline(
+        [factory(k, kind) for k, kind in enumerate(kinds)],
+        plan,
+        make("plain", 1).loss_fn,
+        group=world,
+        tied=[("0.weight", "5.weight")] if tied else (),
+        seed=3,
+        timeout_s=20,
+    ) as pipe:
+        case = make("plain", 4)
+        loss = pipe.step(case.inputs, case.targets)
+        names = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+        values = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    return sorted(set(built)), float(loss), names, values
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_factories_build_what_a_rank_holds_and_ties_join_ranks(tied, two):
+    (mine, loss, grads, values), (theirs, other, more, also) = two.run(factories, tied)
+    assert mine == [0, 1, 2] and theirs == [3, 4, 5]
+    assert loss == other
+    assert torch.equal(grads["0.weight"], more["5.weight"])
+    assert torch.equal(values["0.weight"], also["5.weight"])
+    alone = factories_alone({**also, **values})
+    for name, want in alone.items():
+        got = {**more, **grads}[name]
+        assert float((got - want).abs().max()) <= TOLERANCE * float(want.abs().max())
+
+
+def factories_alone(values):
+    layers = [nn.Embedding(11, 6), *[Block() for _ in range(4)], Head()]
+    for k, layer in enumerate(layers):
+        layer.double().load_state_dict({n: values[f"{k}.{n}"] for n in layer.state_dict()})
+    layers[5].weight = layers[0].weight
+    case = make("plain", 4)
+    grads, _ = plain_gradients(layers, case.inputs, case.targets, case.loss_fn)
+    return grads
+
+
+def data_parallel(world, plan, kind):
+    """Four ranks as two pipelines of two: the gradients of all their micro-batches on one device."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    case = make(kind, 2 * plan.num_micro_batches)
+    expected, losses = plain_gradients(*case)
+    count = plan.num_micro_batches
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=20) as pipe:
+        mine = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
+        loss = pipe.step(case.inputs[mine], case.targets[mine])
+        norm = pipe.clip_grad_norm_(1e9)
+    error = worst_error(pipe, expected)
+    pipe.zero_grad()
+    return error, abs(float(loss) - sum(losses) / len(losses)), float(norm)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_data_parallel_pipelines_average_their_gradients(kind, four):
+    for name in ("1f1b", "chimera"):
+        if name in systems():
+            results = four.run(data_parallel, build_plan(name, _costs(), 2, 4), kind)
+            assert max(error for error, _, _ in results) <= TOLERANCE
+            assert max(error for _, error, _ in results) <= TOLERANCE
+            assert max(norm for *_, norm in results) - min(norm for *_, norm in results) <= 1e-9
+
+
+def autocast(world, plan):
+    case = make("plain", plan.num_micro_batches)
+    layers = [layer.float() for layer in case.layers]
+    dtypes = set()
+    layers[3].register_forward_hook(lambda m, i, o: dtypes.add(m.up(i[0]).dtype))
+    expected, losses = plain_gradients(layers, case.inputs, case.targets, case.loss_fn)
+    dtypes.clear()
+    with Pipeline(layers, plan, case.loss_fn, group=world, autocast=torch.bfloat16, timeout_s=20) as pipe:
+        loss = pipe.step(case.inputs, case.targets)
+    return float(loss), sum(losses) / len(losses), {p.grad.dtype for p in pipe.parameters()}, dtypes, worst_error(pipe, expected)
+
+
+def test_autocast_runs_forwards_in_low_precision(two):
+    for loss, want, grads, dtypes, error in two.run(autocast, build_plan("1f1b", _costs(), 2, 4)):
+        assert abs(loss - want) < 0.05
+        assert grads == {torch.float32}
+        assert dtypes <= {torch.bfloat16}
+        assert error < 0.2
+
+
+# -- the measured timeline ------------------------------------------------------------------------------
+
+
+class Sleepy(nn.Linear):
+    def forward(self, x):
+        import time
+
+        time.sleep(0.002)
+        return super().forward(x)
+
+
+def timeline(world, plan):
+    layers = [Sleepy(4, 4) for _ in range(plan.num_layers)]
+    data = [torch.randn(2, 4) for _ in range(plan.num_micro_batches)]
+    with Pipeline(layers, plan, lambda o, t: (o - t).mean(), costs=_costs(4), group=world, timeout_s=20) as pipe:
+        with contextlib.suppress(OctoPipeError):
+            pipe.timeline()
+            raise AssertionError("a timeline without a step")
+        pipe.step(data, data)
+        measured = pipe.timeline()
+    return measured.to_json(), plan.orders
+
+
+def test_measured_timeline_has_every_op_on_one_clock(two):
+    from octopipe.timeline import timeline_from_json
+
+    plan = build_plan("1f1b", _costs(4), 2, 4, split_backward=True)
+    ours, theirs = (timeline_from_json(data) for data, _ in two.run(timeline, plan))
+    assert np.array_equal(ours.spans.start_ms, theirs.spans.start_ms)
+    assert ours.measured and ours.num_ranks == 2
+    assert [str(ours.op(k)) for k in range(len(ours.spans.stage))] == [str(op) for row in plan.orders for op in row]
+    t, preds = plan.table(), plan.predecessor_table()
+    for number, row in enumerate(preds):
+        for before in row[row >= 0]:
+            assert ours.spans.end_ms[before] <= ours.spans.start_ms[number]
+    forwards = t.kind == 0
+    assert (ours.spans.end_ms - ours.spans.start_ms)[forwards].min() >= 2 * 2.0
+    assert (ours.transfers.end_ms >= ours.transfers.start_ms).all()
+    assert (ours.transfers.nbytes == 2 * 4 * 4).all()
+    assert len(ours.memory) == 2
+    parts = ours.bubbles
+    total = parts.boundary_ms + parts.communication_ms + parts.imbalance_ms + parts.residual_ms
+    assert np.allclose(total, parts.idle_ms)
+
+
+# -- compiled layers ------------------------------------------------------------------------------------
+
+
+def compiled(world, plan):
+    from torch._inductor.exc import InductorError
+
+    case = make("plain", plan.num_micro_batches, num_layers=4)
+    expected, _ = plain_gradients(*case)
+    layers = [*case.layers[:2], torch.compile(case.layers[2], dynamic=False), case.layers[3]]
+    if world.rank == 1:  # it holds layer 2; compiling twice would only take time
+        try:
+            layers[2](torch.randn(2, 4, 6, dtype=torch.float64))
+        except InductorError as error:
+            world.gather(str(error))
+            return str(error)
+    if any(world.gather("")):
+        return "rank 1 cannot compile"
+    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=60) as pipe:
+        pipe.step(case.inputs, case.targets)
+    grads = {name.replace("_orig_mod.", ""): g for name, g in expected.items()}
+    return worst_error(pipe, {n: grads[n.replace("_orig_mod.", "")] for n, _ in pipe.named_parameters()})
+
+
+def test_compiled_layers_pass_through(two):
+    results = two.run(compiled, build_plan("1f1b", _costs(4), 2, 4, split_backward=True))
+    if any(isinstance(r, str) for r in results):
+        pytest.skip(f"inductor does not work here: {results}")
+    assert max(results) <= TOLERANCE
+
+
+# -- mistakes -------------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_named():
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    loss = lambda o, t: (o - t).mean()  # noqa: E731
+    with pytest.raises(OctoPipeError, match="2 ranks, the process group 1"):
+        Pipeline(layers, build_plan("1f1b", _costs(4), 2, 2), loss)
+    plan = _single(4, 2)
+    with pytest.raises(OctoPipeError, match="3 layers for a plan of 4"):
+        Pipeline(layers[:3], plan, loss)
+    with pytest.raises(OctoPipeError, match=r"tied parameter '9\.weight'"):
+        Pipeline(layers, plan, loss, tied=[("0.weight", "9.weight")])
+    with pytest.raises(OctoPipeError, match="layer 0 has no parameter nothing"):
+        Pipeline(layers, plan, loss, tied=[("0.nothing", "1.weight")])
+    with pytest.raises(OctoPipeError, match="factory of layer 1 made a int"):
+        Pipeline([layers[0], lambda: 3, *layers[2:]], plan, loss)
+    pipe = Pipeline(layers, plan, loss)
+    with pytest.raises(OctoPipeError, match="does not split into 2 equal"):
+        pipe.step(torch.randn(3, 2), torch.randn(3, 2))
+    with pytest.raises(OctoPipeError, match="list of 3 micro-batches; the plan has 2"):
+        pipe.step([torch.randn(3, 2)] * 3, torch.randn(4, 2))
+    with pytest.raises(OctoPipeError, match="give it the batch"):
+        pipe.step(None, torch.randn(4, 2))
+    with pytest.raises(OctoPipeError, match="one scalar tensor per micro-batch"):
+        Pipeline(layers, plan, lambda o, t: o - t).step(torch.randn(4, 2), torch.randn(4, 2))
+    with pytest.raises(OctoPipeError, match="no entry"):
+        pipe.load_state_dict({})
+
+
+def test_batches_split_along_the_first_dimension():
+    parts = split_batch({"a": torch.arange(6), "b": (torch.ones(2, 3), "same")}, 2, "batch")
+    assert [p["a"].tolist() for p in parts] == [[0, 1, 2], [3, 4, 5]]
+    assert parts[1]["b"][0].shape == (1, 3)
+    assert parts[0]["b"][1] == "same"
+
+
+def different_plans(world):
+    plan = build_plan("1f1b" if world.rank else "gpipe", _costs(4), 2, 2)
+    with contextlib.suppress(OctoPipeError):
+        Pipeline([nn.Linear(2, 2) for _ in range(4)], plan, lambda o, t: o.mean(), group=world, timeout_s=5)
+        return ""
+    return "refused"
+
+
+def test_ranks_with_different_plans_are_refused(two):
+    assert two.run(different_plans) == ["refused", "refused"]
