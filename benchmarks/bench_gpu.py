@@ -143,12 +143,12 @@ def show_profile(profile: Any) -> None:
         f"{profile.costs.model}: {about['total_seconds']} s, host share {about['host_share']:.2f}, "
         f"resident {about['resident_mib']:.0f} MiB, slowdown {[round(x, 3) for x in profile.costs.rank_slowdown]}"
     )
-    for i, symbol in enumerate(about["symbols"]):
-        at = profile.costs.symbols.index(symbol)
-        c = profile.costs
-        levels = {k: [round(x, 3) for x in v[i]] for k, v in about["partial_ms"].items()}
+    c = profile.costs
+    for symbol in dict.fromkeys(c.symbols):
+        at = c.symbols.index(symbol)
+        levels = {k: round(float(t.layer_ms[at] / c.layer_ms[at]), 3) for k, t in profile.partial.items()}
         print(
-            f"  {symbol} all {[round(x, 3) for x in about['loaded_ms'][i]]} fewer {levels} "
+            f"  {symbol} all {[round(float(x[at]), 3) for x in (c.forward_ms, c.input_ms, c.weight_ms)]} fewer {levels} "
             f"spread {[about['spread'][k][at] for k in ('forward', 'input', 'weight')]} MiB act "
             f"{c.activation_bytes[at] / 2**20:.0f} stash {c.stash_bytes[at] / 2**20:.0f} work "
             f"{c.workspace_bytes[at] / 2**20:.0f} out {c.boundary_bytes[at] / 2**20:.0f} static "
@@ -180,9 +180,12 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
         if stop():
             break
         work = workload(models(args.small)[model], args)
-        profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)
+        profile = profile_workload(
+            work, world, repeats=args.repeats, state_factor=0.0, links=not args.no_links, levels=range(1, nproc)
+        )
         if rank == 0:
             Path(args.out, f"profile.{model}.json").write_bytes(profile.to_json())
+            show_profile(profile)
         for job in jobs:
             if stop():
                 break
@@ -246,7 +249,7 @@ def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]
 
     if args.device == "cpu":
         return run_ranks(task, args.nproc, args, timeout_s=timeout_s)
-    with Mps.start(num_ranks=args.nproc) as mps:
+    with Mps.start(num_ranks=args.nproc, share_percent=args.share or None) as mps:
         return run_ranks(task, args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
 
 
@@ -338,6 +341,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of plans to run, separated by commas")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--nproc", type=int, default=RANKS)
+    parser.add_argument("--share", type=float, default=15.0, help="percent of the multiprocessors of a rank")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--steps", type=int, default=7)

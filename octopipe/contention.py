@@ -4,10 +4,10 @@ Knows: how long ops take when all ranks work and when one works alone, and what 
 know: where the two were measured (`runtime/profiler.py`).
 
 Ranks that share one GPU (MPS) or one machine's memory slow each other down, so an op of a plan full of bubbles is
-faster than the same op of a dense plan. With k of n ranks at work, an op takes its time alone plus (k-1)/(n-1) of
-the difference to its time under full load; k changes while the op runs, so time advances from event to event.
+faster than the same op of a dense plan. With k ranks at work an op advances at the speed measured for k (between
+measured numbers: in proportion); k changes while the op runs, so time advances from event to event.
 
-With equal times in both tables this is `simulate`, event by event.
+Without such times this is `simulate`, event by event.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def predict(
     costs = profile.costs
     program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel)
     plan = program.plan
-    loaded = op_durations(plan, costs) + profile.op_overhead_ms
-    alone = loaded if profile.alone is None else op_durations(plan, profile.alone) + profile.op_overhead_ms
-    start, end, binding = advance(program, loaded, alone)
+    known = {k: op_durations(plan, table) for k, table in profile.partial.items() if k < plan.num_ranks}
+    known[plan.num_ranks] = op_durations(plan, costs)
+    start, end, binding = advance(program, _levels(known, plan.num_ranks) + profile.op_overhead_ms)
     t = plan.table()
     n = t.stage.size
     spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], end[:n])
@@ -62,11 +62,26 @@ def predict(
     )
 
 
-def advance(program: Program, loaded: Floats, alone: Floats) -> tuple[Floats, Floats, NDArray[np.int32]]:
-    """Start, end and last-ending predecessor of every op and transfer of the program."""
+def _levels(known: dict[int, Floats], ranks: int) -> Floats:
+    """Durations [k - 1, op] for every number k of ranks at work, in proportion between the known ones."""
+    at = sorted(known)
+    table = np.stack([known[k] for k in at])
+    out = np.empty((ranks, table.shape[1]))
+    for k in range(1, ranks + 1):
+        right = int(np.searchsorted(at, k))
+        if right == 0 or at[right] == k:
+            out[k - 1] = table[right]
+        else:
+            part = (k - at[right - 1]) / (at[right] - at[right - 1])
+            out[k - 1] = (1 - part) * table[right - 1] + part * table[right]
+    return out
+
+
+def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArray[np.int32]]:
+    """Start, end and last-ending predecessor of every op and transfer; `durations[k - 1, op]` with k ranks at work."""
     preds = program.preds
-    nodes, computes, ranks = preds.shape[0], loaded.size, program.plan.num_ranks
-    share = np.array([(k - 1) / max(1, ranks - 1) for k in range(1, ranks + 1)])
+    ranks, computes = durations.shape
+    nodes = preds.shape[0]
     followers: list[list[int]] = [[] for _ in range(nodes)]
     missing = np.zeros(nodes, np.int64)
     for node in range(nodes):
@@ -88,8 +103,8 @@ def advance(program: Program, loaded: Floats, alone: Floats) -> tuple[Floats, Fl
                 left[node] = 1.0
             else:
                 heapq.heappush(flying, (now + float(program.transfer_ms[node - computes]), node))
-        load = share[min(max(len(left), 1), ranks) - 1]
-        took = {n: alone[n] + (loaded[n] - alone[n]) * load for n in left}
+        speed = durations[min(max(len(left), 1), ranks) - 1]
+        took = {n: float(speed[n]) for n in left}
         step = min((part * took[n] for n, part in left.items()), default=np.inf)
         if flying:
             step = min(step, max(0.0, flying[0][0] - now))

@@ -1,16 +1,16 @@
 """Profiles: what was measured on real devices, as a file and as costs.
 
 Knows: the format `octopipe.profile/1`, a layer-times file (`layer_times.py`) whose tables hold one number per
-layer, with measured links, rank speeds and times without neighbours beside them. Does not know: how anything is
+layer, with measured links, rank speeds and times with fewer neighbours beside them. Does not know: how anything is
 measured (`runtime/profiler.py`).
 
     {"format": "octopipe.profile/1", "model": "tiny", "pattern": "EL",
      "forward_ms": [0.1, 2.0], "backward_ms": [0.0, 2.1], "weight_ms": [0.1, 1.0],
-     "alone_forward_ms": [...], "alone_backward_ms": [...], "alone_weight_ms": [...],   no other rank at work
+     "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "about": {...}}
 
-Times are those of a rank while all ranks work. Every key from `alone_` on is optional.
+Times are those of a rank while all ranks work. Every key from `partial` on is optional.
 
 >>> file = {"pattern": "EL", "forward_ms": [1, 2], "backward_ms": [0, 2], "weight_ms": [1, 1]}
 >>> links = [{"source": 0, "destination": 1, "latency_ms": 0.5, "gb_per_s": 1.0}]
@@ -35,7 +35,6 @@ from octopipe.files import brief, kind_of, read_json_object, shown, write_whole
 from octopipe.layer_times import BYTES, TIMES, costs_of_layer_times
 
 FORMAT = "octopipe.profile/1"
-_ALONE = "alone_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +43,8 @@ class Profile:
 
     costs: CostTable
     """Times while all ranks work."""
-    alone: CostTable | None = None
-    """The same costs with the times of a rank whose neighbours rest; None where ranks share nothing."""
+    partial: Mapping[int, CostTable] = field(default_factory=dict)
+    """The same costs with the times of a rank when only so many ranks work; empty where ranks share nothing."""
     op_overhead_ms: float = 0.0
     """What running one op costs beside its layers' own times."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -53,11 +52,11 @@ class Profile:
 
     def with_costs(self, costs: CostTable) -> Profile:
         """The same profile around other costs (a memory limit added, say)."""
-        alone = self.alone
-        if alone is not None:
-            times = {name: getattr(alone, name) for name in TIMES.values()}
-            alone = costs.replace(**times)
-        return Profile(costs=costs, alone=alone, op_overhead_ms=self.op_overhead_ms, about=self.about)
+        partial = {
+            level: costs.replace(**{name: getattr(table, name) for name in TIMES.values()})
+            for level, table in self.partial.items()
+        }
+        return Profile(costs=costs, partial=partial, op_overhead_ms=self.op_overhead_ms, about=self.about)
 
     def to_json(self) -> bytes:
         c = self.costs
@@ -65,8 +64,11 @@ class Profile:
         if c.tokens_per_micro_batch is not None:
             out["tokens"] = c.tokens_per_micro_batch
         out |= {key: getattr(c, name).tolist() for key, name in TIMES.items()}
-        if self.alone is not None:
-            out |= {_ALONE + key: getattr(self.alone, name).tolist() for key, name in TIMES.items()}
+        if self.partial:
+            out["partial"] = {
+                str(level): {key: getattr(table, name).tolist() for key, name in TIMES.items()}
+                for level, table in sorted(self.partial.items())
+            }
         out |= {key: (getattr(c, name) / GIB).tolist() for key, name in BYTES.items()}
         out["optimizer_ms"] = c.optimizer_ms.tolist()
         out["links"] = [
@@ -115,18 +117,29 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
         memory = file["memory_gib"]
         sizes = _numbers(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"', positive=True)
         costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
-    alone = None
-    if all(file.get(_ALONE + key) is not None for key in TIMES):
-        times = {
-            field_name: _numbers(file[_ALONE + key], f'{where}: "{_ALONE + key}"', costs.num_layers)
-            for key, field_name in TIMES.items()
-        }
-        alone = costs.replace(**times)
+    partial = _partial(file.get("partial"), costs, where)
     overhead = _numbers([file.get("op_overhead_ms") or 0.0], f'{where}: "op_overhead_ms"')[0]
     about = file.get("about")
     return Profile(
-        costs=costs, alone=alone, op_overhead_ms=overhead, about=about if isinstance(about, dict) else {}
+        costs=costs, partial=partial, op_overhead_ms=overhead, about=about if isinstance(about, dict) else {}
     )
+
+
+def _partial(value: object, costs: CostTable, where: str) -> dict[int, CostTable]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise OctoPipeError(f'{where}: "partial" is a JSON {kind_of(value)}; give an object')
+    out = {}
+    for level, tables in value.items():
+        what = f'{where}: "partial" of {brief(level)}'
+        if not str(level).isdigit() or int(level) < 1 or not isinstance(tables, dict):
+            raise OctoPipeError(f"{what}: give a number of ranks and an object of times")
+        times = {
+            name: _numbers(tables.get(key), f'{what}: "{key}"', costs.num_layers) for key, name in TIMES.items()
+        }
+        out[int(level)] = costs.replace(**times)
+    return out
 
 
 def _links(value: object, where: str) -> dict[tuple[int, int], Link]:

@@ -3,9 +3,9 @@
 Knows: how to run one layer as a stage, how to time it on a GPU or a CPU alone and beside busy neighbours, what it
 holds in memory, what its parameters take. Does not know: plans or transports (`links.py` measures those).
 
-Every rank measures every distinct layer, each starting at another one, round after round and without waiting for
-the device in between: so each sees the others at work on a mixture of all layers, as in training. A layer's time is
-the median over rounds and ranks.
+Every rank runs the whole model's layers one by one, each rank starting at another one, round after round and without
+waiting for the device in between: so each sees the others at work on the model's own mixture, as in training. A
+layer's time is the median over rounds of its mean in a round, averaged over ranks.
 
     mine = profile_layers(layers, sample, loss_fn, target, group=group)      # any modules or factories
     profile = assemble(gather(mine, group), model="mine", symbols="EMML", links=links)
@@ -169,13 +169,18 @@ def profile_layers(
 
     rank = 0 if group is None else group.rank()
     ranks = 1 if group is None else group.size()
-    turn = rank * len(ready) // ranks
+    # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's own;
+    # ranks start at different layers.
+    turn = rank * len(group_of) // ranks
+    ring = [*group_of[turn:], *group_of[:turn]]
     _wait_all(group)
-    _rounds(ready, warm_up, turn, device)
+    _rounds(ready, warm_up, ring, device)
     _wait_all(group)
     issued, issued_s = time.perf_counter(), list[float]()
-    loaded = _rounds(ready, repeats, turn, device, issued_s)
-    host_share = 1e3 * (issued_s[0] - issued) / max(loaded.sum(), 1e-9)
+    loaded = _rounds(ready, repeats, ring, device, issued_s)
+    counts = np.bincount(group_of)
+    busy = float((loaded.mean(axis=0).sum(axis=1) * counts).sum()) * repeats
+    host_share = 1e3 * (issued_s[0] - issued) / max(busy, 1e-9)
     _wait_all(group)
     partial: dict[int, Floats] = {}
     for level in levels:
@@ -183,8 +188,8 @@ def profile_layers(
             continue
         seen = None
         if rank < level:
-            _rounds(ready, 1, turn, device)
-            seen = np.median(_rounds(ready, max(3, repeats // 2), turn, device), axis=0)
+            _rounds(ready, 1, ring, device)
+            seen = np.median(_rounds(ready, max(3, repeats // 2), ring, device), axis=0)
         _wait_all(group)
         got: list[Any] = [None] * ranks
         dist.all_gather_object(got, seen, group=group)
@@ -231,11 +236,10 @@ def _prepare(
 
 
 def _rounds(
-    ready: Sequence[_Layer], rounds: int, turn: int, device: torch.device, issued_s: list[float] | None = None
+    ready: Sequence[_Layer], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
 ) -> Floats:
-    """Milliseconds [rounds, layers, 3]. The device is never waited for in between; `issued_s` gets the moment at
-    which the host had issued everything."""
-    sequence = [(turn + i) % len(ready) for i in range(len(ready))]
+    """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
+    for in between; `issued_s` gets the moment at which the host had issued everything."""
     marks: list[Any] = []
     if device.type == "cuda":
 
@@ -250,7 +254,7 @@ def _rounds(
             marks.append(time.perf_counter())
 
     for _ in range(rounds):
-        for i in sequence:
+        for i in ring:
             ready[i].once(mark)
     if issued_s is not None:
         issued_s.append(time.perf_counter())
@@ -259,11 +263,13 @@ def _rounds(
         torch.cuda.synchronize(device)
     at = 0
     for r in range(rounds):
-        for i in sequence:
+        seen: list[list[list[float]]] = [[[], [], []] for _ in ready]
+        for i in ring:
             for k in range(3):
                 a, b = marks[at + k], marks[at + k + 1]
-                out[r, i, k] = a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a)
+                seen[i][k].append(a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a))
             at += 4
+        out[r] = [[float(np.mean(times)) for times in layer] for layer in seen]
     return out
 
 
@@ -417,26 +423,23 @@ def assemble(
         rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
         tokens_per_micro_batch=tokens,
     )
-    alone = None
-    if 1 in first.partial_ms:
-        # An op is not slower for being alone: what says so is noise.
-        quick = np.minimum(first.partial_ms[1], loaded)
-        alone = costs.replace(
+    partial = {}
+    for level, times in first.partial_ms.items():
+        # An op is not slower for having fewer neighbours: what says so is noise.
+        quick = np.minimum(times, loaded)
+        partial[level] = costs.replace(
             forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])
         )
     spread = np.median([m.spread for m in ranks], axis=0)
     return Profile(
         costs=costs,
-        alone=alone,
+        partial=partial,
         op_overhead_ms=op_overhead_ms,
         about={
             "ranks": len(ranks),
             "seconds": max(m.seconds for m in ranks),
             "spread": {kind: column(spread[:, k]).round(4).tolist() for k, kind in enumerate(KINDS)},
             "host_share": float(max(m.host_share for m in ranks)),
-            "partial_ms": {str(k): v.round(4).tolist() for k, v in first.partial_ms.items()},
-            "loaded_ms": loaded.round(4).tolist(),
-            "symbols": "".join(symbols[first.group_of.index(g)] for g in range(len(loaded))),
             "resident_mib": float(resident / (1 << 20)),
             **(about or {}),
         },

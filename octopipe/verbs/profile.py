@@ -127,7 +127,7 @@ def extrapolated(profile: Profile, spec: ModelSpec, seq: int, to_seq: int, to_tp
     return replace(
         profile,
         costs=scale(profile.costs),
-        alone=None if profile.alone is None else scale(profile.alone),
+        partial={level: scale(table) for level, table in profile.partial.items()},
         about={**profile.about, **note},
     )
 
@@ -148,7 +148,9 @@ def _show(profile: Profile, output: str) -> None:
     mib = float(1 << 20)
     for symbol in dict.fromkeys(costs.symbols):
         i = costs.symbols.index(symbol)
-        alone = "" if profile.alone is None else f"{profile.alone.layer_ms[i] / max(costs.layer_ms[i], 1e-9):.2f}"
+        alone = ""
+        if 1 in profile.partial:
+            alone = f"{profile.partial[1].layer_ms[i] / max(costs.layer_ms[i], 1e-9):.2f}"
         widest = max((spread[k][i] for k in spread), default=0.0)
         table.add_row(
             symbol,

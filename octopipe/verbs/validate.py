@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
-    parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for its model")
+    parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for it")
     parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
     parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
     parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
     parser.add_argument(
-        "--channel", choices=("directed", "pair", "single"), default="directed", help="in-order queues (default: directed)"
+        "--channel", choices=("directed", "pair", "single"), default="directed", help="queues (default: directed)"
     )
     parser.add_argument("--timelines", metavar="PREFIX", help="write PREFIX.predicted.json and PREFIX.measured.json")
     parser.add_argument("--report", metavar="FILE", help="write both timelines, one above the other, as a page")
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def _show(found: Fidelity, name: str, spread: float) -> None:
     out = console()
     out.print(
-        f"[bold]{name}[/]: measured [bold]{found.measured_ms:.2f} ms[/] a step (spread {100 * spread:.1f} %), predicted "
-        f"{found.predicted_ms:.2f} ms: error [bold]{100 * found.step_error:+.2f} %[/]"
+        f"[bold]{name}[/]: measured [bold]{found.measured_ms:.2f} ms[/] a step (spread {100 * spread:.1f} %), "
+        f"predicted {found.predicted_ms:.2f} ms: error [bold]{100 * found.step_error:+.2f} %[/]"
     )
     kinds = ", ".join(f"{k} {100 * v:+.1f} %" for k, v in found.kind_error.items())
     out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")

@@ -1,0 +1,241 @@
+"""The profiler, against numbers known beforehand: bytes counted by hand, sleeping layers, exact links."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from octopipe.cluster import Link
+from octopipe.contention import predict
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.lower import lower
+from octopipe.profile_file import Profile, load_profile, profile_from_object
+from octopipe.resolve import resolve_costs
+from octopipe.runtime.links import fit
+from octopipe.runtime.mps import Mps
+from octopipe.runtime.profiler import assemble, groups_of_modules, groups_of_spec, profile_layers
+from octopipe.runtime.ranks import run_ranks
+from octopipe.runtime.trial import Workload, profile_workload, run_plan
+from octopipe.runtime.world import World
+from octopipe.simulate import simulate
+from octopipe.systems import build_plan
+from octopipe.tune import tune
+from octopipe.zoo import preset
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+class Sleepy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        time.sleep(ctx.backward_s)
+        return g, None, None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, forward_s: float, backward_s: float):
+        super().__init__()
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x):
+        return Sleepy.apply(x, self.forward_s, self.backward_s)
+
+    def extra_repr(self) -> str:
+        return f"{self.forward_s}, {self.backward_s}"
+
+
+def linears(count: int, width: int = 64) -> list[nn.Module]:
+    return [nn.Linear(width, width, bias=False) for _ in range(count)]
+
+
+def test_equal_layers_are_measured_once_and_the_last_one_apart() -> None:
+    layers = [*linears(3), nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False), nn.Linear(64, 64, bias=False)]
+    assert groups_of_modules(layers) == (0, 0, 0, 1, 2, 0)
+    measured = profile_layers(layers, torch.randn(8, 64), mse, torch.randn(8, 64), repeats=2, warm_up=1)
+    assert measured.group_of == (0, 0, 0, 1, 2, 3)  # the last runs with the loss
+    assert measured.loaded_ms.shape == (4, 3)
+
+
+def test_layers_of_a_spec_group_by_their_dimensions() -> None:
+    spec = preset("nemotron-h-8b").scaled(0.05, num_layers=10)
+    groups = groups_of_spec(spec)
+    for i, a in enumerate(spec.layers):
+        for j, b in enumerate(spec.layers):
+            assert (groups[i] == groups[j]) == (a == b)
+
+
+def test_known_durations_are_found() -> None:
+    layers = [Sleeper(0.004, 0.008), Sleeper(0.012, 0.002)]
+    measured = profile_layers(
+        layers, torch.zeros(4, requires_grad=True), mse, torch.zeros(4), repeats=3, warm_up=1
+    )
+    # Sleeping takes at least as long as asked; how much longer is up to the machine.
+    assert np.all(measured.loaded_ms[:, 0] >= [4, 12])
+    assert measured.loaded_ms[1, 1] >= 2  # the first layer takes no input gradient: nothing to do in I
+    assert measured.loaded_ms[1, 0] > measured.loaded_ms[0, 0]
+
+
+def test_bytes_are_those_counted_by_hand() -> None:
+    batch, width, hidden = 16, 64, 256
+    layers = [nn.Linear(width, width, bias=False), nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width)]
+    measured = profile_layers(layers, torch.randn(batch, width), mse, torch.randn(batch, width), repeats=1, warm_up=0)
+    second = measured.memory[1]
+    assert second.boundary_bytes == 4 * batch * hidden
+    assert second.parameter_bytes == second.gradient_bytes == 4 * width * hidden
+    assert second.stash_bytes == 4 * batch * (width + hidden)  # W needs its input and its output's gradient
+    assert second.activation_bytes >= second.stash_bytes
+    assert measured.memory[2].parameter_bytes == 4 * (hidden * width + width)
+
+
+def test_profiling_leaves_gradients_for_training_steps_like_the_second() -> None:
+    layers = linears(2)
+    profile_layers(layers, torch.randn(8, 64), mse, torch.randn(8, 64), repeats=1, warm_up=0)
+    assert all(p.grad is not None for p in layers[0].parameters())
+
+
+def test_a_layer_that_does_not_fit_its_input_is_named() -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(9, 8)]
+    with pytest.raises(OctoPipeError, match=r"layer 1 \(Linear\)"):
+        profile_layers(layers, torch.randn(2, 8), mse, torch.randn(2, 8))
+
+
+def test_assembled_costs_and_their_file_say_the_same(tmp_path) -> None:
+    layers = linears(4)
+    mine = profile_layers(layers, torch.randn(8, 64), mse, torch.randn(8, 64), repeats=2, warm_up=0)
+    links = {(0, 1): Link(latency_ms=0.02, ms_per_byte=1e-7), (1, 0): Link(latency_ms=0.02, ms_per_byte=1e-7)}
+    profile = assemble([mine, mine], model="four", symbols="abcd", links=links, tokens=8, memory_bytes=2.0**30)
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    again = load_profile(path)
+    assert np.allclose(again.costs.forward_ms, profile.costs.forward_ms)
+    assert np.allclose(again.costs.static_bytes, 4 * 64 * 64 * 4)  # weights, gradients, two AdamW moments
+    resolved = resolve_costs(str(path), pp=2)
+    assert resolved.network.transfer_ms(0, 1, 1e6) == pytest.approx(0.12)
+    assert resolved.rank_slowdown == (1.0, 1.0)
+    assert resolved.rank_memory_bytes == (2.0**30,)
+    assert resolved.model == "four" and resolved.tokens_per_micro_batch == 8
+    assert np.allclose(resolved.weight_ms, profile.costs.weight_ms)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"links": 3}, "links"),
+        ({"links": [{"source": -1, "destination": 1}]}, "source"),
+        ({"links": [{"source": 0, "destination": 1, "gb_per_s": 0}]}, "gb_per_s"),
+        ({"partial": {"x": {}}}, "partial"),
+        ({"partial": {"1": {"forward_ms": [1]}}}, "partial"),
+        ({"rank_slowdown": [0]}, "rank_slowdown"),
+        ({"memory_gib": [-1]}, "memory_gib"),
+    ],
+)
+def test_a_bad_profile_is_one_line(change, words) -> None:
+    file = {"pattern": "EL", "forward_ms": [1, 2], "backward_ms": [0, 2], "weight_ms": [1, 1]}
+    with pytest.raises(OctoPipeError, match=words) as caught:
+        profile_from_object({**file, **change}, name="bad", where="bad.json")
+    assert str(caught.value).startswith("bad.json") and "\n" not in str(caught.value)
+
+
+def test_alpha_beta_fit_recovers_a_link_and_never_goes_negative() -> None:
+    link = fit([4096, 1 << 18, 1 << 24], [0.01 + s / 4e7 for s in (4096, 1 << 18, 1 << 24)])
+    assert link.latency_ms == pytest.approx(0.01) and 1e-6 / link.ms_per_byte == pytest.approx(40.0)
+    assert fit([1e3, 1e6], [0.5, 0.2]).ms_per_byte == 0.0
+
+
+def test_mps_missing_is_one_clear_line(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with pytest.raises(OctoPipeError, match="nvidia-cuda-mps-control"):
+        Mps.start(num_ranks=4)
+
+
+def test_a_daemon_of_somebody_else_is_used_and_left_alone(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/theirs")
+    with Mps.start(num_ranks=4) as mps:
+        assert mps.environment == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
+
+
+# --- prediction with neighbours --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("channel", ["directed", "single", "blocking"])
+def test_without_contention_the_prediction_is_the_simulator(system, channel) -> None:
+    costs = resolve_costs("nemotron-h-8b", pp=4, tp=4)
+    plan = build_plan(system, costs, 4, 8)
+    program = lower(plan, costs, channel=channel)
+    ours, theirs = predict(program, Profile(costs=costs)), simulate(program, costs)
+    assert np.allclose(ours.spans.start_ms, theirs.spans.start_ms)
+    assert np.allclose(ours.transfers.end_ms, theirs.transfers.end_ms)
+    assert np.allclose(ours.peak_bytes, theirs.peak_bytes)
+
+
+def test_a_rank_alone_runs_at_its_speed_alone() -> None:
+    costs = CostTable.uniform(num_layers=2, forward_ms=2.0, input_ms=2.0, weight_ms=2.0)
+    quick = costs.replace(forward_ms=np.ones(2), input_ms=np.ones(2), weight_ms=np.ones(2))
+    plan = build_plan("1f1b", costs, 2, 1)  # one micro-batch: never two ranks at work
+    profile = Profile(costs=costs, partial={1: quick})
+    assert predict(plan, profile).makespan_ms == pytest.approx(simulate(plan, quick).makespan_ms)
+
+
+def test_speed_changes_in_the_middle_of_an_op() -> None:
+    # Two ranks, no dependency in time: rank 1's op is half as long; alone, everything is twice as fast.
+    costs = CostTable.uniform(num_layers=2, forward_ms=4.0, input_ms=4.0, weight_ms=4.0)
+    quick = costs.replace(forward_ms=np.full(2, 2.0), input_ms=np.full(2, 2.0), weight_ms=np.full(2, 2.0))
+    plan = build_plan("1f1b", costs, 2, 2)
+    by_hand = 2.0  # 0F0 alone: half of 4
+    by_hand += 4.0  # 0F1 beside 1F0: both slow
+    by_hand += 4.0  # 1B0 alone: half of 8
+    by_hand += 4.0  # 1F1 beside the first half of 0B0
+    by_hand += 8.0 - 4.0 + 0.0  # second half of 0B0 beside the first half of 1B1
+    by_hand += 2.0 + 4.0  # the rest of 1B1 alone, then 0B1 alone
+    assert predict(plan, Profile(costs=costs, partial={1: quick})).makespan_ms == pytest.approx(by_hand)
+
+
+# --- real ranks ------------------------------------------------------------------------------------------
+
+
+def _profile_and_run(rank: int, nproc: int, work: Workload):
+    world = World.make(None, None, None)
+    profile = profile_workload(work, world, repeats=2, warm_up=1, state_factor=0.0)
+    plan = tune(profile.costs, nproc, 4, iterations=200, recompute=False, workers=1).plan if rank == 0 else None
+    plan = world.gather(plan)[0]
+    trial = run_plan(work, plan, world, profile, steps=2, warm_up=1)
+    return profile, plan, trial
+
+
+def test_two_ranks_profile_links_and_layers_and_the_tuner_takes_it() -> None:
+    work = Workload(spec=preset("nemotron-h-8b").scaled(0.03, num_layers=6), tokens=32)
+    (profile, plan, trial), (other, _, _) = run_ranks(_profile_and_run, 2, work, threads=1, timeout_s=120)
+    assert set(profile.costs.network.pairs) == {(0, 1), (1, 0)}
+    assert profile.to_json() == other.to_json() or np.allclose(profile.costs.forward_ms, other.costs.forward_ms)
+    assert 1 in profile.partial and len(profile.costs.rank_slowdown) == 2
+    assert np.all(profile.partial[1].forward_ms <= profile.costs.forward_ms)
+    assert trial.timeline.spans.stage.size == plan.table().stage.size and trial.timeline.measured
+    assert trial.step_ms > 0 and np.isfinite(trial.loss)
+
+
+def _fail(rank: int, nproc: int, payload: object) -> None:
+    if rank == 1:
+        raise ValueError("out of cheese")
+    time.sleep(30)
+
+
+def test_a_failing_rank_ends_all_and_is_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(OctoPipeError, match="rank 1: ValueError: out of cheese"):
+        run_ranks(_fail, 2, threads=1)
+    assert time.monotonic() - began < 29

@@ -1,0 +1,129 @@
+"""Fidelity and adaptation, against differences put there on purpose and a run that never switched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.nn import cross_entropy
+from octopipe.profile_file import Profile
+from octopipe.resolve import resolve_costs
+from octopipe.runtime.adapt import Adapter, corrected, switch
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.ranks import run_ranks
+from octopipe.runtime.trial import Workload
+from octopipe.runtime.validate import compare
+from octopipe.runtime.world import World
+from octopipe.simulate import simulate
+from octopipe.systems import build_plan
+from octopipe.zoo import preset
+
+
+def hybrid() -> CostTable:
+    return resolve_costs("nemotron-h-8b", pp=4, tp=4)
+
+
+def test_equal_timelines_have_no_error() -> None:
+    costs = hybrid()
+    plan = build_plan("zb-v", costs, 4, 8)
+    a = simulate(plan, costs)
+    found = compare(a, replace(a, measured=True), measured_bytes=a.peak_bytes.tolist())
+    assert found.step_error == 0 and found.op_error == 0 and set(found.kind_error.values()) == {0.0}
+    assert found.mean_memory_error == pytest.approx(0) and set(found.busy_error) == {0.0}
+
+
+def test_errors_are_where_they_were_put() -> None:
+    costs = hybrid()
+    plan = build_plan("1f1b", costs, 4, 8, split_backward=True)
+    predicted = simulate(plan, costs)
+    slow_w = simulate(plan, costs.replace(weight_ms=1.25 * costs.weight_ms))
+    found = compare(predicted, slow_w, measured_bytes=[2 * b for b in predicted.peak_bytes])
+    assert found.kind_error["W"] == pytest.approx(-0.2)
+    assert found.kind_error["F"] == pytest.approx(0.0) and found.kind_error["I"] == pytest.approx(0.0)
+    assert found.memory_error == pytest.approx((-0.5,) * 4)
+    assert all("W" in w.op for w in found.worst)
+    slow_rank = simulate(plan, costs.replace(rank_slowdown=(1, 1, 2, 1)))
+    assert compare(predicted, slow_rank).busy_error == pytest.approx((0, 0, -0.5, 0))
+
+
+def test_timelines_of_two_plans_are_not_compared() -> None:
+    costs = hybrid()
+    a, b = (simulate(build_plan(s, costs, 4, 8), costs) for s in ("1f1b", "interleaved"))
+    with pytest.raises(OctoPipeError, match="different plans"):
+        compare(a, b)
+
+
+def test_a_mispriced_layer_kind_is_found_out() -> None:
+    costs = hybrid()
+    mamba = np.array([s == "M" for s in costs.symbols])
+    true = costs.replace(input_ms=np.where(mamba, 1.7, 1.0) * costs.input_ms)
+    plan = build_plan("interleaved", costs, 4, 8, split_backward=True)
+    seen = corrected(costs, plan, simulate(plan, true))
+    assert np.allclose(seen.input_ms[mamba] / costs.input_ms[mamba], 1.7, rtol=0.12)
+    assert np.allclose(seen.forward_ms, costs.forward_ms, rtol=0.12)
+    assert abs(simulate(plan, seen).makespan_ms / simulate(plan, true).makespan_ms - 1) < 0.02
+
+
+def test_a_slow_rank_is_found_out() -> None:
+    costs = hybrid()
+    true = costs.replace(rank_slowdown=(1.0, 1.5, 1.0, 1.0))
+    plan = build_plan("interleaved", costs, 4, 8, split_backward=True)
+    seen = corrected(costs, plan, simulate(plan, true))
+    slow = np.array(seen.rank_slowdown)
+    assert slow[1] / slow[[0, 2, 3]].mean() == pytest.approx(1.5, rel=0.1)
+    assert abs(simulate(plan, seen).makespan_ms / simulate(plan, true).makespan_ms - 1) < 0.02
+
+
+def test_the_adapter_switches_only_when_it_pays() -> None:
+    costs = CostTable.uniform(num_layers=8, forward_ms=2.0, input_ms=2.0, weight_ms=2.0)
+    plan = build_plan("zb-v", costs, 2, 8)
+    adapter = Adapter(Profile(costs=costs), budget_s=1.5, threshold=0.2, blend=1.0)
+    assert adapter.propose(plan) is None
+    true = costs.replace(rank_slowdown=(1.0, 3.0))
+    adapter.observe(plan, simulate(plan, true))
+    better = adapter.propose(plan)
+    assert better is not None and adapter.last_gain > 0.2
+    assert simulate(better, true).makespan_ms < simulate(plan, true).makespan_ms / 1.2
+
+
+def _train(rank: int, nproc: int, change: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    world = World.make(None, None, None)
+    work = Workload(spec=preset("nemotron-h-8b").scaled(0.03, num_layers=6), tokens=16, dtype="float64")
+    device = torch.device("cpu")
+    costs = CostTable.uniform(num_layers=6)
+    plans = [build_plan(name, costs, nproc, 4) for name in ("1f1b", "zb-v")]
+
+    def make_pipe(plan):
+        return Pipeline(work.layers(device), plan, cross_entropy, group=world, device=device, timeout_s=60.0)
+
+    def make_optimizer(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    pipe = make_pipe(plans[0])
+    optimizer = make_optimizer(pipe.parameters())
+    losses = []
+    for step in range(6):
+        if change and step in (2, 4):
+            pipe, optimizer = switch(
+                pipe, optimizer, plans[step // 2 % 2], make_pipe=make_pipe, make_optimizer=make_optimizer
+            )
+        losses.append(float(pipe.step(work.batch(device, 4, step), work.batch(device, 4, step + 100))))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {k: v.clone() for k, v in pipe.state_dict().items()}
+    pipe.close()
+    return losses, state
+
+
+def test_switching_plans_does_not_change_the_loss_curve() -> None:
+    (straight, a), (_, b) = run_ranks(_train, 2, False, threads=1, timeout_s=120)
+    (switched, c), (_, d) = run_ranks(_train, 2, True, threads=1, timeout_s=120)
+    assert switched == pytest.approx(straight, rel=1e-12)
+    whole, moved = {**a, **b}, {**c, **d}
+    assert whole.keys() == moved.keys()
+    assert all(torch.allclose(whole[k], moved[k], rtol=1e-9, atol=1e-12) for k in whole)
