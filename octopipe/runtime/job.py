@@ -47,6 +47,8 @@ class TrainJob:
     dtype: str = "float32"
     """bfloat16: parameters stay float32, layers compute under autocast."""
     device: str = "cpu"
+    threads: int | None = None
+    """Of the CPU per rank; default: the cores, shared equally."""
     data: str | None = None
     seed: int = 0
     profile: Profile | None = None

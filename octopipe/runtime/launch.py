@@ -10,6 +10,7 @@ was waiting for.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -78,22 +80,25 @@ def run_ranks(
     """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
 
     `listen` gets what the first rank tells. `threads`: of the CPU per rank (default: the cores, shared equally).
-    `grace_s`: how long the other ranks may take to say what they waited for once one has failed.
+    `grace_s`: how long the other ranks may take to say what they waited for once one has died.
     """
+    import torch
+    import torch.distributed as dist
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // size)
     listen = listen or _unheard
     if size == 1:
         os.environ.update(environment or {})
+        torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
-    import torch.distributed as dist
-
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Forked from a server that has imported torch once, ranks start in a fraction of a second.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(list(PRELOAD))
+        atexit.register(_end_server)
     start = _Start(work, size, payload, backend, store.port, threads, dict(environment or {}))
     processes: list[Any] = []
     pipes: list[Connection] = []
@@ -240,11 +245,15 @@ class _Watch:
 
     def run(self) -> list[Any]:
         deadline: float | None = None
+        told = False
         while self._open and (deadline is None or time.monotonic() < deadline):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             for pipe in wait(list(self._open), timeout=left):
                 self._hear(pipe)  # type: ignore[arg-type]
-            if deadline is None and (self._failures or self._died):
+            if self._failures and not told:
+                # Those who wait for the failed rank have nothing to add.
+                told, deadline = True, time.monotonic() + min(1.0, self._grace_s)
+            elif self._died and deadline is None:
                 deadline = time.monotonic() + self._grace_s
         if self._failures or self._died:
             raise self._verdict()
@@ -281,6 +290,13 @@ class _Watch:
             first = next(iter(self._died))
             return RankError(first, "; ".join([self._died[first], *said[:1]]))
         return RankError(next(iter(self._failures)), said[0])
+
+
+def _end_server() -> None:
+    """Let the fork server end before we do: it would take a moment longer, and look like an orphan."""
+    end = getattr(getattr(forkserver, "_forkserver", None), "_stop", None)
+    if end is not None:
+        end()
 
 
 def stop(processes: Sequence[Any]) -> None:

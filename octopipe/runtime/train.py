@@ -60,7 +60,8 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
                 job,
                 backend=_backend(job),
                 environment=environment,
-                grace_s=min(job.timeout_s, 10.0) + 6.0,
+                threads=job.threads,
+                grace_s=min(job.timeout_s, 5.0) + 3.0,
                 listen=listen,
             )
         return results[0]  # type: ignore[no-any-return]
@@ -72,8 +73,6 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
 
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
     """One rank's whole run; the first rank of all has the result."""
-    if job.device == "cpu" and seat.size == 1:
-        torch.set_num_threads(max(1, os.cpu_count() or 1))
     world, everyone = _worlds(seat, job)
     work = Workload(
         spec=job.spec,

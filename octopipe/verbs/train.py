@@ -243,7 +243,8 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     first, last = result.reports[0], result.reports[-1]
     name = str(result.plan.extra.get("system") or args.plan or "plan")
     out.print(
-        f"[bold]loss {first.loss:.4f} -> {last.loss:.4f}[/], steps {first.step} to {last.step}, {name}, {job.nproc} ranks"
+        f"[bold]loss {first.loss:.4f} -> {last.loss:.4f}[/] in steps {first.step} to {last.step}: "
+        f"{name}, {job.nproc} ranks"
     )
     out.print(
         f"{result.parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
@@ -251,10 +252,9 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     )
     out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
     if result.predicted is not None:
-        off = result.predicted.makespan_ms / result.pipeline_ms - 1
-        out.print(
-            f"         predicted {result.predicted.makespan_ms:.1f} ms, bubble {result.predicted.bubble_ratio:.1%} ({off:+.1%})"
-        )
+        predicted = result.predicted
+        off = predicted.makespan_ms / result.pipeline_ms - 1
+        out.print(f"         predicted {predicted.makespan_ms:.1f} ms, bubble {predicted.bubble_ratio:.1%} ({off:+.1%})")
     speed = 1e3 * job.tokens_per_step / result.step_ms
     out.print(f"whole step {result.step_ms:.1f} ms, {speed:,.0f} tokens/s (medians)")
     for text, path in (
