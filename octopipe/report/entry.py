@@ -234,12 +234,10 @@ def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> d
 
 
 def _twins(plan: Plan) -> list[list[int]]:
-    """Per stage, the stages whose weight gradients its reduction waits for: itself, or all overlapping ones."""
-    replicas = plan.replicas()
-    out = []
-    for s, stage in enumerate(plan.stages):
-        if len(replicas.get(stage.first, ())) > 1:
-            out.append([k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop])
-        else:
-            out.append([s])
-    return out
+    """Per stage, the stages whose weight gradients its reduction waits for: itself, and its copies' overlaps."""
+    if not plan.replicas():
+        return [[s] for s in range(len(plan.stages))]
+    return [
+        [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
+        for stage in plan.stages
+    ]

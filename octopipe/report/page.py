@@ -71,7 +71,8 @@ def report_data(entries: Sequence[Entry]) -> tuple[dict[str, Any], str]:
         "columns": pack.columns,
         "entries": rows,
     }
-    return msgspec.to_builtins(head), pack.text()
+    # A measured timeline may carry numpy's numbers, which JSON does not know.
+    return msgspec.to_builtins(head, enc_hook=float), pack.text()
 
 
 def embed(value: Any) -> str:

@@ -102,15 +102,16 @@ function followUps(entry, times, twins) {
       done[entry.stage[i]] = Math.max(done[entry.stage[i]], times.end[i]);
     }
   }
+  const readyAt = twins.map((copies) => Math.max(...copies.map((s) => done[s])));
   const out = [];
   for (let r = 0; r < entry.num_ranks; r++) {
     const mine = entry.extras.filter((e) => e[1] === r);
     const reductions = mine.filter((e) => e[0].startsWith("reduce stage "))
       .map((e) => ({ name: e[0], stage: Number(e[0].slice(13)), took: e[3] - e[2] }))
-      .sort((a, b) => done[a.stage] - done[b.stage]);
+      .sort((a, b) => readyAt[a.stage] - readyAt[b.stage] || entry.stages[a.stage][0] - entry.stages[b.stage][0]);
     let clock = 0;
     for (const { name, stage, took } of reductions) {
-      const begin = Math.max(clock, ...twins[stage].map((s) => done[s]));
+      const begin = Math.max(clock, readyAt[stage]);
       clock = begin + took;
       out.push([name, r, begin, clock]);
     }
