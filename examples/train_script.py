@@ -20,11 +20,13 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        wide = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), *wide)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mix(self.norm(x))[0]
+        past = self.norm(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+        x = x + self.mix(past)
         return x + self.mlp(x)
 
 

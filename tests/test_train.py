@@ -6,8 +6,9 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from octopipe.plan import Op, Plan, Stage
 from octopipe.systems import build_plan
 
 torch = pytest.importorskip("torch")
-from octopipe.runtime import launch, train as trainer  # noqa: E402
+from octopipe.runtime import launch  # noqa: E402
+from octopipe.runtime import train as trainer  # noqa: E402
 from octopipe.runtime.checkpoint import checkpoints, latest, read_record  # noqa: E402
 from octopipe.runtime.data import SyntheticTokens, TokenFile, micro_batches, shuffled  # noqa: E402
 from octopipe.runtime.job import TrainJob, TrainResult  # noqa: E402
@@ -77,7 +79,8 @@ def irregular() -> Plan:
     rank0 += [Op(s, "W", k) for k in reversed(m) for s in (3, 1)]
     rank1 = [Op(s, "F", k) for k in m for s in (0, 2)] + [Op(s, "I", k) for k in m for s in (2, 0)]
     rank1 += [Op(s, "W", k) for k in reversed(m) for s in (0, 2)]
-    return Plan(num_layers=8, num_ranks=2, num_micro_batches=4, stages=stages, orders=(tuple(rank0), tuple(rank1))).check()
+    orders = (tuple(rank0), tuple(rank1))
+    return Plan(num_layers=8, num_ranks=2, num_micro_batches=4, stages=stages, orders=orders).check()
 
 
 # -- runs ----------------------------------------------------------------------------------------------
@@ -216,8 +219,8 @@ def test_train_prints_one_json_object_and_writes_what_was_asked_for(
     from octopipe.timeline import load_timeline
 
     plan, timeline = tmp_path / "plan.json", tmp_path / "timeline.json"
-    words = ("--system", "zb-h1", "--nproc", "2", "--steps", "4", "--json", "-o", str(plan), "--timeline", str(timeline))
-    assert main(["train", *SMALL, *words]) == 0
+    words = ("--system", "zb-h1", "--nproc", "2", "--steps", "4", "-o", str(plan), "--timeline", str(timeline))
+    assert main(["train", *SMALL, *words, "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["system"] == "zb-h1" and out["steps"] == 4 and len(out["losses"]) == 4
     assert out["losses"][-1] < out["losses"][0]
@@ -268,52 +271,44 @@ def test_a_plan_of_another_shape_is_refused_before_anything_starts() -> None:
             job(plan=plan, **changes)
 
 
-def _under_torchrun(*command: str) -> list[subprocess.CompletedProcess[str]]:
-    """Both ranks of a command, with the environment that torchrun sets."""
-    with launch_port() as port:
-        shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    done = []
+def _as_rank(rank: int, port: int, folder: Path, words: list[str]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
+    if words[0].endswith(".py"):
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        sys.exit(main(words))
+
+
+def under_torchrun(folder: Path, *words: str) -> tuple[str, str]:
+    """What both ranks of a command print, in processes that look as if torchrun had started them."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = int(s.getsockname()[1])
+    context = launch.warm_up()
+    ranks = [context.Process(target=_as_rank, args=(r, port, folder, list(words))) for r in range(2)]
     for process in ranks:
-        out, err = process.communicate(timeout=120)
-        done.append(subprocess.CompletedProcess(command, process.returncode, out, err))
-    return done
+        process.start()
+    for process in ranks:
+        process.join(60)
+    launch.stop(ranks)
+    said = [(folder / f"err{r}").read_text() for r in range(2)]
+    assert [p.exitcode for p in ranks] == [0, 0], said
+    return (folder / "out0").read_text(), (folder / "out1").read_text()
 
 
-class launch_port:
-    """A port that was free a moment ago."""
-
-    def __enter__(self) -> int:
-        import socket
-
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            return int(s.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None: ...
+def test_under_torchrun_the_command_joins_instead_of_spawning(tmp_path: Path) -> None:
+    first, second = under_torchrun(tmp_path, "train", *SMALL, "--steps", "2", "--no-measure", "--json")
+    assert json.loads(first)["num_ranks"] == 2 and second == ""
 
 
-def test_under_torchrun_the_command_joins_instead_of_spawning() -> None:
-    words = [*SMALL, "--steps", "2", "--no-measure", "--json"]
-    first, second = _under_torchrun(sys.executable, "-m", "octopipe", "train", *words)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert json.loads(first.stdout)["num_ranks"] == 2 and second.stdout == ""
-
-
-def test_the_example_script_trains_under_torchrun() -> None:
-    first, second = _under_torchrun(sys.executable, str(ROOT / "examples" / "train_script.py"))
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    losses = [float(line.split()[-1]) for line in first.stdout.splitlines() if line.startswith("step")]
-    assert losses[-1] < losses[0] - 0.3 and second.stdout == ""
+def test_the_example_script_trains_under_torchrun(tmp_path: Path) -> None:
+    first, second = under_torchrun(tmp_path, str(ROOT / "examples" / "train_script.py"))
+    losses = [float(line.split()[-1]) for line in first.splitlines()]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.3 and second == ""
 
 
 # -- data ----------------------------------------------------------------------------------------------

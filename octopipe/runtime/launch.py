@@ -28,7 +28,6 @@ from typing import Any
 
 from octopipe.errors import OctoPipeError
 
-PRELOAD = ("torch", "octopipe.runtime.train")
 GROUP_TIMEOUT_S = 1800.0
 """Of collectives that name no other: ranks wait that long for one that tunes or loads. A death is noticed at once."""
 
@@ -66,6 +65,21 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def warm_up() -> Any:
+    """Start the server that ranks are forked from, in a fraction of a second each, once it has loaded torch.
+
+    Optional: calling it early lets that happen while this process does something else.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["octopipe.runtime.warm"])
+    forkserver.ensure_running()
+    atexit.unregister(_end_server)
+    atexit.register(_end_server)
+    return context
+
+
 def run_ranks(
     work: Work,
     size: int,
@@ -93,12 +107,7 @@ def run_ranks(
         torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # Forked from a server that has imported torch once, ranks start in a fraction of a second.
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(list(PRELOAD))
-        atexit.register(_end_server)
+    context = warm_up()
     start = _Start(work, size, payload, backend, store.port, threads, dict(environment or {}))
     processes: list[Any] = []
     pipes: list[Connection] = []

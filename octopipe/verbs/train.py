@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octopipe.runtime import launch
+
     job = job_from(args)
+    if not launch.under_torchrun() and job.nproc > 1:
+        launch.warm_up()
     try:
         from octopipe.runtime.train import train
     except ModuleNotFoundError as error:
@@ -88,6 +92,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.plan_file import load_plan
     from octopipe.profile_file import load_profile
     from octopipe.runtime.job import TrainJob
+    from octopipe.runtime.launch import under_torchrun
     from octopipe.systems.registry import get_system
 
     spec = _spec(args)
@@ -96,7 +101,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     for path in (args.output, args.timeline):
         if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise OctoPipeError(f"{path}: its folder does not exist; create it first")
-    started = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
     if args.tune is not None and args.no_measure and not args.profile:
         raise OctoPipeError("--tune needs costs: give --profile, or leave --no-measure out")
@@ -252,9 +257,9 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     )
     out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
     if result.predicted is not None:
-        predicted = result.predicted
-        off = predicted.makespan_ms / result.pipeline_ms - 1
-        out.print(f"         predicted {predicted.makespan_ms:.1f} ms, bubble {predicted.bubble_ratio:.1%} ({off:+.1%})")
+        predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio
+        off = predicted_ms / result.pipeline_ms - 1
+        out.print(f"         predicted {predicted_ms:.1f} ms, bubble {idle:.1%} ({off:+.1%})")
     speed = 1e3 * job.tokens_per_step / result.step_ms
     out.print(f"whole step {result.step_ms:.1f} ms, {speed:,.0f} tokens/s (medians)")
     for text, path in (
