@@ -148,7 +148,7 @@ def show_profile(profile: Any) -> None:
         at = c.symbols.index(symbol)
         levels = {k: round(float(t.layer_ms[at] / c.layer_ms[at]), 3) for k, t in profile.partial.items()}
         print(
-            f"  {symbol} all {[round(float(x[at]), 3) for x in (c.forward_ms, c.input_ms, c.weight_ms)]} fewer {levels} "
+            f"  {symbol} all {[round(float(x[at]), 3) for x in (c.forward_ms, c.input_ms, c.weight_ms)]} part {levels} "
             f"spread {[about['spread'][k][at] for k in ('forward', 'input', 'weight')]} MiB act "
             f"{c.activation_bytes[at] / 2**20:.0f} stash {c.stash_bytes[at] / 2**20:.0f} work "
             f"{c.workspace_bytes[at] / 2**20:.0f} out {c.boundary_bytes[at] / 2**20:.0f} static "
@@ -250,7 +250,8 @@ def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]
     if args.device == "cpu":
         return run_ranks(task, args.nproc, args, timeout_s=timeout_s)
     with Mps.start(num_ranks=args.nproc, share_percent=args.share or None) as mps:
-        return run_ranks(task, args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
+        environment = {**mps.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        return run_ranks(task, args.nproc, args, environment=environment, timeout_s=timeout_s)
 
 
 def make_plans(args: argparse.Namespace) -> None:

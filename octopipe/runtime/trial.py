@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,12 @@ from octopipe.nn import build_layers, cross_entropy
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime.links import measure_links
+from octopipe.runtime.messages import Leaf
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.profiler import assemble, gather, groups_of_spec, profile_layers
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.transports.cuda_ipc import IpcTransport
+from octopipe.runtime.transports.lanes import CudaLane
 from octopipe.runtime.validate import Fidelity, compare
 from octopipe.runtime.world import World
 from octopipe.timeline import Timeline
@@ -206,7 +210,7 @@ def run_plan(
         costs=profile.costs,
         device=device,
         group=world,
-        transport=work.transport(world),
+        transport=_transport(work, world, device, timeout_s),
         timeout_s=timeout_s,
         seed=None,
     )
@@ -233,7 +237,7 @@ def run_plan(
             _barrier(world)
             if k >= warm_up:
                 wall.append(1e3 * (time.perf_counter() - began))
-                timelines.append(pipe.timeline())
+                timelines.append(_with_arrivals(pipe, pipe.timeline()))
         peak = torch.cuda.max_memory_allocated(device) if cuda else 0
     del pipe
     _free(device)
@@ -253,6 +257,43 @@ def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "
     """A trial against its prediction."""
     predicted = predict(plan, profile, channel=channel)
     return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+
+
+class TimedIpc(IpcTransport):
+    """Also knows when each transfer arrived, by the device's clock."""
+
+    def __init__(self, world: World, device: torch.device, *, timeout_s: float):
+        super().__init__(world, device, timeout_s=timeout_s)
+        self.arrivals: dict[int, torch.cuda.Event] = {}
+
+    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
+        result = super()._post_body(slot, leaf)
+        lane = self._receivers[slot.peer].lane
+        if isinstance(lane, CudaLane):
+            event = self.arrivals[slot.number] = torch.cuda.Event(enable_timing=True)
+            event.record(lane.stream)
+        return result
+
+
+def _transport(work: Workload, world: World, device: torch.device, timeout_s: float) -> str | TimedIpc | None:
+    name = work.transport(world)
+    return TimedIpc(world, device, timeout_s=timeout_s) if name == "cuda_ipc" else name
+
+
+def _with_arrivals(pipe: Pipeline, timeline: Timeline) -> Timeline:
+    """The timeline with the device's own arrival times, where the transport has them (collective)."""
+    if not isinstance(pipe.transport, TimedIpc) or pipe.device.type != "cuda":
+        return timeline
+    first = pipe.recorder.events[0]  # the start of this rank's first op
+    mine = np.flatnonzero(timeline.spans.rank == pipe.rank)
+    base = float(timeline.spans.start_ms[mine[0]]) if mine.size else 0.0
+    own = {k: base + first.elapsed_time(event) for k, event in pipe.transport.arrivals.items()} if mine.size else {}
+    t = timeline.transfers
+    start, end = timeline.spans.end_ms[t.producer].copy(), t.end_ms.copy()
+    for theirs in pipe.world.gather(own):
+        for number, when in theirs.items():
+            end[number] = when
+    return replace(timeline, transfers=t._replace(start_ms=start, end_ms=np.maximum(end, start)))
 
 
 def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
@@ -292,7 +333,9 @@ def on_ranks(task: Any, nproc: int, job: Any, *, device: str, timeout_s: float =
     if gpus >= nproc:
         return run_ranks(task, nproc, job, timeout_s=timeout_s)
     with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
-        return run_ranks(task, nproc, job, environment=mps.environment, timeout_s=timeout_s)
+        # Lanes that wait must not share a hardware queue with the computation.
+        environment = {**mps.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+        return run_ranks(task, nproc, job, environment=environment, timeout_s=timeout_s)
 
 
 def _barrier(world: World) -> None:
