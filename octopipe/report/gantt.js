@@ -189,21 +189,29 @@ class Gantt {
 
   isDim(entry, i) { return this.selected !== null && entry.micro[i] !== this.selected.micro; }
 
+  // The pixels to paint lanes on; made anew only when their size changes.
+  canvasFor(width, height) {
+    if (!this.paint || this.raster.width !== width || this.raster.height !== height) {
+      Object.assign(this.raster, { width, height });
+      const brush = this.raster.getContext("2d", { willReadFrequently: true });
+      const image = brush.createImageData(width, height), cells = width * KINDS.length;
+      this.paint = {
+        brush, image, pixels: new Uint32Array(image.data.buffer),
+        share: new Float32Array(cells), most: new Float32Array(cells), tint: new Uint8Array(cells),
+      };
+    }
+    return this.paint;
+  }
+
   // Zoomed out: every pixel column of a lane is a stack of kinds, each as high as its share of that time.
   paintLanes(lanes) {
     const width = Math.round(this.plot * this.ratio), high = Math.round(this.laneHeight * this.ratio);
     const scale = width / (this.to - this.from), from = this.from, kinds = KINDS.length;
-    this.raster.width = width;
-    this.raster.height = high * lanes.length;
-    const brush = this.raster.getContext("2d");
-    const image = brush.createImageData(width, high * lanes.length);
-    const pixels = new Uint32Array(image.data.buffer);
+    const { brush, image, pixels, share, most, tint } = this.canvasFor(width, high * lanes.length);
     const pack = (set, at) => (0xff000000 | set[at + 2] << 16 | set[at + 1] << 8 | set[at]) >>> 0;
     const chosen = this.selected === null ? this.palette : this.dimmed;
     const colours = Array.from({ length: kinds * SHADES }, (_, i) => pack(chosen, i * 3));
     const idle = pack(this.laneColour, 0);
-    const share = new Float32Array(width * kinds), most = new Float32Array(width * kinds);
-    const tint = new Uint8Array(width * kinds);
     lanes.forEach((lane, row) => {
       const e = lane.entry, { start, end } = e.now;
       share.fill(0);
