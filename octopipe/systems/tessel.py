@@ -26,7 +26,7 @@ from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.price import static_bytes
 from octopipe.simulate import simulate
-from octopipe.systems.registry import Setting, system
+from octopipe.systems.registry import Setting, require, system
 from octopipe.systems.repetend import Blocks, Floats, Repetend, packed, packed_tightly, plan_of, serial
 from octopipe.systems.repetend_solver import complete, cp_model, find_repetend
 from octopipe.systems.shapes import even_sizes, loop, stages_from_sizes, wave
@@ -133,6 +133,7 @@ class _Best:
 def _placements(setting: Setting) -> Iterator[Blocks]:
     """One stage per rank; two in V and in loop form where there are layers enough."""
     p, costs = setting.num_ranks, setting.costs
+    require(bool(costs.layer_ms.any()), "tessel", "no layer takes any time, so there is no period to repeat")
     shapes = [loop(p, p)]
     if costs.num_layers >= 2 * p and p > 1:
         shapes += [wave(2 * p, p), loop(2 * p, p)]
