@@ -64,7 +64,8 @@ class Several(nn.Module):
 
     def forward(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            value = {"x": value, "ids": torch.arange(value.shape[1]), "scale": value.detach().mean(), "aux": (0.0, None)}
+            ids, scale = torch.arange(value.shape[1]), value.detach().mean()
+            value = {"x": value, "ids": ids, "scale": scale, "aux": (0.0, None)}
         x = self.block(value["x"]) * (1 + 0.1 * value["scale"]) + 0.01 * value["ids"][None, :, None]
         aux = value["aux"][0] + self.side(x).square().mean()
         return {"x": x, "ids": value["ids"].flip(0), "scale": value["scale"], "aux": (aux, value["aux"][1])}

@@ -24,6 +24,7 @@ from octopipe.runtime.world import World  # noqa: E402
 from octopipe.systems import build_plan, systems  # noqa: E402
 
 TOLERANCE = 1e-12
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,8 @@ def autocast(world, plan):
     dtypes.clear()
     with Pipeline(layers, plan, case.loss_fn, group=world, autocast=torch.bfloat16, timeout_s=20) as pipe:
         loss = pipe.step(case.inputs, case.targets)
-    return float(loss), sum(losses) / len(losses), {p.grad.dtype for p in pipe.parameters()}, dtypes, worst_error(pipe, expected)
+    grads = {p.grad.dtype for p in pipe.parameters()}
+    return float(loss), sum(losses) / len(losses), grads, dtypes, worst_error(pipe, expected)
 
 
 def test_autocast_runs_forwards_in_low_precision(two):

@@ -8,15 +8,22 @@ from collections.abc import Iterator
 import pytest
 
 torch = pytest.importorskip("torch")
+from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
+from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import DeadlockError, OctoPipeError  # noqa: E402
 from octopipe.lower import CHANNELS, lower, prove_deadlock_free  # noqa: E402
 from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
+from octopipe.runtime.buffers import BufferPool  # noqa: E402
+from octopipe.runtime.messages import Specs  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.slots import rank_program  # noqa: E402
+from octopipe.runtime.transports.cuda_ipc import IpcTransport  # noqa: E402
+from octopipe.systems import build_plan  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +125,111 @@ def test_random_plans_finish_on_the_strict_transport(size, two, four):
         jobs.append((seed, plan, CHANNELS[seed % len(CHANNELS)]))
     for results in (two if size == 2 else four).run(run_strictly, jobs, False, 30.0):
         assert all(isinstance(loss, float) for loss in results), results
+
+
+# -- rings in shared memory (what ranks on one GPU use, here on the host) --------------------------------
+
+
+def run_rings(world, jobs, chunk_bytes, chunks):
+    """Three steps each: the first sends everything late, the next ones expect it."""
+    worst = []
+    for seed, kind, plan, channel in jobs:
+        case = make(kind, plan.num_micro_batches)
+        expected, _ = plain_gradients(*case)
+        ring = IpcTransport(world, torch.device("cpu"), timeout_s=20, chunk_bytes=chunk_bytes, chunks=chunks)
+        with Pipeline(
+            case.layers, plan, case.loss_fn, group=world, channel=channel, transport=ring, timeout_s=20
+        ) as pipe:
+            for _ in range(3):
+                pipe.zero_grad()
+                pipe.step(case.inputs, case.targets)
+                worst.append((worst_error(pipe, expected), seed))
+        pipe.zero_grad()
+    return max(worst)
+
+
+@pytest.mark.parametrize(("size", "chunk_bytes", "chunks"), [(2, 64, 1), (4, 100, 3), (4, 1 << 20, 4)])
+def test_rings_carry_every_message_of_random_plans(size, chunk_bytes, chunks, two, four):
+    jobs = []
+    for seed in range(16):
+        rng = random.Random(90 * size + chunks + seed)
+        plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.randint(2, 4))
+        jobs.append((seed, KINDS[seed % len(KINDS)], plan, CHANNELS[seed % len(CHANNELS)]))
+    for error in (two if size == 2 else four).run(run_rings, jobs, chunk_bytes, chunks):
+        assert error[0] <= 1e-12, error
+
+
+def changing_rows(world, chunk_bytes):
+    """Guesses that fail: other sizes, other nestings, nothing at all."""
+    stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
+    orders = parse_orders([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1", "1B0"]])
+    plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders).check()
+    torch.manual_seed(2)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    ring = IpcTransport(world, torch.device("cpu"), timeout_s=20, chunk_bytes=chunk_bytes, chunks=2)
+    losses = []
+    with Pipeline(layers, plan, _loss, group=world, transport=ring, timeout_s=20) as pipe:
+        for rows in ((2, 2), (2, 2), (5, 2), (5, 9), (5, 9), (1, 1)):
+            data = [torch.ones(n, 4) * (k + 1) for k, n in enumerate(rows)]
+            loss = float(pipe.step(data, data))
+            with torch.no_grad():
+                want = sum(float(_loss(layers[1](layers[0](x)), x)) for x in data) / 2
+            losses.append(abs(loss - want))
+    return max(losses)
+
+
+def test_rings_survive_wrong_guesses(two):
+    assert max(two.run(changing_rows, 48)) <= 1e-6
+
+
+# -- the parts ------------------------------------------------------------------------------------------
+
+
+def test_forms_are_described_and_read_back():
+    sender, receiver = Specs(), Specs()
+    values = [
+        torch.zeros(2, 3),
+        (torch.zeros(1, dtype=torch.int64), [torch.ones(2), None, 3], {"a": torch.zeros(0)}),
+        {"x": torch.zeros(5000), "flag": True},
+    ]
+    for value in values:
+        spec, tensors = sender.of(value, None)
+        assert sender.of(value, None)[0] is spec
+        read = receiver.read(spec.header)
+        assert receiver.read(spec.header) is read
+        assert read.leaves == spec.leaves and read.wanted == spec.wanted
+        again = read.value(tensors)
+        assert type(again) is type(value)
+        assert sender.of(again, None)[0] is spec
+    assert [leaf.wanted for leaf in sender.of(values[1], None)[0].leaves] == [False, True, True]
+    assert not sender.of(values[0], [False])[0].asking
+    with pytest.raises(OctoPipeError, match="cannot be sent"):
+        sender.of((torch.zeros(1), lambda: 0), None)
+
+
+def test_buffers_are_used_again_once_nobody_holds_them():
+    pool = BufferPool(torch.device("cpu"), small_bytes=0)
+    first = pool.take((4, 4), torch.float32)
+    held = first.T[1:]  # any view keeps it
+    address = first.data_ptr()
+    del first
+    second = pool.take((16,), torch.float32)
+    assert second.data_ptr() != address
+    del held
+    assert pool.take((2, 8), torch.float32).data_ptr() == address
+    assert pool.held_bytes == 2 * 64
+    pool.end_step()
+    pool.take((1,), torch.float32)
+    pool.end_step()
+    assert pool.held_bytes == 4
+
+
+def test_sends_are_released_by_the_first_op_that_proves_their_arrival():
+    """1F1B on two ranks: the backward of a micro-batch proves that its forward arrived."""
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, 3)
+    program = rank_program(lower(plan, CostTable.uniform(num_layers=2)), 0)
+    released = {str(step.op): [str(s.op) for s in step.release] for step in program.steps if step.release}
+    assert released == {"0B0": ["0F0"], "0B1": ["0F1"], "0B2": ["0F2"]}
+    last = rank_program(lower(plan, CostTable.uniform(num_layers=2)), 1)
+    assert [str(s.op) for s in last.last_releases] == ["1B1", "1B2"]
+    assert {str(step.op): [str(s.op) for s in step.release] for step in last.steps if step.release} == {"1F2": ["1B0"]}

@@ -8,6 +8,8 @@ moment to write theirs and lists all lines in its error. Nothing is written whil
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -69,10 +71,23 @@ class Board:
 
 
 class Watchdog:
-    """A thread that writes the board's line once the executor has been in one place for a while."""
+    """A thread that writes the board's line once the executor has been in one place for a while.
 
-    def __init__(self, board: Board, where: Callable[[], tuple[object, str]], *, after_s: float):
-        self._board, self._where, self._after_s = board, where, after_s
+    On a GPU nobody waits on the host, so nobody times out there: with `device_busy` the thread itself ends the
+    process, with everybody's line, when a device has made no progress for `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        where: Callable[[], tuple[object, str]],
+        *,
+        timeout_s: float,
+        device_busy: Callable[[], bool] | None = None,
+    ):
+        self._board, self._where = board, where
+        self._after_s = min(max(timeout_s / 2, 0.2), 10.0)
+        self._timeout_s, self._device_busy = timeout_s, device_busy
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="octopipe-watchdog", daemon=True)
         self._thread.start()
@@ -89,6 +104,22 @@ class Watchdog:
             elif line and not written and time.monotonic() - since >= self._after_s:
                 self._board.write(line)
                 written = True
+            if self._device_busy is not None:
+                if not self._device_busy():
+                    since = time.monotonic()
+                elif time.monotonic() - since >= self._timeout_s:
+                    self._abort(line)
+
+    def _abort(self, line: str) -> None:
+        """The main thread may be stuck inside the driver: say why and end the process."""
+        self._board.write(line or "waits for its device")
+        lines = self._board.collect(patience_s=min(self._timeout_s, 5.0))
+        sys.stderr.write(
+            f"octopipe: rank {self._board.rank}: the device made no progress for {self._timeout_s:g} s; "
+            f"pending ops: {'; '.join(lines)}\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
 
     def stop(self) -> None:
         self._stop.set()

@@ -38,8 +38,6 @@ class Recorder:
 
     def begin_step(self) -> None:
         self.extras.clear()
-        if self._cuda:
-            self.events[-1].record()
 
     def mark(self, op: int, end: int) -> None:
         """On a GPU: record the op's event; on the host the clock says all."""
@@ -49,6 +47,12 @@ class Recorder:
 
     def end_step(self) -> None:
         """The step is issued."""
+        if self._cuda:
+            self.events[-1].record()
+
+    def finished(self) -> bool:
+        """Whether the device has done the last step."""
+        return not self._cuda or self.events[-1].query()
 
     @staticmethod
     def now() -> float:

@@ -125,7 +125,12 @@ class Pipeline:
         )
         self._watchdog: Watchdog | None = None
         if world.size > 1:
-            self._watchdog = Watchdog(self.board, self.executor.pending, after_s=min(max(timeout_s / 2, 0.2), 10.0))
+            self._watchdog = Watchdog(
+                self.board,
+                self.executor.pending,
+                timeout_s=timeout_s,
+                device_busy=self._device_busy if self.device.type == "cuda" else None,
+            )
 
     # -- training --------------------------------------------------------------------------------------
 
@@ -187,6 +192,10 @@ class Pipeline:
     def zero_grad(self) -> None:
         for parameter in self.parameters():
             parameter.grad = None
+
+    def _device_busy(self) -> bool:
+        """Whether a step is being issued or still runs on the GPU."""
+        return self.executor.at is not None or not self.recorder.finished()
 
     # -- the model -------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class World:
         self.global_ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self.backend = "none" if group is None else str(dist.get_backend(group))
         self._subgroups: dict[tuple[int, ...], Group] = {}
-        self._control: Group = None
+        self._control: dist.ProcessGroup | None = None
 
     @classmethod
     def make(
@@ -58,13 +58,23 @@ class World:
         return cls(group, dp_group if dp_group is not None and dp_group.size() > 1 else None)
 
     @property
-    def control(self) -> Group:
-        """A gloo group of the same ranks, for small things of the host (collective on first use); None alone."""
+    def control(self) -> dist.ProcessGroup | None:
+        """A gloo group of the same ranks, for small things of the host; None where there is one rank only.
+
+        On other backends it is made at first use, by all processes of the job together (all their pipelines').
+        """
         if self._control is None and self.group is not None:
             if "gloo" in self.backend:
                 self._control = self.group
+            elif self.size == dist.get_world_size():
+                self._control = dist.new_group(backend="gloo")
             else:
-                self._control = self.new_group(range(self.size), "gloo")
+                pipelines: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(pipelines, self.global_ranks)
+                for ranks in sorted({tuple(p) for p in pipelines}):
+                    made = dist.new_group(list(ranks), backend="gloo")
+                    if list(ranks) == self.global_ranks:
+                        self._control = made
         return self._control
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
@@ -76,7 +86,9 @@ class World:
             self._subgroups[key] = self.new_group(key, "nccl" if "nccl" in self.backend else "gloo")
         return self._subgroups[key]
 
-    def new_group(self, ranks: Sequence[int], backend: str, purpose: str = "group") -> Group:
+    def new_group(
+        self, ranks: Sequence[int], backend: str, purpose: str = "group", *, timeout_s: float = 1800.0
+    ) -> Group:
         """A fresh group of these ranks of the pipeline; only they call this, in one order."""
         members = [self.global_ranks[r] for r in ranks]
         me = members.index(self.global_ranks[self.rank])
@@ -87,8 +99,9 @@ class World:
         prefix = dist.PrefixStore(f"{name}/{count}", store)
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout_s)
             return dist.ProcessGroupNCCL(prefix, me, len(members), options)
-        return dist.ProcessGroupGloo(prefix, me, len(members), timedelta(seconds=1800))
+        return dist.ProcessGroupGloo(prefix, me, len(members), timedelta(seconds=timeout_s))
 
     def gather(self, item: Any) -> list[Any]:
         """Everybody's item, by rank (collective)."""
@@ -103,11 +116,31 @@ class World:
         return torch.device("cpu")
 
 
+class StreamWork:
+    """A Work of NCCL whose wait takes a timeout and ignores it: with one, NCCL's own would block the host."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._work.wait()
+
+
 def all_reduce(group: Group, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-    """Start a reduction in place; returns its Work."""
+    """Start a reduction in place; returns its Work. On NCCL, waiting for it is the device's."""
     options = dist.AllreduceOptions()
     options.reduceOp = op
-    return group.allreduce([tensor], options)
+    work = group.allreduce([tensor], options)
+    return StreamWork(work) if tensor.is_cuda and "nccl" in backend_name(group) else work
+
+
+def backend_name(group: Group) -> str:
+    """"gloo" or "nccl", of a ProcessGroup or of a backend."""
+    if isinstance(group, dist.ProcessGroup):
+        return str(dist.get_backend(group))
+    return str(group.name())
 
 
 def broadcast(group: Group, tensor: Tensor, root: int) -> Any:

@@ -34,6 +34,16 @@ def make_transport(
         from octopipe.runtime.transports.strict import StrictTransport
 
         return StrictTransport(world, program, timeout_s=timeout_s)
+    if name == "cuda_ipc":
+        from octopipe.runtime.transports.cuda_ipc import IpcTransport
+
+        return IpcTransport(world, device, timeout_s=timeout_s)
+    if name == "nccl":
+        from octopipe.runtime.transports.nccl import NcclTransport
+
+        if device.type != "cuda":
+            raise OctoPipeError(f"the nccl transport moves CUDA tensors, the pipeline is on {device}; use gloo")
+        return NcclTransport(world, device, directed=program.channel == "directed", timeout_s=timeout_s)
     raise OctoPipeError(f"unknown transport {name!r}; one of {', '.join(NAMES)}")
 
 

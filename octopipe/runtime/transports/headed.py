@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -86,6 +87,10 @@ class HeadedTransport(Transport):
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
         """Complete a receive that was posted on a wrong guess."""
 
+    def _ready(self, tensor: Tensor) -> Tensor:
+        """The tensor as bodies want it: contiguous, on the transport's device."""
+        return tensor.contiguous()
+
     def _send_late(self, slot: Slot, tensor: Tensor) -> tuple[Tensor, Any]:
         """Send a tensor that the receiver did not expect, over the hosts."""
         host = tensor.cpu()
@@ -144,7 +149,7 @@ class HeadedTransport(Transport):
         for leaf, tensor in zip(leaves, tensors):
             if not leaf.nbytes:
                 continue
-            tensor = tensor.contiguous()
+            tensor = self._ready(tensor)
             if guessed:
                 works.append(self._send_body(slot, tensor))
             else:
@@ -159,7 +164,7 @@ class HeadedTransport(Transport):
         try:
             for gradient in gradients:
                 if gradient is not None and gradient.nbytes:
-                    gradient = gradient.contiguous()
+                    gradient = self._ready(gradient)
                     slot.nbytes += gradient.nbytes
                     end.works.append(self._send_body(slot, gradient))
                     end.bodies.append(gradient)
@@ -259,6 +264,49 @@ class HeadedTransport(Transport):
 
     def end_step(self) -> None:
         self._pool.end_step()
+
+
+class OrderedTransport(HeadedTransport):
+    """For bodies that travel in in-order queues, one per direction and peer: posts keep the program's order.
+
+    A gradient whose form is not known yet (its forward is not sent) holds back the posts behind it; sending that
+    forward lets them go. Lowering proved that what is waited for never stands behind what cannot come.
+    """
+
+    ordered = True
+
+    def __init__(self, control: Group, device: torch.device, *, timeout_s: float):
+        super().__init__(control, timeout_s=timeout_s)
+        self.device = device
+        self._held: dict[int, deque[Slot]] = {}
+
+    def begin_step(self) -> None:
+        self._held.clear()
+
+    def post(self, slot: Slot) -> None:
+        held = self._held.get(slot.peer)
+        if held or not (slot.forward or slot.cell.sent is not None):
+            self._held.setdefault(slot.peer, deque()).append(slot)
+        else:
+            super().post(slot)
+
+    def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Spec:
+        spec = super().send_forward(slot, value, needs)
+        held = self._held.get(slot.peer)
+        if held:
+            slot.cell.sent = spec
+            while held and (held[0].forward or held[0].cell.sent is not None):
+                super().post(held.popleft())
+        return spec
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device).contiguous()
+
+    def _empty(self, leaf: Leaf) -> Tensor:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+
+    def _take_late(self, slot: Slot, leaf: Leaf) -> Tensor:
+        return super()._take_late(slot, leaf).to(self.device, copy=self.device.type == "cpu")
 
 
 def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:

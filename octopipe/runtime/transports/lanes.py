@@ -1,0 +1,186 @@
+"""Lanes: work done in order beside the computation, on a CUDA stream or, for tests and CPU runs, by a thread.
+
+Knows: copies, 32-bit flags in shared memory, waiting for a flag without the host. Does not know: what is copied.
+
+On a GPU a lane is a stream; flags are written and awaited by the driver's stream memory operations
+(`cuStreamWriteValue32`, `cuStreamWaitValue32`), so that two processes on one device hand over data with no host in
+between. On the host a lane is a thread that does the same things one after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lane(ABC):
+    """In-order work; every method only queues."""
+
+    @abstractmethod
+    def after_current(self) -> None:
+        """What follows waits for everything the computation has issued so far."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes between contiguous tensors of equal size."""
+
+    @abstractmethod
+    def write(self, flag: Tensor, value: int) -> None:
+        """Set a flag (an int32 tensor of one element) once everything before is visible."""
+
+    @abstractmethod
+    def wait(self, flag: Tensor, value: int) -> None:
+        """Go on when the flag has reached the value; values only grow, and may wrap around."""
+
+    @abstractmethod
+    def done(self) -> Any:
+        """A handle: its `wait(timeout)` makes the computation wait for what was queued so far."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop."""
+
+
+# -- on the host ---------------------------------------------------------------------------------------
+
+
+class _Done:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: threading.Event):
+        self._event = event
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._event.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+
+
+class HostLane(Lane):
+    """A thread; memory is shared between processes by files."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stop = False
+        self._thread = threading.Thread(target=self._serve, name="octopipe-lane", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (task := self._work.get()) is not None:
+            task()
+
+    def after_current(self) -> None:
+        """The computation is done when it returns."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        def act() -> None:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+        self._work.put(act)
+
+    def write(self, flag: Tensor, value: int) -> None:
+        place = ctypes.c_uint32.from_address(flag.data_ptr())
+
+        def act(_keep: Tensor = flag) -> None:
+            place.value = value & 0xFFFFFFFF
+
+        self._work.put(act)
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        place = ctypes.c_uint32.from_address(flag.data_ptr())
+
+        def act(_keep: Tensor = flag) -> None:
+            pause = 0.0
+            # As the driver compares: the difference as a signed number.
+            while ((place.value - value) & 0xFFFFFFFF) >= 1 << 31 and not self._stop:
+                time.sleep(pause)
+                pause = min(pause + 1e-6, 2e-4)
+
+        self._work.put(act)
+
+    def done(self) -> Any:
+        event = threading.Event()
+        self._work.put(event.set)
+        return _Done(event)
+
+    def close(self) -> None:
+        self._stop = True
+        self._work.put(None)
+        self._thread.join(timeout=1.0)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """The three calls of libcuda that torch does not offer; every call takes a raw stream handle."""
+
+    WAIT_GEQ = 0
+
+    def __init__(self) -> None:
+        lib = ctypes.CDLL("libcuda.so.1")
+        pointer, u32, size = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
+        stream = ctypes.c_void_p
+        self._write = lib.cuStreamWriteValue32_v2
+        self._write.argtypes = (stream, pointer, u32, ctypes.c_uint)
+        self._wait = lib.cuStreamWaitValue32_v2
+        self._wait.argtypes = (stream, pointer, u32, ctypes.c_uint)
+        self._copy = lib.cuMemcpyDtoDAsync_v2
+        self._copy.argtypes = (pointer, pointer, size, stream)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        _succeed(self._write(stream, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        _succeed(self._wait(stream, address, value & 0xFFFFFFFF, self.WAIT_GEQ), "cuStreamWaitValue32")
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        _succeed(self._copy(target, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+
+def _succeed(code: int, name: str) -> None:
+    if code:
+        raise RuntimeError(f"{name} failed with CUDA error {code}")
+
+
+class _Event:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any):
+        self._event = event
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        torch.cuda.current_stream().wait_event(self._event)  # the device waits, not the host
+
+
+class CudaLane(Lane):
+    """A stream of its own, with high priority: small copies must not queue behind large kernels."""
+
+    def __init__(self, driver: Driver, device: torch.device):
+        self._driver, self._device = driver, device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._raw = self.stream.cuda_stream
+
+    def after_current(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._driver.copy(self._raw, target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def write(self, flag: Tensor, value: int) -> None:
+        self._driver.write(self._raw, flag.data_ptr(), value)
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        self._driver.wait(self._raw, flag.data_ptr(), value)
+
+    def done(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return _Event(event)

@@ -1,0 +1,69 @@
+"""Point to point over NCCL: one communicator per in-order queue of the channel model.
+
+Knows: NCCL through torch's process groups. Does not know: the protocol of messages (`headed`).
+
+NCCL runs the operations of one communicator in issue order and both ends must agree on it; lowering made sure that
+they do. Under `directed` every direction of a pair of ranks has a communicator (and with it a stream) of its own,
+under `pair` and the stricter models every pair has one. Waiting is the device's: `wait` makes the current stream
+wait, the host goes on. A peer that never answers is noticed by NCCL's own watchdog after `timeout_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.messages import Leaf
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.transports.headed import OrderedTransport
+from octopipe.runtime.world import Group, StreamWork, World
+
+
+class NcclTransport(OrderedTransport):
+    """See the module."""
+
+    name = "nccl"
+
+    def __init__(self, world: World, device: torch.device, *, directed: bool, timeout_s: float):
+        super().__init__(world.control, device, timeout_s=timeout_s)
+        self._world, self._directed = world, directed
+        self._groups: dict[tuple[int, int], Group] = {}
+
+    def _queue(self, slot: Slot) -> tuple[int, int]:
+        me = self._world.rank
+        way = (me, slot.peer) if slot.sending else (slot.peer, me)
+        return way if self._directed else (min(way), max(way))
+
+    def open(self, slots: Sequence[Slot]) -> None:
+        super().open(slots)
+        me, hello = self._world.rank, torch.zeros(1, device=self.device)
+        for pair in sorted({self._queue(s) for s in slots}):  # one order for all ranks: nobody waits in a circle
+            group = self._world.new_group(pair, "nccl", f"queue-{self._directed:d}", timeout_s=self.timeout_s)
+            # The communicator is made at the first message; make it now, while nobody computes.
+            (group.send([hello], 1, 0) if me == pair[0] else group.recv([hello], 0, 0)).wait()
+            torch.cuda.synchronize(self.device)
+            self._groups[pair] = group
+
+    def _end(self, slot: Slot) -> tuple[Group, int]:
+        pair = self._queue(slot)
+        return self._groups[pair], pair.index(slot.peer)
+
+    def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
+        group, peer = self._end(slot)
+        return StreamWork(group.send([tensor], peer, 0))
+
+    def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
+        return self._send_body(slot, self._empty(leaf))
+
+    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
+        group, peer = self._end(slot)
+        buffer = self._empty(leaf)
+        return buffer, StreamWork(group.recv([buffer], peer, 0))
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
