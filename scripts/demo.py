@@ -1,0 +1,184 @@
+"""`make demo`: what OctoPipe does, in less than two minutes on two cores.
+
+1. Every published system on a real model, side by side.
+2. The tuned plan for it, how far from a proven bound it is, and a page to look at.
+3. A real training run on this machine: two processes, 1F1B against a plan tuned for what was just measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from octopipe.compare import Result, compare
+from octopipe.errors import OctoPipeError
+from octopipe.files import write_whole
+from octopipe.plan_file import save_plan
+from octopipe.resolve import resolve_costs
+from octopipe.simulate import simulate
+from octopipe.tune import Progress, TuneResult, tune
+from octopipe.verbs.common import console
+from octopipe.verbs.compare import show
+from octopipe.zoo import preset
+
+if TYPE_CHECKING:
+    from octopipe.cost import CostTable
+    from octopipe.plan import Plan
+    from octopipe.runtime.job import TrainJob, TrainResult
+
+SETTING = {"model": "nemotron-h-56b", "gpu": "h800", "tp": 8}
+PP, MICRO_BATCHES = 8, 8
+SOLVERS = {"tessel": {"time_limit_s": 3.0}}
+OUT = Path("out")
+out = console()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=15.0, help="seconds of tuning (default: 15)")
+    parser.add_argument("--steps", type=int, default=12, help="training steps (default: 12)")
+    args = parser.parse_args()
+    OUT.mkdir(exist_ok=True)
+    began = time.monotonic()
+    try:
+        costs, results = published_systems()
+        tuned_plan(costs, results, args.budget)
+        train_for_real(args.steps)
+    except OctoPipeError as error:
+        out.print(f"octopipe: {error}", soft_wrap=True)
+        return 2
+    out.rule(style="dim")
+    out.print(f"{time.monotonic() - began:.0f} s. Next: `octopipe --help`, README.md, docs/", style="dim")
+    return 0
+
+
+def part(number: int, title: str) -> None:
+    out.print()
+    out.rule(f"[bold]{number}. {title}", align="left", style="dim")
+
+
+def published_systems() -> tuple[CostTable, list[Result]]:
+    part(1, "Published systems on Nemotron-H 56B, 64 H800 GPUs (predicted)")
+    costs = resolve_costs(SETTING["model"], pp=PP, gpu=str(SETTING["gpu"]), tp=int(SETTING["tp"]))  # type: ignore[arg-type]
+    result = compare(costs, PP, MICRO_BATCHES, options=SOLVERS)
+    show(result)
+    return costs, [r for r in result.results if r.plan is not None]
+
+
+def tuned_plan(costs: CostTable, published: list[Result], budget_s: float) -> None:
+    part(2, f"The tuned plan: partition, placement and order together, {budget_s:g} s of search")
+    best = published[0]
+    result = tuned(costs, best.plan, budget_s)
+    base = next(r for r in published if r.system == "1f1b")
+    out.print(
+        f"[bold green]{result.step_ms:.1f} ms a step[/]: [bold]{base.step_ms / result.step_ms:.2f}x[/] over 1F1B "
+        f"({base.step_ms:.1f} ms), {best.step_ms / result.step_ms:.2f}x over the best published system "
+        f"({best.system}, {best.step_ms:.1f} ms)"
+    )
+    out.print(f"No plan can be faster than {result.lower_bound_ms:.1f} ms: at most {result.gap:.1%} are left.")
+    if result.explanation:
+        out.print(result.explanation, style="dim")
+    save_plan(result.plan.with_extra(setting=SETTING), OUT / "plan.json")
+    plans = {"1F1B": base.plan, f"{best.system} (best published)": best.plan, "tuned": result.plan}
+    report(costs, plans, OUT / "report.html")
+
+
+def report(costs: CostTable, plans: dict[str, Any], path: Path) -> None:
+    from octopipe.report.entry import Entry
+    from octopipe.report.page import report_html
+
+    entries = [
+        Entry(timeline=simulate(plan, costs, label=label), plan=plan, costs=costs, label=label)
+        for label, plan in plans.items()
+    ]
+    write_whole(path, report_html(entries).encode())
+    out.print(f"Look at it: [bold]{path}[/] (one page, works offline). The plan: {OUT / 'plan.json'}")
+
+
+def tuned(costs: CostTable, start: Plan | None, budget_s: float) -> TuneResult:
+    """Tune from a plan (and the tuner's own starts), with a live line where there is a terminal."""
+    assert start is not None
+    live: Any = out.status("tuning") if out.is_terminal else nullcontext()
+    with live as status:
+
+        def tell(p: Progress) -> None:
+            if status is not None:
+                status.update(f"tuning {p.seconds:.0f}/{p.budget_s:.0f} s  best {p.best_ms:.2f} ms  gap {p.gap:.1%}")
+
+        ranks, micro_batches = start.num_ranks, start.num_micro_batches
+        return tune(costs, ranks, micro_batches, budget_s=budget_s, start=start, progress=tell)
+
+
+def train_for_real(steps: int) -> None:
+    part(3, "Training for real: two processes on this machine, 1F1B against a tuned plan")
+    if importlib.util.find_spec("torch") is None:
+        out.print('Skipped: torch is not installed; pip install "octopipe[torch]" and run this again.')
+        return
+    from octopipe.runtime.job import TrainJob
+
+    spec = preset("nemotron-h-8b").scaled(0.06, num_layers=14)
+    job = TrainJob(spec=spec, nproc=2, steps=steps, micro_batches=4, seq=128, timeout_s=60.0)
+    plain = run(job, "1F1B")
+    assert plain is not None and plain.profile is not None
+    found = tuned(plain.profile.costs, plain.plan, 5.0)
+    again = TrainJob(
+        spec=spec,
+        nproc=2,
+        steps=steps,
+        plan=found.plan,
+        profile=plain.profile,
+        seq=job.seq,
+        timeout_s=job.timeout_s,
+    )
+    mine = run(again, "tuned")
+    assert mine is not None
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("plan", "predicted ms", "measured ms", "bubble", "tokens/s", "first loss", "last loss"):
+        table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
+    for name, result in (("1F1B", plain), ("tuned", mine)):
+        table.add_row(
+            name,
+            f"{result.predicted_ms:.1f}",
+            f"{result.pipeline_ms:.1f}",
+            f"{result.bubble_ratio:.1%}",
+            f"{1e3 * job.tokens_per_step / result.step_ms:,.0f}",
+            f"{result.losses[0]:.6f}",
+            f"{result.losses[-1]:.6f}",
+        )
+    out.print(
+        f"{spec.pattern}: {spec.training_parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
+        f"{job.seq} tokens, {steps} steps"
+    )
+    out.print(table)
+    off = max(abs(a - b) / b for a, b in zip(mine.losses, plain.losses))
+    equal = "equal bit for bit" if off == 0 else f"equal to {off:.0e}, the rounding of float32 sums"
+    measured, predicted = plain.pipeline_ms / mine.pipeline_ms, (plain.predicted_ms or 0) / (mine.predicted_ms or 1)
+    out.print(
+        f"[bold green]{measured:.2f}x[/] measured, {predicted:.2f}x predicted; losses of all {steps} steps are {equal}."
+    )
+
+
+def run(job: TrainJob, name: str) -> TrainResult | None:
+    from octopipe.runtime.job import Phase, StepReport
+    from octopipe.runtime.train import train
+    from octopipe.verbs.train import step_line
+
+    live: Any = out.status(f"{name}: starting ranks") if out.is_terminal else nullcontext()
+    with live as status:
+
+        def tell(news: Phase | StepReport) -> None:
+            if status is not None:
+                text = news.text if isinstance(news, Phase) else step_line(news, job.steps)
+                status.update(f"{name}: {text}")
+
+        return train(job, tell)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
