@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from report_cases import hundred_thousand, noisy
-from test_browser import FLAGS
+from test_browser import FLAGS, until
 
 from octopipe.report import Entry, report_html
 from octopipe.simulate import simulate
@@ -70,7 +70,7 @@ def main() -> int:
             for _ in range(3):
                 page = browser.new_page(viewport={"width": 1440, "height": 900})
                 page.goto(path.as_uri())
-                page.wait_for_function("window.octopipe")
+                until(page, "window.octopipe")
                 loads.append(page.evaluate("octopipe.ready_at_ms"))
                 drawn, between = page.evaluate(FRAMES)
                 page.close()

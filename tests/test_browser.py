@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,14 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
+    """Wait for an expression to be true; Playwright's own waiting evaluates strings, which the page forbids."""
+    end = time.monotonic() + timeout_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"{expression} does not become true"
+        page.wait_for_timeout(20)
+
+
 class Seen:
     """A page together with what it complained about and what it asked the network for."""
 
@@ -75,7 +84,7 @@ class Seen:
 
     def open(self, path: Path) -> Any:
         self.page.goto(path.as_uri())
-        self.page.wait_for_function("window.octopipe")
+        until(self.page, "window.octopipe")
         return self.page
 
 
@@ -176,7 +185,7 @@ def test_wheel_drag_and_keys_zoom_and_move(seen: Seen, small: tuple[Path, list[E
     page.mouse.move(x, y)
     time_there = page.evaluate("octopipe.view.timeAt(octopipe.view.pointer.x)")
     page.mouse.wheel(0, -600)
-    page.wait_for_function(f"octopipe.view.to - octopipe.view.from < {0.7 * (whole[1] - whole[0])}")
+    until(page, f"octopipe.view.to - octopipe.view.from < {0.7 * (whole[1] - whole[0])}")
     assert page.evaluate("octopipe.view.timeAt(octopipe.view.pointer.x)") == pytest.approx(time_there, rel=1e-6)
     before = page.evaluate(window)
     page.mouse.down()
@@ -197,7 +206,7 @@ def test_wheel_drag_and_keys_zoom_and_move(seen: Seen, small: tuple[Path, list[E
 def test_arrows_appear_when_zoomed_in(seen: Seen, small: tuple[Path, list[Entry]]) -> None:
     page = seen.open(small[0])
     page.evaluate("octopipe.view.show(20, 40)")
-    page.wait_for_function("octopipe.view.arrows > 0")
+    until(page, "octopipe.view.arrows > 0")
     page.get_by_label("transfers").uncheck()
     page.wait_for_timeout(50)
     assert page.evaluate("octopipe.view.options.transfers") is False
@@ -333,7 +342,7 @@ def test_sliders_show_the_resimulated_step(seen: Seen, small: tuple[Path, list[E
     page = seen.open(path)
     slider = page.get_by_label(re.compile("^Mamba time"))
     slider.fill("1")
-    page.wait_for_function("octopipe.entries[0].now !== octopipe.entries[0].base")
+    until(page, "octopipe.entries[0].now !== octopipe.entries[0].base")
     for n in (0, 1):
         entry = entries[n]
         assert entry.plan is not None and entry.costs is not None
@@ -342,7 +351,7 @@ def test_sliders_show_the_resimulated_step(seen: Seen, small: tuple[Path, list[E
         assert f"{expected:.1f} ms" in page.locator(".result").nth(n).inner_text()
     assert page.evaluate("octopipe.entries[2].now === octopipe.entries[2].base"), "a measurement stays as it is"
     page.get_by_role("button", name="Reset").click()
-    page.wait_for_function("octopipe.entries[0].now === octopipe.entries[0].base")
+    until(page, "octopipe.entries[0].now === octopipe.entries[0].base")
 
 
 # -- size and speed ------------------------------------------------------------------------------------
@@ -388,9 +397,7 @@ def test_serve_tunes_a_model_end_to_end(browser: Any, tmp_path: Path) -> None:
             page.get_by_label("GPipe").check()
             page.get_by_role("button", name="Tune").click()
             page.wait_for_selector("#downloads:not([hidden])", timeout=120_000)
-            page.wait_for_function(
-                "window.octopipe && octopipe.entries.length === 3 && octopipe.entries[2].search.length"
-            )
+            until(page, "window.octopipe && octopipe.entries.length === 3 && octopipe.entries[2].search.length")
             steps = page.evaluate("octopipe.entries.map((e) => e.now.step)")
             assert steps[2] <= min(steps[:2]) + 1e-9
             with page.expect_download() as got:
@@ -404,7 +411,7 @@ def test_serve_tunes_a_model_end_to_end(browser: Any, tmp_path: Path) -> None:
             assert one.complaints == []
             page.fill("[name=pp]", "1000")
             page.get_by_role("button", name="Tune").click()
-            page.wait_for_function("document.getElementById('problem').textContent !== ''")
+            until(page, "document.getElementById('problem').textContent !== ''")
             assert "1 to 128" in page.locator("#problem").inner_text()
             assert all(url.startswith((server.url, "data:", "blob:")) for url in one.requests), one.requests
         finally:

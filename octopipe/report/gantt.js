@@ -71,8 +71,8 @@ class Gantt {
     const lanes = this.entries.reduce((n, e) => n + e.num_ranks, 0);
     const room = Math.max(440, Math.min(window.innerHeight * 0.72, 780)) - AXIS - TITLE * this.entries.length;
     const memory = this.options.memory && this.entries.some((e) => e.memory);
-    const each = Math.max(11, Math.min(memory ? 52 : 30, room / lanes - LANE_GAP));
-    const own = memory ? Math.max(8, Math.min(24, each * 0.5)) : Math.min(26, each);
+    const each = Math.max(memory ? 34 : 12, Math.min(memory ? 52 : 30, room / lanes - LANE_GAP));
+    const own = memory ? Math.min(24, each * 0.5) : Math.min(26, each);
     this.laneHeight = Math.round(own);
     this.memoryHeight = memory ? Math.round(each - own) : 0;
     this.rows = [];
@@ -87,15 +87,17 @@ class Gantt {
       }
     }
     this.content = y + 4;
-    this.height = Math.min(this.content, Math.max(460, Math.min(window.innerHeight * 0.8, 820)));
+    this.height = Math.min(this.content, 1100); // beyond, dragging scrolls
     this.width = this.canvas.parentElement.clientWidth;
     this.ratio = Math.min(window.devicePixelRatio || 1, 2);
     this.canvas.width = Math.round(this.width * this.ratio);
     this.canvas.height = Math.round(this.height * this.ratio);
     this.canvas.style.height = `${this.height}px`;
     this.plot = this.width - GUTTER - 8;
-    // The curves fill their lanes; a limit far above them is a line at the top edge, its number in the gutter.
-    this.memoryTop = Math.max(...this.entries.flatMap((e) => e.numbers.peak_bytes), 1) * 1.12;
+    // The curves fill their lanes; a limit far above them is a number in the gutter, not a line.
+    const peak = Math.max(...this.entries.flatMap((e) => e.numbers.peak_bytes), 1);
+    const limits = this.entries.flatMap((e) => e.capacity).filter((c) => c !== null && c < 2 * peak);
+    this.memoryTop = Math.max(peak * 1.12, ...limits.map((c) => c * 1.06));
     this.scroll = Math.max(0, Math.min(this.scroll, this.content - this.height));
   }
 
@@ -314,12 +316,11 @@ class Gantt {
     c.fillStyle = this.ink.memory;
     c.fill();
     const limit = entry.capacity[rank];
-    if (limit !== null && limit !== undefined) {
+    if (limit !== null && limit !== undefined && limit <= this.memoryTop) {
       c.strokeStyle = entry.numbers.peak_bytes[rank] > limit ? this.ink.over : this.ink.quiet;
       c.lineWidth = entry.numbers.peak_bytes[rank] > limit ? 1.5 : 0.8;
       c.setLineDash([4, 3]);
-      const at = Math.max(yAt(limit), bottom - h);
-      this.line(GUTTER, at, GUTTER + this.plot, at);
+      this.line(GUTTER, yAt(limit), GUTTER + this.plot, yAt(limit));
       c.setLineDash([]);
     }
   }
@@ -385,7 +386,7 @@ class Gantt {
       if (node >= entry.count) {
         const t = node - entry.count;
         if (tEnd[t] < this.from || tStart[t] > this.to) continue;
-        if (this.xAt(tEnd[t]) - lastX < 2) continue;
+        if (!this.detailed && this.xAt(tEnd[t]) - lastX < 2) continue;
         this.arrow(entry, t, this.ink.critical, 2);
         continue;
       }

@@ -86,9 +86,10 @@ function showTip(tip, frame, found, at) {
   tip.replaceChildren(...describe(found).map(([name, value]) => name
     ? element("div", {}, element("b", {}, name), element("span", {}, value)) : element("strong", {}, value)));
   tip.classList.add("shown");
-  const wide = tip.offsetWidth, high = tip.offsetHeight;
+  const wide = tip.offsetWidth, high = tip.offsetHeight, top = frame.getBoundingClientRect().top;
   const x = at.x + 16 + wide > frame.clientWidth ? at.x - wide - 14 : at.x + 16;
-  const y = at.y + 18 + high > frame.clientHeight + 60 ? at.y - high - 12 : at.y + 18;
+  const below = top + at.y + 18 + high < window.innerHeight;
+  const y = below || top + at.y - high - 12 < 0 ? at.y + 18 : at.y - high - 12;
   tip.style.transform = `translate(${Math.max(0, x)}px, ${y}px)`;
 }
 

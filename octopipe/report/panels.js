@@ -80,7 +80,11 @@ function partitionStrip(entry, route, number) {
     }
     const wide = (stop - first) * cell;
     group.append(shape("rect", { x, y: top, width: wide, height: strip, rx: 2, fill: colour }));
-    if (wide > 11) group.append(shape("text", { x: x + wide / 2, y: top + strip / 2 + 4.5, "text-anchor": "middle", class: "on" }, wide > 52 ? `rank ${rank}` : rank));
+    if (wide > 6 * String(rank).length) {
+      const style = wide < 12 ? "font-size:9px" : "";
+      group.append(shape("text", { x: x + wide / 2, y: top + strip / 2 + 4.5, "text-anchor": "middle", class: "on", style },
+        wide > 52 ? `rank ${rank}` : rank));
+    }
     svg.append(group);
     x += wide + gap;
   }
@@ -121,8 +125,8 @@ function searchCurve(entries) {
     ...shown.map((e) => element("figure", {}, element("figcaption", {}, e.label), curve(e.search, e.lower_bound_ms))));
 }
 
-function curve(points, bound) {
-  const width = 1200, height = 250, left = 64, bottom = 28, top = 12;
+function curve(points, bound, height = 250) {
+  const width = 1200, left = 64, bottom = 28, top = 12;
   const phases = [...new Set(points.map((p) => p[1]))];
   const others = phases.filter((p) => !PHASES[p]);
   const colourOf = (p) => PHASES[p] ?? OTHER_PHASES[others.indexOf(p) % OTHER_PHASES.length];
