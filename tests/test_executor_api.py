@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import numpy as np
 import pytest
@@ -312,6 +313,129 @@ def test_measured_timeline_has_every_op_on_one_clock(two):
     parts = ours.bubbles
     total = parts.boundary_ms + parts.communication_ms + parts.imbalance_ms + parts.residual_ms
     assert np.allclose(total, parts.idle_ms)
+
+
+# -- memory ----------------------------------------------------------------------------------------------
+
+
+class Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, count):
+        kept = x.clone()
+        ctx.save_for_backward(kept)
+        count[0] += 1
+        count[1] = max(count[1], count[0])
+        weakref.finalize(kept, lambda: count.__setitem__(0, count[0] - 1))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2 + 0 * ctx.saved_tensors[0], None
+
+
+class Counting(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Held.apply(self.inner(x), self.count)
+
+
+def live_activations(world, plan):
+    count = [0, 0]
+    layers = [Counting(count) for _ in range(plan.num_layers)]
+    data = [torch.randn(2, 4) for _ in range(plan.num_micro_batches)]
+    with Pipeline(layers, plan, lambda o, t: (o - t).square().mean(), group=world, timeout_s=20) as pipe:
+        for _ in range(2):
+            pipe.step(data, data)
+    return count
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_activations_live_from_forward_to_input_gradient_and_no_longer(name, two):
+    plan = build_plan(name, _costs(2), 2, 6)
+    for rank, (left, peak) in enumerate(two.run(live_activations, plan)):
+        live = most = 0
+        for op in plan.orders[rank]:
+            live += {"F": 1, "I": -1, "B": -1}.get(op.kind, 0)
+            most = max(most, live)
+        assert left == 0
+        assert peak == most, name
+
+
+def test_evaluation_runs_the_forwards_alone(two):
+    for plain, loss, grads, again in two.run(evaluated, build_plan("interleaved", _costs(), 2, 4)):
+        assert abs(loss - plain) <= TOLERANCE
+        assert grads == 0
+        assert abs(again - plain) <= TOLERANCE
+
+
+def evaluated(world, plan):
+    case = make("several", plan.num_micro_batches)
+    _, losses = plain_gradients(*case)
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        loss = float(pipe.eval().evaluate(case.inputs, case.targets))
+        grads = sum(p.grad is not None for p in pipe.parameters())
+        again = float(pipe.train().step(case.inputs, case.targets))
+        pipe.evaluate(case.inputs, case.targets)
+    pipe.zero_grad()
+    return sum(losses) / len(losses), loss, grads, again
+
+
+# -- layers that are parallel themselves ------------------------------------------------------------------
+
+
+def sharded(world, plan):
+    """Two pipelines whose layers FSDP2 shards between them; nothing is told to the Pipeline about it."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "pp"))
+    case = make("plain", 2 * plan.num_micro_batches)
+    expected, _ = plain_gradients(*case)
+    for layer in case.layers:
+        fully_shard(layer, mesh=mesh["fsdp"])
+    with Pipeline(case.layers, plan, case.loss_fn, group=mesh.get_group("pp"), timeout_s=20) as pipe:
+        replica, count = mesh.get_local_rank("fsdp"), plan.num_micro_batches
+        mine = slice(replica * count, (replica + 1) * count)
+        pipe.step(case.inputs[mine], case.targets[mine])
+        worst = 0.0
+        for name, p in pipe.named_parameters():
+            full = p.grad.full_tensor()
+            worst = max(worst, float((full - expected[name]).abs().max() / expected[name].abs().max()))
+        norm = float(pipe.clip_grad_norm_(1e9))
+    want = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    return max(worst, abs(norm / want - 1))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_fsdp_layers_pass_through_untouched(split, four):
+    plan = build_plan("1f1b", _costs(), 2, 4, split_backward=split)
+    assert max(four.run(sharded, plan)) <= 1e-11
+
+
+def tensor_parallel(world, plan):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    case = make("plain", plan.num_micro_batches)
+    expected, _ = plain_gradients(*case)
+    for layer in case.layers[1:-1]:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with Pipeline(case.layers, plan, case.loss_fn, group=mesh.get_group("pp"), timeout_s=20) as pipe:
+        pipe.step(case.inputs, case.targets)
+        worst = 0.0
+        for name, p in pipe.named_parameters():
+            full = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            worst = max(worst, float((full - expected[name]).abs().max() / expected[name].abs().max()))
+        norm = float(pipe.clip_grad_norm_(1e9))
+    want = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    return max(worst, abs(norm / want - 1))
+
+
+def test_tensor_parallel_layers_pass_through_untouched(four):
+    assert max(four.run(tensor_parallel, build_plan("zb-h1", _costs(), 2, 4))) <= 1e-11
 
 
 # -- compiled layers ------------------------------------------------------------------------------------

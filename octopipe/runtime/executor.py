@@ -12,8 +12,8 @@ partition and placement, give bitwise equal results; other orders differ by roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,14 +47,28 @@ class StageChain:
                 start = layer
 
     def forward(
-        self, value: Any, needs: Sequence[bool] | None, then: Callable[[Any], Any] | None, seed: int | None, again: bool
+        self,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        *,
+        again: bool,
+        keep: bool = True,
     ) -> tuple[list[StageRun], Any, list[bool] | None]:
-        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet)."""
+        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
+
+        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward.
+        """
         runs = []
         last = self.parts[-1][0]
         for stage, recompute in self.parts:
             run = stage.forward(
-                value, then=then if stage is last else None, recompute=recompute and again, seed=seed, input_grad=needs
+                value,
+                then=then if stage is last else None,
+                recompute=not keep or (recompute and again),
+                seed=seed,
+                input_grad=needs,
             )
             value, needs = run.outputs, run.outputs_need_grad or None
             run.outputs = None
@@ -111,7 +125,7 @@ class Executor:
     ) -> dict[int, Tensor]:
         """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here."""
         losses: dict[int, Tensor] = {}
-        try:
+        with self._reporting():
             self.transport.begin_step()
             self.recorder.begin_step()
             self._walk(micro_batches, targets, step, loss_scale / self.program.plan.num_micro_batches, losses)
@@ -119,6 +133,66 @@ class Executor:
                 self.transport.release(slot)
             self.transport.end_step()
             self.recorder.end_step()
+        self.steps_run += 1
+        return losses
+
+    def evaluate(
+        self, micro_batches: Sequence[Any] | None, targets: Sequence[Any] | None, *, step: int
+    ) -> dict[int, Tensor]:
+        """The forwards alone, in the program's order: the losses of micro-batches that ended here."""
+        losses: dict[int, Tensor] = {}
+        sent: list[Any] = []
+        transport, autocast = self.transport, self._autocast or nullcontext
+        with self._reporting():
+            transport.begin_step()
+            for ins in self.program.steps:
+                self.at = ins
+                code, cell, slot = ins.code, ins.cell, ins.slot
+                if code == RECEIVE and slot is not None and slot.forward:
+                    transport.post(slot)
+                elif code == SEND and slot is not None and slot.forward:
+                    transport.send_forward(slot, cell.value, cell.needs)
+                    cell.value = None
+                    sent.append(slot)
+                elif code == F:
+                    value, needs = self._input(ins, micro_batches)
+                    then = self._loss(targets, cell.micro_batch) if cell.last else None
+                    seed = self._seed_of(step, cell.micro_batch)
+                    with autocast():
+                        _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False)
+                    if cell.last:
+                        losses[cell.micro_batch] = out
+                    else:
+                        cell.value = out
+            for slot in sent:
+                transport.release(slot)
+            transport.end_step()
+            for cell in self.program.cells:
+                cell.clear()
+        return losses
+
+    def _input(self, ins: Step, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+        """What F consumes, and which of its leaves take a gradient."""
+        cell, slot = ins.cell, ins.slot
+        if slot is not None:
+            value, spec = self.transport.take_forward(slot)
+            slot.ended = time.perf_counter()
+            return value, spec.wanted
+        if cell.before is not None:
+            before = cell.before
+            value, before.value = before.value, None
+            return value, before.needs
+        assert micro_batches is not None
+        return micro_batches[cell.micro_batch], None
+
+    def _seed_of(self, step: int, micro_batch: int) -> int | None:
+        return None if self._seed is None else micro_batch_seed(self._seed, step, self._replica, micro_batch)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Errors inside become reports; nothing of a step that broke off stays."""
+        try:
+            yield
         except TransferError as error:
             self._give_up()
             raise OctoPipeError(self._hang_report(error)) from None
@@ -130,8 +204,6 @@ class Executor:
             self.at = None
             for chain in self.chains.values():
                 chain.end_step()
-        self.steps_run += 1
-        return losses
 
     def _walk(
         self,
@@ -142,11 +214,10 @@ class Executor:
         losses: dict[int, Tensor],
     ) -> None:
         transport, chains, recorder = self.transport, self.chains, self.recorder
-        take_forward, take_gradient, release = transport.take_forward, transport.take_gradient, transport.release
+        take_gradient, release = transport.take_gradient, transport.release
         autocast = self._autocast or nullcontext
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
         mark, ordered = recorder.mark, transport.ordered
-        base_seed, replica = self._seed, self._replica
         for ins in self.program.steps:
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
@@ -174,25 +245,17 @@ class Executor:
                 continue
             k = ins.number
             if code == F:
-                if slot is not None:
-                    value, cell.received = take_forward(slot)
-                    slot.ended = clock()
-                    needs = cell.received.wanted
-                elif cell.before is not None:
-                    before = cell.before
-                    value, needs = before.value, before.needs
-                    before.value = None
-                else:
-                    assert micro_batches is not None
-                    value, needs = micro_batches[cell.micro_batch], None
+                value, needs = self._input(ins, micro_batches)
                 for sent in ins.release:
                     release(sent)
                 then = self._loss(targets, cell.micro_batch) if cell.last else None
-                seed = None if base_seed is None else micro_batch_seed(base_seed, step, replica, cell.micro_batch)
+                seed = self._seed_of(step, cell.micro_batch)
                 started[k] = clock()
                 mark(k, 0)
                 with autocast():
-                    cell.runs, out, cell.needs = chains[cell.stage].forward(value, needs, then, seed, cell.recomputes)
+                    cell.runs, out, cell.needs = chains[cell.stage].forward(
+                        value, needs, then, seed, again=cell.recomputes
+                    )
                 mark(k, 1)
                 ended[k] = clock()
                 del value, needs

@@ -142,11 +142,7 @@ class Pipeline:
         the same for the loss; only ranks with a last stage look at it. Returns the mean loss (float64, on every
         rank; the micro-batches' own are in `losses`), or None with `reduce_loss=False`.
         """
-        mine, plan = self.executor.program, self.plan
-        inputs = split_batch(batch, plan.num_micro_batches, "batch") if mine.needs_batch else None
-        targets = split_batch(target, plan.num_micro_batches, "target") if mine.needs_target else None
-        if inputs is None and mine.needs_batch:
-            raise OctoPipeError(f"rank {self.rank} holds a first stage: give it the batch")
+        inputs, targets = self._split(batch, target)
         if self.reducer.buckets:
             self.reducer.begin_step()
         losses = self.executor.run(inputs, targets, step=self.step_number, loss_scale=self.loss_scale)
@@ -156,6 +152,19 @@ class Pipeline:
             self.reducer.finish()
             self.recorder.extras.append(("reduce", begin, self.recorder.now()))
         return self._mean_loss(losses) if reduce_loss else None
+
+    def evaluate(self, batch: Any = None, target: Any = None) -> Tensor:
+        """The mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
+        inputs, targets = self._split(batch, target)
+        return self._mean_loss(self.executor.evaluate(inputs, targets, step=self.step_number))
+
+    def _split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
+        mine, count = self.executor.program, self.plan.num_micro_batches
+        inputs = split_batch(batch, count, "batch") if mine.needs_batch else None
+        targets = split_batch(target, count, "target") if mine.needs_target else None
+        if inputs is None and mine.needs_batch:
+            raise OctoPipeError(f"rank {self.rank} holds a first stage: give it the batch")
+        return inputs, targets
 
     def _mean_loss(self, losses: Mapping[int, Tensor]) -> Tensor:
         values = torch.zeros(self.plan.num_micro_batches, dtype=torch.float64, device=self.device)

@@ -50,12 +50,10 @@ class Cell:
     """Gradients of the inputs until they are handed on."""
     sent: Any = None
     """The form of the message that carried the output: its gradients have the same."""
-    received: Any = None
-    """The form of the message that brought the input."""
 
     def clear(self) -> None:
         """Forget everything of a step that broke off."""
-        self.runs = self.value = self.needs = self.gradients = self.sent = self.received = None
+        self.runs = self.value = self.needs = self.gradients = self.sent = None
 
 
 @dataclass(slots=True, eq=False)
