@@ -118,13 +118,16 @@ def show(result: Comparison) -> None:
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("system", no_wrap=True, style="cyan", min_width=13)
         memory = any(r.max_memory_gib > 0 for r in ran)
-        titles = ["step ms", "speed-up", "bubble", *(["peak GiB", "fits"] if memory else []), "comms", "hidden"]
+        titles = ["step ms", "speed-up", "bubble", *(["GiB", "fits"] if memory else []), "comms", "hidden"]
         for title in titles:
-            table.add_column(title, justify="center" if title == "fits" else "right", no_wrap=True)
-        table.add_column("", no_wrap=True, min_width=BAR)
+            justify: Any = "center" if title == "fits" else "right"
+            table.add_column(title, justify=justify, no_wrap=True, min_width=max(len(title), 6))
+        # The bar takes what the numbers leave of the line.
+        room = max(8, min(BAR, out.width - 14 - sum(max(len(t), 6) + 1 for t in titles)))
+        table.add_column("", no_wrap=True, min_width=room)
         longest = max(r.step_ms for r in ran)
         for r in ran:
-            table.add_row(r.system, *_cells(r, memory), _bar(r, longest))
+            table.add_row(r.system, *_cells(r, memory), _bar(r, longest, room))
         out.print(table)
         key = "█ computing  ░ idle, mean over ranks; hidden: sends and receives behind compute"
         out.print(key, style="dim")
@@ -154,11 +157,11 @@ def _cells(r: Result, memory: bool) -> list[str]:
     ]
 
 
-def _bar(r: Result, longest: float) -> Text:
+def _bar(r: Result, longest: float, room: int) -> Text:
     """As long as the step; its dark part is the share of time the ranks compute."""
     from rich.text import Text
 
-    length = max(1, round(BAR * r.step_ms / longest)) if longest > 0 else 1
+    length = max(1, round(room * r.step_ms / longest)) if longest > 0 else 1
     busy = min(length, round(length * (1.0 - r.bubble_ratio)))
     colour = "red" if not r.fits else "green" if (r.speedup or 0) > 1.0005 else "yellow"
     return Text.assemble(("█" * busy, colour), ("░" * (length - busy), f"dim {colour}"))
