@@ -354,8 +354,12 @@ def test_bad_input_gets_one_clear_line(server: tuple[Server, SlowTuner], change:
 
 
 def test_a_system_that_does_not_apply_is_left_out_with_its_reason(server: tuple[Server, SlowTuner]) -> None:
-    _, answer, _ = _ask(server[0], "/api/jobs", {**FORM, "micro_batches": 7, "systems": ["interleaved", "gpipe"]})
-    assert any("multiple" in note for note in json.loads(answer)["notes"])
+    here, tuner = server
+    tuner.go_on.set()
+    form = {**FORM, "micro_batches": 7, "systems": ["interleaved", "gpipe"]}
+    number = json.loads(_ask(here, "/api/jobs", form)[1])["id"]
+    last = _events(here, number)[-1]
+    assert last["state"] == "done" and any("multiple" in note for note in last["notes"])
 
 
 @pytest.mark.parametrize(("micro_batches", "words"), [(13, "lacks 3.0 GiB"), (14, "ZeroDivisionError")])

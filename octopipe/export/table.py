@@ -47,5 +47,6 @@ def timeline_csv(timeline: Timeline, plan: Plan | None = None) -> str:
         row = ["transfer", int(t.source[i]), *about(int(t.producer[i])), *times]
         writer.writerow([*row, int(t.destination[i]), int(t.nbytes[i])])
     for e in timeline.extras:
-        writer.writerow([e.name, e.rank, "", "", "", "", "", "", repr(float(e.start_ms)), repr(float(e.end_ms)), "", ""])
+        times = [repr(float(e.start_ms)), repr(float(e.end_ms))]
+        writer.writerow([e.name, e.rank, *[""] * 6, *times, "", ""])
     return out.getvalue()

@@ -238,6 +238,5 @@ def _twins(plan: Plan) -> list[list[int]]:
     if not plan.replicas():
         return [[s] for s in range(len(plan.stages))]
     return [
-        [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
-        for stage in plan.stages
+        [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop] for stage in plan.stages
     ]

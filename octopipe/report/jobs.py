@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from octopipe.cost import CostTable
-from octopipe.errors import NotApplicableError, OctoPipeError
+from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.plan import Plan
 from octopipe.report.entry import Entry
 from octopipe.report.page import report_data, report_html
 from octopipe.resolve import resolve_costs
 from octopipe.simulate import simulate
-from octopipe.systems import build_plan, systems
+from octopipe.systems import build_plan, get_system
 
 MAX_RANKS, MAX_MICRO_BATCHES, MAX_BUDGET_S, KEPT = 128, 1024, 3600.0, 20
 Tune = Callable[..., Any]
@@ -76,14 +76,17 @@ class Job:
             seq=request.seq,
             memory_gib=request.memory_gib,
         )
+        self.titles = {name: get_system(name).title for name in request.systems}
         self.notes: list[str] = []
-        self.compared = [entry for name in request.systems if (entry := self._system(name)) is not None]
+        """Systems that do not apply here, each with its reason."""
+        self.compared: list[Entry] = []
         self.state, self.error = "running", ""
         self.seconds, self.iterations, self.phase = 0.0, 0, ""
         self.best_ms: float | None = None
         self.lower_bound_ms: float | None = None
         self.plan: Plan | None = None
-        self.version = 1 if self.compared else 0
+        self.version = 0
+        """Grows whenever there is more to draw."""
         self.changed = threading.Condition()
         self._stop = False
         self._tune = tune
@@ -96,18 +99,30 @@ class Job:
         }
         self._drawn: tuple[int, Any] | None = None
 
-    def _system(self, name: str) -> Entry | None:
-        try:
-            plan = build_plan(name, self.costs, self.request.pp, self.request.micro_batches)
-        except NotApplicableError as error:
-            self.notes.append(f"{error}.")
-            return None
-        return Entry(timeline=simulate(plan, self.costs), plan=plan, costs=self.costs, label=systems()[name].title)
+    def _compare(self) -> None:
+        """Build the systems' plans, one by one: some solve for theirs and take a while."""
+        for name, title in self.titles.items():
+            if self._stop:
+                return
+            with self.changed:
+                self.phase = title
+                self.changed.notify_all()
+            try:
+                plan = build_plan(name, self.costs, self.request.pp, self.request.micro_batches)
+            except (NotApplicableError, DoesNotFitError) as error:
+                self.notes.append(f"{error}.")
+                continue
+            entry = Entry(timeline=simulate(plan, self.costs), plan=plan, costs=self.costs, label=title)
+            with self.changed:
+                self.compared.append(entry)
+                self.version += 1
+                self.changed.notify_all()
 
     def run(self) -> None:
         """The search itself; call it on a thread of its own."""
         r = self.request
         try:
+            self._compare()
             result = self._tune(self.costs, r.pp, r.micro_batches, budget_s=r.budget_s, progress=self._progress)
             with self.changed:
                 self.plan, self.best_ms = result.plan, float(result.step_ms)
@@ -154,6 +169,7 @@ class Job:
             "best_ms": self.best_ms,
             "lower_bound_ms": self.lower_bound_ms,
             "version": self.version,
+            "notes": list(self.notes),
         }
 
     def entries(self) -> list[Entry]:

@@ -20,7 +20,7 @@ from octopipe.export.style import BUBBLES, COLOURS, NAMES
 from octopipe.report.entry import Entry, entry_data
 from octopipe.report.pack import Packer
 
-SCRIPTS = ("whatif.js", "decode.js", "words.js", "gantt.js", "pointer.js", "panels.js", "main.js")
+SCRIPTS = ("whatif.js", "decode.js", "words.js", "gantt.js", "overlay.js", "pointer.js", "panels.js", "main.js")
 """In this order; page.js (or serve.js) comes last and starts things."""
 SYMBOLS: Mapping[str, str] = MappingProxyType(
     {

@@ -1,7 +1,7 @@
 // The local page: sends a search off, follows it by server-sent events, shows the best plan so far.
 
 const byId = (id) => document.getElementById(id);
-const state = { job: null, points: [], drawn: 0, drawing: false, view: null, bound: null };
+const state = { job: null, points: [], drawn: 0, latest: 0, drawing: false, view: null };
 
 function fillForm() {
   const choices = JSON.parse(byId("choices").textContent);
@@ -29,13 +29,12 @@ async function start(event) {
   const number = (name) => (form.get(name) === "" ? null : Number(form.get(name)));
   byId("problem").textContent = "";
   try {
-    const { id, notes } = await ask("api/jobs", {
+    const { id } = await ask("api/jobs", {
       model: form.get("model"), gpu: form.get("gpu"), pp: number("pp"), micro_batches: number("micro_batches"),
       tp: number("tp"), seq: number("seq"), memory_gib: number("memory_gib"), budget_s: number("budget_s"),
       systems: form.getAll("system"),
     });
-    Object.assign(state, { job: id, points: [], drawn: 0, view: null });
-    byId("notes").textContent = notes.join("  ");
+    Object.assign(state, { job: id, points: [], drawn: 0, latest: 0, view: null });
     byId("downloads").hidden = true;
     byId("status").hidden = false;
     running(true);
@@ -55,7 +54,8 @@ function follow(id) {
   events.onmessage = (message) => {
     const now = JSON.parse(message.data);
     show(now);
-    if (now.version > state.drawn) drawBest(id, now.version);
+    state.latest = now.version;
+    drawBest(id);
     if (now.state === "running") return;
     events.close();
     running(false);
@@ -81,6 +81,7 @@ function show(now) {
   byId("phase").textContent = now.state === "running" ? now.phase || "starting" : now.state;
   byId("moves").textContent = now.iterations.toLocaleString("en");
   byId("time").textContent = `${now.seconds.toFixed(1)} of ${now.budget_s} s`;
+  byId("notes").textContent = now.notes.join("  ");
   const last = state.points[state.points.length - 1];
   if (now.best_ms !== null && (!last || now.best_ms < last[2] || now.state !== "running")) {
     state.points.push([now.seconds, now.phase, now.best_ms]);
@@ -88,18 +89,21 @@ function show(now) {
   }
 }
 
-// Fetch and draw the best plan so far; one at a time, and keep the reader's zoom.
-async function drawBest(id, version) {
+// Fetch and draw the best plan so far, until the newest is drawn; keep the reader's zoom.
+async function drawBest(id) {
   if (state.drawing) return;
   state.drawing = true;
   try {
-    const { head, columns } = await ask(`api/jobs/${id}/data`);
-    const old = state.view, zoomed = old && old.to - old.from < old.horizon * 0.98 ? [old.from, old.to] : null;
-    const report = await mountReport(byId("report"), head, columns);
-    state.view = report.view;
-    if (zoomed) report.view.show(...zoomed);
-    state.drawn = version;
-    window.octopipe = { ...report, simulateEntry, criticalPath };
+    while (state.job === id && state.drawn < state.latest) {
+      const version = state.latest;
+      const { head, columns } = await ask(`api/jobs/${id}/data`);
+      const old = state.view, zoomed = old && old.to - old.from < old.horizon * 0.98 ? [old.from, old.to] : null;
+      const report = await mountReport(byId("report"), head, columns);
+      state.view = report.view;
+      if (zoomed) report.view.show(...zoomed);
+      state.drawn = version;
+      window.octopipe = { ...report, simulateEntry, criticalPath };
+    }
   } catch (error) {
     byId("problem").textContent = error.message;
   } finally {

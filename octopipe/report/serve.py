@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
             except OctoPipeError as error:
                 self._problem(HTTPStatus.BAD_REQUEST, str(error))
                 return
-            self._json(HTTPStatus.CREATED, {"id": started.number, "notes": started.notes})
+            self._json(HTTPStatus.CREATED, {"id": started.number})
         elif job is not None and what == "cancel":
             job.cancel()
             self._json(HTTPStatus.OK, job.status())
