@@ -113,6 +113,7 @@ class Executor:
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
+        self._seeds: dict[Any, Tensor] = {}
         transport.open(program.slots)
 
     def run(
@@ -291,7 +292,7 @@ class Executor:
                 elif cell.after is not None:
                     gradients, cell.after.gradients = cell.after.gradients, None
                 else:
-                    gradients = [_seed_gradient(losses[cell.micro_batch], scale)]
+                    gradients = [self._seed_gradient(losses[cell.micro_batch], scale)]
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
@@ -317,6 +318,18 @@ class Executor:
             return loss_fn
         target = targets[micro_batch]
         return lambda output: loss_fn(output, target)
+
+    def _seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
+        """Where a micro-batch's backward starts; made once, since nobody writes to it."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
+        key = (scale, loss.dtype, loss.shape, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None:
+            if len(self._seeds) > 64:  # a loss scale that changes all the time
+                self._seeds.clear()
+            seed = self._seeds[key] = torch.full_like(loss, scale)
+        return seed
 
     # -- when it breaks --------------------------------------------------------------------------------
 
@@ -350,9 +363,3 @@ class Executor:
             f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; "
             f"pending ops: {'; '.join(lines)}"
         )
-
-
-def _seed_gradient(loss: Tensor, scale: float) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
-    return torch.full_like(loss, scale)

@@ -136,6 +136,11 @@ def all_reduce(group: Group, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any
     return StreamWork(work) if tensor.is_cuda and "nccl" in backend_name(group) else work
 
 
+def wire(group: Group) -> Group:
+    """The gloo backend inside a ProcessGroup: the same sends and receives without the dispatcher's microseconds."""
+    return group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+
+
 def backend_name(group: Group) -> str:
     """"gloo" or "nccl", of a ProcessGroup or of a backend."""
     if isinstance(group, dist.ProcessGroup):

@@ -30,7 +30,7 @@ from octopipe.runtime.buffers import BufferPool
 from octopipe.runtime.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.base import TransferError, Transport, spread
-from octopipe.runtime.world import Group
+from octopipe.runtime.world import Group, wire
 
 
 class End:
@@ -63,7 +63,7 @@ class HeadedTransport(Transport):
     """Whether small tensors may ride in the header: they must be the host's."""
 
     def __init__(self, control: Group, *, timeout_s: float):
-        self.control = control
+        self.control = wire(control)
         self.timeout_s = timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         self._specs = Specs()

@@ -1,0 +1,384 @@
+"""The executor side by side with torch.distributed.pipelining: same layers, ranks and micro-batches, on gloo.
+
+    python benchmarks/bench_executor.py                     # everything, 2 ranks
+    python benchmarks/bench_executor.py overhead schedules  # some sections
+    python benchmarks/bench_executor.py --ranks 4 --json out.json
+
+Sections: overhead (host time per op with empty layers), schedules (1F1B, interleaved, ...), split (I + W against B,
+recompute against theirs), memory (peak resident memory), tuned (a tuned plan against their best schedule on a
+heterogeneous model). Ours and theirs alternate, round by round, in one world; every figure is the median of rounds,
+ratios are medians of the rounds' ratios, so that a busy machine disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octopipe.cost import CostTable
+from octopipe.plan import Op, Plan, Stage
+from octopipe.runtime.launch import Seat, run_ranks
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.world import World
+from octopipe.systems import build_plan
+
+WIDTH, TOKENS = 256, 192
+
+
+class Block(nn.Module):
+    """A residual MLP; `factor` makes layers of different cost."""
+
+    def __init__(self, factor: int = 4, width: int = WIDTH, again: bool = False):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, factor * width), nn.Linear(factor * width, width)
+        self.again = again
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+
+
+class Nothing(nn.Module):
+    """As little as a layer can do and still take part in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+# -- running both ---------------------------------------------------------------------------------------
+
+
+def theirs(name: str, layers: list[nn.Module], micro_batches: int, chunks: int) -> tuple[Any, list[nn.Module]]:
+    """Their schedule over an even split, and this rank's modules."""
+    from torch.distributed import pipelining as pp
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = size * chunks
+    cuts = [round(k * len(layers) / total) for k in range(total + 1)]
+    if name == "ScheduleZBVZeroBubble":
+        mine = [rank, total - 1 - rank]
+    else:
+        mine = list(range(rank, total, size))
+    modules = [nn.Sequential(*layers[cuts[s] : cuts[s + 1]]) for s in mine]
+    stages = [pp.PipelineStage(m, s, total, torch.device("cpu")) for m, s in zip(modules, mine)]
+    schedule = getattr(pp, name)(stages if chunks > 1 or "Interleaved" in name else stages[0], micro_batches, loss_fn)
+    return schedule, modules
+
+
+def step_theirs(schedule: Any, name: str, x: Tensor, y: Tensor, modules: list[nn.Module]) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    losses: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        holds_last = rank == (0 if name == "ScheduleZBVZeroBubble" else last)
+        args = (x,) if rank == 0 else ()
+        if holds_last:
+            schedule.step(*args, target=y, losses=losses)
+        else:
+            schedule.step(*args)
+    for module in modules:
+        module.zero_grad(set_to_none=True)
+
+
+def timed(act: Callable[[], Any]) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    act()
+    dist.barrier()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def rounds(acts: dict[str, Callable[[], Any]], count: int) -> dict[str, list[float]]:
+    """Milliseconds of every act in every round, acts in turn; the first two rounds do not count."""
+    times: dict[str, list[float]] = {name: [] for name in acts}
+    for k in range(count + 2):
+        for name, act in acts.items():
+            ms = timed(act)
+            if k >= 2:
+                times[name].append(ms)
+    return times
+
+
+def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
+    return statistics.median(x / y for x, y in zip(times[a], times[b]))
+
+
+def our_step(pipe: Pipeline, x: Tensor, y: Tensor) -> Callable[[], None]:
+    def act() -> None:
+        pipe.step(x, y)
+        pipe.zero_grad()
+
+    return act
+
+
+def with_recompute(plan: Plan) -> Plan:
+    """Every stage recomputes; R stands right before the backward."""
+    stages = tuple(Stage(first=s.first, stop=s.stop, rank=s.rank, recompute=True) for s in plan.stages)
+    orders = tuple(
+        tuple(o for op in order for o in ((Op(op.stage, "R", op.micro_batch), op) if op.kind in "IB" else (op,)))
+        for order in plan.orders
+    )
+    return Plan(
+        num_layers=plan.num_layers,
+        num_ranks=plan.num_ranks,
+        num_micro_batches=plan.num_micro_batches,
+        stages=stages,
+        orders=orders,
+    ).check()
+
+
+# -- sections: run on every rank --------------------------------------------------------------------------
+
+
+def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
+    """CPU time of the executor's thread per op, less that of the same module calls made bare."""
+    count, steps = 32, args.rounds * 6
+    x = torch.randn(4, 64)
+    module, ones = Nothing(), torch.ones(4, 64)
+
+    def bare() -> float:
+        begin = time.thread_time()
+        for _ in range(count):
+            leaf = x.detach().requires_grad_()
+            torch.autograd.backward([module(leaf)], [ones])
+        return (time.thread_time() - begin) / (2 * count) * 1e6
+
+    out: dict[str, Any] = {}
+    for split in (False, True):
+        plan = build_plan("1f1b", CostTable.uniform(num_layers=seat.size), seat.size, count, split_backward=split)
+        layers: list[nn.Module] = [Nothing() for _ in range(seat.size)]
+        data = torch.randn(4 * count, 64)
+        with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
+            per_op, own = [], []
+            for _ in range(steps):
+                own.append(bare())
+                pipe.zero_grad()
+                dist.barrier()
+                begin = time.thread_time()
+                pipe.step(data, data, reduce_loss=False)
+                per_op.append((time.thread_time() - begin) / len(plan.orders[seat.rank]) * 1e6)
+        kind = "I and W" if split else "B"
+        # Other programs' cache misses only ever add: the quiet tenth of the steps is nearer to the truth.
+        for word, pick in (("median", 0.5), ("quiet tenth", 0.1)):
+            total, calls = (sorted(v)[int(pick * len(v))] for v in (per_op, own))
+            # Every op of a fused plan is one of the bare calls; of a split plan two in three are.
+            calls *= 2 / 3 if split else 1
+            out[f"F and {kind}: executor us per op ({word})"] = round(total - calls, 1)
+            out[f"F and {kind}: the module's own calls ({word})"] = round(calls, 1)
+    return out
+
+
+def schedules(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
+    size, count = seat.size, args.micro_batches
+    out: dict[str, Any] = {}
+    for ours_name, their_name, chunks in (
+        ("1f1b", "Schedule1F1B", 1),
+        ("interleaved", "ScheduleInterleaved1F1B", 2),
+        ("zb-1p", "ScheduleInterleavedZeroBubble", 1),
+    ):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [Block() for _ in range(4 * size)]
+        x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
+        costs = CostTable.uniform(num_layers=len(layers), input_ms=1.0, weight_ms=1.0, p2p_ms=0.2)
+        options = {"chunks": 2} if ours_name == "interleaved" else {}
+        plan = build_plan(ours_name, costs, size, count, **options)
+        schedule, modules = theirs(their_name, layers, count, chunks)
+        with Pipeline(layers, plan, loss_fn, costs=costs, group=World(dist.group.WORLD)) as pipe:
+            times = rounds(
+                {
+                    "ours": our_step(pipe, x, y),
+                    "theirs": partial(step_theirs, schedule, their_name, x, y, modules),
+                },
+                args.rounds,
+            )
+        out[f"{ours_name}: ours ms"] = round(statistics.median(times["ours"]), 2)
+        out[f"{ours_name}: theirs ms"] = round(statistics.median(times["theirs"]), 2)
+        out[f"{ours_name}: theirs / ours"] = round(ratio(times, "theirs", "ours"), 3)
+    return out
+
+
+def split(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
+    """I + W against B in one place, then recompute with a split backward against theirs."""
+    size, count = seat.size, args.micro_batches
+    out: dict[str, Any] = {}
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Block() for _ in range(4)]
+    x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
+    acts, pipes = {}, []
+    for again in (False, True):
+        for kinds in ("B", "IW"):
+            stage = Stage(first=0, stop=4, rank=0, recompute=again)
+            ops = [Op(0, k, m) for m in range(count) for k in ("FR" if again else "F") + kinds]
+            plan = Plan(num_layers=4, num_ranks=1, num_micro_batches=count, stages=(stage,), orders=(tuple(ops),))
+            pipe = Pipeline(layers, plan, loss_fn, group=World(None))
+            pipes.append(pipe)
+            acts[f"{kinds}{'+R' if again else ''}"] = our_step(pipe, x, y)
+    times = rounds(acts, args.rounds)
+    out["F, I, W / F, B"] = round(ratio(times, "IW", "B"), 3)
+    out["F, R, I, W / F, R, B"] = round(ratio(times, "IW+R", "B+R"), 3)
+    layers = [Block() for _ in range(4 * size)]
+    checkpointed: list[nn.Module] = [Block(again=True) for _ in range(4 * size)]
+    plan = with_recompute(build_plan("zb-1p", CostTable.uniform(num_layers=4 * size), size, count))
+    schedule, modules = theirs("ScheduleInterleavedZeroBubble", checkpointed, count, 1)
+    with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
+        times = rounds(
+            {
+                "ours": our_step(pipe, x, y),
+                "theirs": lambda: step_theirs(schedule, "ScheduleInterleavedZeroBubble", x, y, modules),
+            },
+            args.rounds,
+        )
+    out["split with recompute: ours ms"] = round(statistics.median(times["ours"]), 2)
+    out["split with recompute: theirs ms"] = round(statistics.median(times["theirs"]), 2)
+    out["split with recompute: theirs / ours"] = round(ratio(times, "theirs", "ours"), 3)
+    return out
+
+
+def memory(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
+    """Peak resident memory of one way of running, over what stands before the first step."""
+    size, count, side, name = seat.size, 4 * args.micro_batches, args.side, args.schedule
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Block(factor=1, width=512) for _ in range(4 * size)]
+    x, y = torch.randn(count * 512, 512), torch.randn(count * 512, 512)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if side == "ours":
+        options = {"chunks": 2} if name == "interleaved" else {}
+        plan = build_plan(name, CostTable.uniform(num_layers=len(layers)), size, count, **options)
+        with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
+            for _ in range(4):
+                our_step(pipe, x, y)()
+    else:
+        full = {"1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}[name]
+        schedule, modules = theirs(full, layers, count, 2 if name == "interleaved" else 1)
+        for _ in range(4):
+            step_theirs(schedule, full, x, y, modules)
+    return {"mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+
+
+def layer_times(layers: list[nn.Module], x: Tensor) -> list[tuple[float, float, float]]:
+    """F, I and W of every layer in ms, measured here: medians."""
+    from octopipe.runtime.stage import Stage as Runner
+
+    out = []
+    for layer in layers:
+        runner, samples = Runner([layer]), []
+        for _ in range(9):
+            a = time.perf_counter()
+            run = runner.forward(x)
+            b = time.perf_counter()
+            run.backward_input(run.outputs)
+            c = time.perf_counter()
+            run.backward_weight()
+            samples.append((b - a, c - b, time.perf_counter() - c))
+            layer.zero_grad(set_to_none=True)
+        out.append(tuple(statistics.median(column) * 1e3 for column in zip(*samples)))
+    return out
+
+
+def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
+    """A model whose layers differ tenfold in cost: a tuned plan against their best schedule."""
+    import numpy as np
+
+    from octopipe.cluster import Network
+    from octopipe.tune import tune
+
+    size, count = seat.size, args.micro_batches
+    torch.manual_seed(0)
+    factors = [1, 1, 1, 1, 2, 1, 1, 2, 1, 1, 4, 1, 6, 8, 6, 12][: 8 * size]
+    layers: list[nn.Module] = [Block(factor=f) for f in factors]
+    x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
+    box: list[Any] = [None]
+    if seat.rank == 0:
+        columns = np.array(layer_times(layers, x[:TOKENS])).T
+        costs = CostTable(
+            model="heterogeneous",
+            symbols="T" * len(layers),
+            forward_ms=columns[0],
+            input_ms=columns[1],
+            weight_ms=columns[2],
+            network=Network.constant(0.3),
+        )
+        box = [(costs, tune(costs, size, count, budget_s=args.budget_s, workers=1).plan)]
+    dist.broadcast_object_list(box, src=0)
+    costs, plan = box[0]
+    acts: dict[str, Callable[[], Any]] = {}
+    for name, chunks in (
+        ("Schedule1F1B", 1),
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleZBVZeroBubble", 2),
+    ):
+        schedule, modules = theirs(name, layers, count, chunks)
+        acts[name] = partial(step_theirs, schedule, name, x, y, modules)
+    with Pipeline(layers, plan, loss_fn, costs=costs, group=World(dist.group.WORLD)) as pipe:
+        acts["tuned"] = our_step(pipe, x, y)
+        times = rounds(acts, args.rounds)
+    out = {f"{name} ms": round(statistics.median(values), 2) for name, values in times.items()}
+    best = min((n for n in times if n != "tuned"), key=lambda n: statistics.median(times[n]))
+    out["their best"] = best
+    out["their best / tuned"] = round(ratio(times, best, "tuned"), 3)
+    return out
+
+
+SECTIONS = {"overhead": overhead, "schedules": schedules, "split": split, "memory": memory, "tuned": tuned}
+
+
+def run_section(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    if name != "memory":
+        results = run_ranks(SECTIONS[name], args.ranks, args, threads=1)
+        if name == "overhead":  # the rank with most to do
+            return max(results, key=lambda r: max(v for k, v in r.items() if "executor" in k))
+        return results[0]
+    out: dict[str, Any] = {}
+    for schedule in ("1f1b", "interleaved"):
+        for side in ("ours", "theirs"):  # fresh processes: a peak never goes down
+            args.side, args.schedule = side, schedule
+            peaks = [r["mib"] for r in run_ranks(memory, args.ranks, args, threads=1)]
+            out[f"{schedule}: {side} MiB per rank"] = [round(p) for p in peaks]
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", default=list(SECTIONS), help=", ".join(SECTIONS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget-s", type=float, default=10.0, help="of the tuner")
+    parser.add_argument("--json", help="write the results here too")
+    args = parser.parse_args()
+    results = {}
+    for name in args.sections:
+        results[name] = run_section(name, args)
+        print(f"\n{name}")
+        for key, value in results[name].items():
+            print(f"  {key:45s} {value}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"ranks": args.ranks, "torch": torch.__version__, **results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
