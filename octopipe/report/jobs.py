@@ -134,7 +134,7 @@ class Job:
         except Exception as error:  # a fault of ours: say so in the page, and let the server live on
             self._fail(f"the search failed: {type(error).__name__}: {error}"[:300])
         with self.changed:
-            self.version += 1
+            self.version += self.plan is not None
             self.changed.notify_all()
 
     def _fail(self, words: str) -> None:
