@@ -99,7 +99,7 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
         plan = build_plan(name, costs, nproc, 8)
         pipe = Pipeline(
             work.layers(device), lower(plan, costs), cross_entropy, device=device, group=world,
-            transport=work.transport(world), seed=None, timeout_s=60.0,
+            transport=work.transport(world), seed=None, timeout_s=12.0,
         )  # fmt: skip
         loss_value = 0.0
         for _ in range(2):
@@ -140,7 +140,8 @@ def profile_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, b
 def show_profile(profile: Any) -> None:
     about = profile.about
     print(
-        f"{profile.costs.model}: {about['total_seconds']} s, host share {about['host_share']:.2f}, "
+        f"{profile.costs.model}: {about['total_seconds']} s, rehearsal {about.get('rehearsal')}, "
+        f"host share {about['host_share']:.2f}, "
         f"resident {about['resident_mib']:.0f} MiB, slowdown {[round(x, 3) for x in profile.costs.rank_slowdown]}"
     )
     c = profile.costs
@@ -193,8 +194,9 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
             row: dict[str, Any] = {"model": model, "name": job["name"], "micro_batches": plan.num_micro_batches}
             try:
                 trial = run_plan(
-                    work, plan, world, profile, steps=args.steps, channel=job.get("channel", "directed"), timeout_s=60.0
-                )
+                    work, plan, world, profile, steps=args.steps, warm_up=args.warm_up, channel=job["channel"],
+                    timeout_s=30.0,
+                )  # fmt: skip
             except OctoPipeError as error:
                 row["error"] = str(error)
                 if rank == 0:
@@ -203,15 +205,15 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
                 raise
             count += 1
             if rank == 0:
-                found = fidelity(plan, profile, trial, channel=job.get("channel", "directed"))
+                found = fidelity(plan, profile, trial, channel=job["channel"])
                 row |= found.summary()
                 row |= {
-                    "channel": job.get("channel", "directed"),
+                    "channel": job["channel"],
                     "steps_ms": trial.steps_ms,
                     "wall_ms": trial.wall_ms,
                     "spread": trial.spread,
                     "loss": trial.loss,
-                    "plain_ms": _full_load_ms(plan, profile, job.get("channel", "directed")),
+                    "plain_ms": _full_load_ms(plan, profile, job["channel"]),
                     "measured_busy_ms": trial.timeline.busy_ms.tolist(),
                     "measured_bubble": trial.timeline.bubble_ratio,
                 }
@@ -246,12 +248,12 @@ def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
 def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
     from octopipe.runtime.mps import Mps
     from octopipe.runtime.ranks import run_ranks
+    from octopipe.runtime.trial import QUEUES
 
     if args.device == "cpu":
         return run_ranks(task, args.nproc, args, timeout_s=timeout_s)
     with Mps.start(num_ranks=args.nproc, share_percent=args.share or None) as mps:
-        environment = {**mps.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-        return run_ranks(task, args.nproc, args, environment=environment, timeout_s=timeout_s)
+        return run_ranks(task, args.nproc, args, environment={**mps.environment, **QUEUES}, timeout_s=timeout_s)
 
 
 def make_plans(args: argparse.Namespace) -> None:
@@ -293,10 +295,10 @@ def jobs_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 continue
             channel = "blocking" if name.endswith("-blocking") else "directed"
             keep = name in ("1f1b", "tuned") and model == "nemotron" and int(m) == 8
-            found.append((int(m), order.get(name, 99), {
+            found.append((channel == "blocking", int(m), order.get(name, 99), {
                 "name": name, "plan": path.read_bytes(), "channel": channel, "keep": keep,
             }))  # fmt: skip
-        out[model] = [job for _, _, job in sorted(found, key=lambda f: f[:2])]
+        out[model] = [job for *_, job in sorted(found, key=lambda f: f[:3])]
     return out
 
 
@@ -342,10 +344,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of plans to run, separated by commas")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--nproc", type=int, default=RANKS)
-    parser.add_argument("--share", type=float, default=15.0, help="percent of the multiprocessors of a rank")
+    parser.add_argument("--share", type=float, default=18.0, help="percent of the multiprocessors of a rank")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--tune-s", type=float, default=30.0)
     parser.add_argument("--limit-s", type=float, default=480.0, help="no plan starts later than this")
     parser.add_argument("--no-links", action="store_true")

@@ -211,6 +211,7 @@ def test_speed_changes_in_the_middle_of_an_op() -> None:
 def _profile_and_run(rank: int, nproc: int, work: Workload):
     world = World.make(None, None, None)
     profile = profile_workload(work, world, repeats=2, warm_up=1, state_factor=0.0)
+    assert set(profile.about["rehearsal"]) == {"F", "I", "W"}
     plan = tune(profile.costs, nproc, 4, iterations=200, recompute=False, workers=1).plan if rank == 0 else None
     plan = world.gather(plan)[0]
     trial = run_plan(work, plan, world, profile, steps=2, warm_up=1)
@@ -231,11 +232,11 @@ def test_two_ranks_profile_links_and_layers_and_the_tuner_takes_it() -> None:
 def _fail(rank: int, nproc: int, payload: object) -> None:
     if rank == 1:
         raise ValueError("out of cheese")
-    time.sleep(30)
+    time.sleep(60)
 
 
 def test_a_failing_rank_ends_all_and_is_named() -> None:
     began = time.monotonic()
     with pytest.raises(OctoPipeError, match="rank 1: ValueError: out of cheese"):
         run_ranks(_fail, 2, threads=1)
-    assert time.monotonic() - began < 29
+    assert time.monotonic() - began < 59

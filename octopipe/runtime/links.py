@@ -140,5 +140,5 @@ def _ping(mover: Any, mine: RankProgram, tensor: torch.Tensor, device: torch.dev
 def _pong(mover: Any, mine: RankProgram) -> None:
     for there, back in _by_micro_batch(mine):
         mover.post(there)
-        value, there.cell.received = mover.take_forward(there)
+        value = mover.take_forward(there)[0]
         mover.send_gradient(back, [value])
