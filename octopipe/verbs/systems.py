@@ -45,7 +45,7 @@ def _list(args: argparse.Namespace) -> int:
         table.add_row(s.name, " ".join("●" if phase in s.tunes else "·" for phase in PHASES), paper, s.constraint)
     out = console()
     out.print(table)
-    out.print("\n● what the system decides: Partition, plAcement, Schedule; the rest is even, in order, 1F1B.", style="dim")
+    out.print("\n● decides this itself: Partition, plAcement, Schedule (else even, in order, 1F1B)", style="dim")
     out.print("`octopipe compare MODEL --pp N` runs them all; --check holds them to their papers.", style="dim")
     return 0
 
