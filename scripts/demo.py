@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,20 +125,7 @@ def train_for_real(steps: int) -> None:
 
     spec = preset("nemotron-h-8b").scaled(0.06, num_layers=14)
     job = TrainJob(spec=spec, nproc=2, steps=steps, micro_batches=4, seq=128, timeout_s=60.0)
-    plain = run(job, "1F1B")
-    assert plain is not None and plain.profile is not None
-    found = tuned(plain.profile.costs, plain.plan, 5.0)
-    again = TrainJob(
-        spec=spec,
-        nproc=2,
-        steps=steps,
-        plan=found.plan,
-        profile=plain.profile,
-        seq=job.seq,
-        timeout_s=job.timeout_s,
-    )
-    mine = run(again, "tuned")
-    assert mine is not None
+    plain, mine = run([job, replace(job, tune_s=5.0)])
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("plan", "predicted ms", "measured ms", "bubble", "tokens/s", "first loss", "last loss"):
         table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
@@ -164,20 +152,23 @@ def train_for_real(steps: int) -> None:
     )
 
 
-def run(job: TrainJob, name: str) -> TrainResult | None:
+def run(jobs: list[TrainJob]) -> list[TrainResult]:
+    """A step of each job in turn, so that whatever else the machine does, it does to both."""
     from octopipe.runtime.job import Phase, StepReport
-    from octopipe.runtime.train import train
+    from octopipe.runtime.train import train_in_turns
     from octopipe.verbs.train import step_line
 
-    live: Any = out.status(f"{name}: starting ranks") if out.is_terminal else nullcontext()
+    live: Any = out.status("starting ranks") if out.is_terminal else nullcontext()
     with live as status:
 
         def tell(news: Phase | StepReport) -> None:
             if status is not None:
-                text = news.text if isinstance(news, Phase) else step_line(news, job.steps)
-                status.update(f"{name}: {text}")
+                status.update(news.text if isinstance(news, Phase) else step_line(news, jobs[0].steps))
 
-        return train(job, tell)
+        results = train_in_turns(jobs, tell)
+    if results is None:
+        raise OctoPipeError("the demo starts its ranks itself; run it without torchrun")
+    return results
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ add up in micro-batch order wherever the plan runs W in that order (otherwise th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from octopipe.runtime.checkpoint import checkpoints, latest, load_checkpoint, re
 from octopipe.runtime.data import micro_batches, open_tokens
 from octopipe.runtime.job import Phase, StepReport, TrainJob, TrainResult
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.trial import Workload, profile_workload
 from octopipe.runtime.world import World
 from octopipe.systems import build_plan
@@ -51,29 +54,64 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
     """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
     _check_folder(job)
     try:
-        if launch.under_torchrun():
-            return launch.join_ranks(train_rank, job, backend=_backend(job), listen=listen)  # type: ignore[no-any-return]
-        with _shared_gpu(job) as environment:
-            results = launch.run_ranks(
-                train_rank,
-                job.nproc,
-                job,
-                backend=_backend(job),
-                environment=environment,
-                threads=job.threads,
-                grace_s=min(job.timeout_s, 5.0) + 3.0,
-                listen=listen,
-            )
-        return results[0]  # type: ignore[no-any-return]
+        result: TrainResult | None = _start(train_rank, job, job, listen)
+        return result
     except launch.RankError as error:
         last = latest(job.checkpoint) if job.checkpoint is not None else None
         mend = "" if last is None else f"; {shown(last)} is complete: --resume goes on from it"
         raise launch.RankError(error.rank, f"{error}{mend}") from None
 
 
+def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
+    """Several runs in the same processes, a step of each in turn: whatever else the machine does, it does to all.
+
+    Jobs share ranks and device, and the first one's measurements. Meant for comparing plans.
+    """
+    result: list[TrainResult] | None = _start(train_ranks_in_turns, jobs[0], list(jobs), listen)
+    return result
+
+
+def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | None) -> Any:
+    if launch.under_torchrun():
+        return launch.join_ranks(work, payload, backend=_backend(job), listen=listen)
+    with _shared_gpu(job) as environment:
+        return launch.run_ranks(
+            work,
+            job.nproc,
+            payload,
+            backend=_backend(job),
+            environment=environment,
+            threads=job.threads,
+            grace_s=min(job.timeout_s, 5.0) + 3.0,
+            listen=listen,
+        )[0]
+
+
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
     """One rank's whole run; the first rank of all has the result."""
-    world, everyone = _worlds(seat, job)
+    with contextlib.closing(_prepare(seat, job, *_worlds(seat, job))) as run:
+        for _ in run.steps():
+            pass
+        return run.result()
+
+
+def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[TrainResult] | None:
+    """One rank's part of all runs."""
+    worlds = _worlds(seat, jobs[0])
+    with contextlib.ExitStack() as stack:
+        runs: list[_Run] = []
+        for job in jobs:
+            if runs and job.profile is None:
+                job = replace(job, profile=runs[0].profile)
+            runs.append(stack.enter_context(contextlib.closing(_prepare(seat, job, *worlds))))
+        for _ in itertools.zip_longest(*(run.steps() for run in runs)):
+            pass
+        results = [run.result() for run in runs]
+    return [r for r in results if r is not None] or None
+
+
+def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone) -> _Run:
+    """Measure, find the plan, build this rank's layers, load what was saved."""
     work = Workload(
         spec=job.spec,
         tokens=job.seq,
@@ -89,13 +127,12 @@ def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
         with _autocast(job, device):
             profile = profile_workload(work, world, repeats=5, warm_up=2)
     plan, profile = everyone.first((_plan(job, profile, seat.tell), profile) if seat.rank == 0 else None)
-    costs = None if profile is None else profile.costs
     seat.tell(Phase(text="building the model"))
     pipe = Pipeline(
         work.layers(device),
         plan,
         cross_entropy,
-        costs=costs,
+        costs=None if profile is None else profile.costs,
         device=device,
         group=world,
         autocast=torch.bfloat16 if job.dtype == "bfloat16" else None,
@@ -103,40 +140,44 @@ def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
         transport=work.transport(world),
         timeout_s=job.timeout_s,
     )
-    with contextlib.closing(pipe):
-        run = _Run(job, seat, pipe)
-        first = run.resume() if job.resume else 1
-        reports = run.steps(first)
-        saved = run.saved
-        measured = pipe.timeline() if job.timeline and pipe.step_number and reports else None
-    if seat.rank:
-        return None
-    predicted = None if profile is None else predict(plan, profile)
-    return TrainResult(
-        plan=plan,
-        reports=tuple(reports),
-        first_step=first,
-        parameters=job.spec.training_parameters,
-        profile=profile,
-        predicted=predicted,
-        measured=measured,
-        checkpoint=saved,
-    )
+    return _Run(job, seat, pipe, profile)
 
 
 class _Run:
     """The loop of one rank."""
 
-    def __init__(self, job: TrainJob, seat: launch.Seat, pipe: Pipeline):
-        self.job, self.seat, self.pipe = job, seat, pipe
+    def __init__(self, job: TrainJob, seat: launch.Seat, pipe: Pipeline, profile: Profile | None):
+        self.job, self.seat, self.pipe, self.profile = job, seat, pipe, profile
         self.optimizer = _optimizer(job, pipe)
         self.seen = 0
         """Samples trained on, by all pipelines."""
         self.saved: str | None = None
+        self.reports: list[StepReport] = []
         self._source = open_tokens(job.data, vocab=job.spec.vocab, seq=job.seq, seed=job.seed)
         self._one_host = len({*pipe.world.gather(socket.gethostname())}) == 1
         # A GPU would wait for the host at every report.
         self._every = 1 if job.device == "cpu" else max(1, job.steps // 100)
+        self.first = self.resume() if job.resume else 1
+
+    def close(self) -> None:
+        self.pipe.close()
+
+    def result(self) -> TrainResult | None:
+        """On the first rank; the others help with its timeline."""
+        job, plan, profile = self.job, self.pipe.plan, self.profile
+        measured = self.pipe.timeline() if job.timeline and self.reports else None
+        if self.seat.rank:
+            return None
+        return TrainResult(
+            plan=plan,
+            reports=tuple(self.reports),
+            first_step=self.first,
+            parameters=job.spec.training_parameters,
+            profile=profile,
+            predicted=None if profile is None else predict(plan, profile),
+            measured=measured,
+            checkpoint=self.saved,
+        )
 
     def resume(self) -> int:
         """Load the newest checkpoint; the step to go on with."""
@@ -156,33 +197,32 @@ class _Run:
         self.saved = str(path)
         return int(record["step"]) + 1
 
-    def steps(self, first: int) -> list[StepReport]:
-        job, pipe = self.job, self.pipe
-        reports: list[StepReport] = []
-        loss: Tensor | None = None
-        began, counted = time.perf_counter(), 0
-        for step in range(first, job.steps + 1):
+    def steps(self) -> Iterator[None]:
+        """Train; comes back after every step."""
+        job = self.job
+        took_s, counted = 0.0, 0
+        for step in range(self.first, job.steps + 1):
+            began = time.perf_counter()
             loss = self._step(step)
             counted += 1
             last = step == job.steps
-            if counted == self._every or last:
-                # The exchange of the step's numbers waits for all ranks, so the clock stops when the step is over.
-                rows = self._exchange()
-                now = time.perf_counter()
-                report = self._report(step, float(loss), 1e3 * (now - began) / counted, rows)
-                reports.append(report)
+            reports = counted == self._every or last
+            # The exchange of the step's numbers waits for all ranks, so the clock stops when the step is over.
+            rows = self._exchange() if reports else []
+            took_s += time.perf_counter() - began
+            if reports:
+                report = self._report(step, float(loss), 1e3 * took_s / counted, rows)
+                took_s, counted = 0.0, 0
+                self.reports.append(report)
                 self.seat.tell(report)
                 if not math.isfinite(report.loss):
                     raise OctoPipeError(f"the loss is {report.loss} at step {step}; use a smaller --lr or a --warmup")
-                began, counted = now, 0
             if job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0)):
                 about = {"model": _identity(job.spec), "samples": self.seen, "seed": job.seed}
-                path = save_checkpoint(
-                    job.checkpoint, pipe, self.optimizer, step=step, about=about, keep=job.keep
+                self.saved = str(
+                    save_checkpoint(job.checkpoint, self.pipe, self.optimizer, step=step, about=about, keep=job.keep)
                 )
-                self.saved = str(path)
-                began = time.perf_counter()
-        return reports
+            yield
 
     def _step(self, step: int) -> Tensor:
         job, pipe, program = self.job, self.pipe, self.pipe.executor.program
@@ -212,7 +252,8 @@ class _Run:
         table = torch.zeros(pipe.world.size, 4, dtype=torch.float64)
         table[pipe.rank] = torch.tensor(row, dtype=torch.float64)
         if pipe.world.control is not None:
-            dist.all_reduce(table, group=pipe.world.control)
+            work = dist.all_reduce(table, group=pipe.world.control, async_op=True)
+            wait_for(work, self.job.timeout_s, "the exchange of step times")
         rows: list[list[float]] = table.tolist()
         return rows
 
