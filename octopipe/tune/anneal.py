@@ -44,9 +44,16 @@ MOVES = (
     "priorities",
     "recompute",
     "micro-batch order",
+    "micro-batches in flight",
 )
 """Names of the moves; the first two change the partition, the next five the placement, then the order."""
-PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("recompute", "schedule")
+PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("recompute", "schedule", "schedule")
+
+
+FOCUS = 0.5
+"""How often a structural move starts from a stage of the rank that finished last."""
+REPAIR = 40
+"""Most migrations tried to rebalance the ranks after a structural move."""
 
 
 class State(NamedTuple):
@@ -56,6 +63,8 @@ class State(NamedTuple):
     bounds: Any
     rank: Any
     recompute: Any
+    flight: Any
+    """Most micro-batches of a stage between their F and their I."""
     entry: Any
     glob: Any
     offset: Any
@@ -69,6 +78,7 @@ def make_state(problem: Problem, max_stages: int) -> State:
         bounds=np.zeros(max_stages + 1, np.int32),
         rank=np.zeros(max_stages, np.int32),
         recompute=np.zeros(max_stages, np.bool_),
+        flight=np.full(max_stages, m, np.int32),
         entry=np.arange(m, dtype=np.int32),
         glob=np.zeros(NUM_GLOBALS),
         offset=np.zeros((3, max_stages)),
@@ -85,6 +95,7 @@ def copy_state(to, of):  # type: ignore[no-untyped-def]
         to.bounds[s] = of.bounds[s]
         to.rank[s] = of.rank[s]
         to.recompute[s] = of.recompute[s]
+        to.flight[s] = of.flight[s]
         for k in range(3):
             to.offset[k, s] = of.offset[k, s]
         for m in range(of.entry.size):
@@ -125,6 +136,7 @@ def insert_stage(st, at):  # type: ignore[no-untyped-def]
         st.bounds[s + 1] = st.bounds[s]
         st.rank[s] = st.rank[s - 1]
         st.recompute[s] = st.recompute[s - 1]
+        st.flight[s] = st.flight[s - 1]
         for k in range(3):
             st.offset[k, s] = st.offset[k, s - 1]
         st.wiggle[0, s, :] = st.wiggle[0, s - 1, :]
@@ -139,6 +151,7 @@ def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
     if keep == at:
         st.rank[at - 1] = st.rank[at]
         st.recompute[at - 1] = st.recompute[at]
+        st.flight[at - 1] = st.flight[at]
         for k in range(3):
             st.offset[k, at - 1] = st.offset[k, at]
         st.wiggle[0, at - 1, :] = st.wiggle[0, at, :]
@@ -147,6 +160,7 @@ def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
         st.bounds[s] = st.bounds[s + 1]
         st.rank[s] = st.rank[s + 1]
         st.recompute[s] = st.recompute[s + 1]
+        st.flight[s] = st.flight[s + 1]
         for k in range(3):
             st.offset[k, s] = st.offset[k, s + 1]
         st.wiggle[0, s, :] = st.wiggle[0, s + 1, :]
@@ -156,12 +170,27 @@ def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def migrate(st, rng):  # type: ignore[no-untyped-def]
+def pick(st, rng, critical):  # type: ignore[no-untyped-def]
+    """A stage; half of the time one on the critical rank."""
+    n = st.size[0]
+    s = below(rng, n)
+    if critical >= 0 and uniform(rng) < FOCUS:
+        for _ in range(n):
+            if st.rank[s] == critical:
+                break
+            s = s + 1 if s + 1 < n else 0
+    return s
+
+
+@njit(cache=True, nogil=True)
+def migrate(st, rng, critical=-1):  # type: ignore[no-untyped-def]
     """Move one boundary by a layer or two."""
     n = st.size[0]
     if n < 2:
         return False
-    s = 1 + below(rng, n - 1)
+    s = pick(st, rng, critical) + below(rng, 2)
+    if s == 0 or s == n:
+        return False
     by = 1 if uniform(rng) < 0.75 else 2
     if uniform(rng) < 0.5:
         by = -by
@@ -189,7 +218,7 @@ def shift(st, rng):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def mutate(p, st, rng, may_recompute, structure):  # type: ignore[no-untyped-def]
+def mutate(p, st, rng, may_recompute, structure, critical):  # type: ignore[no-untyped-def]
     """One random move; returns its number in MOVES, or -1 where it does not apply.
 
     `structure` is the share of moves that change partition or placement.
@@ -198,18 +227,18 @@ def mutate(p, st, rng, may_recompute, structure):  # type: ignore[no-untyped-def
     if uniform(rng) < structure:
         u = uniform(rng)
         if u < 0.34:
-            return 0 if migrate(st, rng) else -1
+            return 0 if migrate(st, rng, critical) else -1
         if u < 0.44:
             return 1 if shift(st, rng) else -1
         if u < 0.58:
-            s = below(rng, n)
+            s = pick(st, rng, critical)
             r = below(rng, p.num_ranks)
             if st.rank[s] == r:
                 return -1
             st.rank[s] = r
             return 2
         if u < 0.74:
-            s = below(rng, n)
+            s = pick(st, rng, critical)
             e = below(rng, n)
             if uniform(rng) < 0.5:
                 e = min(s + 1 + below(rng, 3), n - 1)
@@ -239,7 +268,7 @@ def mutate(p, st, rng, may_recompute, structure):  # type: ignore[no-untyped-def
                     st.rank[s] = x
             return 4
         if u < 0.90:
-            s = below(rng, n)
+            s = pick(st, rng, critical)
             width = st.bounds[s + 1] - st.bounds[s]
             if width < 2 or n >= st.rank.size:
                 return -1
@@ -266,7 +295,16 @@ def mutate(p, st, rng, may_recompute, structure):  # type: ignore[no-untyped-def
         st.entry[a], st.entry[b] = st.entry[b], st.entry[a]
         return 11
     u = uniform(rng)
-    if u < 0.35:
+    if u < 0.15:
+        by = 1 if uniform(rng) < 0.5 else -1
+        s = below(rng, n)
+        e = s + 1
+        if uniform(rng) < 0.4:
+            e = min(n, s + 1 + below(rng, n))
+        for k in range(s, e):
+            st.flight[k] = min(max(st.flight[k] + by, 1), p.num_micro_batches)
+        return 12
+    if u < 0.40:
         s = below(rng, n)
         k = below(rng, 2) if uniform(rng) < 0.9 else 2
         if uniform(rng) < 0.1:
@@ -302,13 +340,48 @@ def mutate(p, st, rng, may_recompute, structure):  # type: ignore[no-untyped-def
 
 
 @njit(cache=True, nogil=True)
+def repair(p, st, rng, target, loads):  # type: ignore[no-untyped-def]
+    """Migrate layers off the busiest rank until the work bound is below `target`, or give up."""
+    n = st.size[0]
+    now = quick_bound(p, n, st.bounds, st.rank, st.recompute, loads)
+    for _ in range(REPAIR):
+        if now <= target:
+            return
+        busiest = 0
+        for r in range(1, p.num_ranks):
+            if loads[r] > loads[busiest]:
+                busiest = r
+        s = pick(st, rng, busiest) + below(rng, 2)
+        if s == 0 or s == n:
+            continue
+        # Slide the run of boundaries s .. e by one layer: stages between keep their size.
+        e = s
+        if uniform(rng) < 0.5:
+            e = min(s + below(rng, 4), n - 1)
+        by = 1 if uniform(rng) < 0.5 else -1
+        if uniform(rng) < 0.3:
+            by *= 2
+        if st.bounds[s] + by <= st.bounds[s - 1] or st.bounds[e] + by >= st.bounds[e + 1]:
+            continue
+        for k in range(s, e + 1):
+            st.bounds[k] += by
+        then = quick_bound(p, n, st.bounds, st.rank, st.recompute, loads)
+        if then <= now:
+            now = then
+        else:
+            for k in range(s, e + 1):
+                st.bounds[k] -= by
+            quick_bound(p, n, st.bounds, st.rank, st.recompute, loads)
+
+
+@njit(cache=True, nogil=True)
 def judge(p, st, margin, cutoff, sc):  # type: ignore[no-untyped-def]
     """Step time of a walker, or infinite when it exceeds the cutoff, does not fit or deadlocks."""
     n = st.size[0]
     if quick_bound(p, n, st.bounds, st.rank, st.recompute, sc.free) > cutoff:
         return np.inf
     return schedule(
-        p, n, st.bounds, st.rank, st.recompute, st.entry, st.glob, st.offset, st.wiggle, margin, cutoff, sc
+        p, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle, margin, cutoff, sc
     )
 
 
@@ -319,21 +392,25 @@ def anneal(p, st, best, back, margin, sc, rng, iterations, hot, cold, current, b
     `st` walks, `best` keeps the best seen, `back` is scratch. Lines of log: iteration, move, before, after.
     """
     lines = 0
+    critical = -1
     for i in range(iterations):
         temperature = (hot + (cold - hot) * i / iterations) * best_ms
         copy_state(back, st)
-        move = mutate(p, st, rng, may_recompute, structure)
+        move = mutate(p, st, rng, may_recompute, structure, critical)
         while uniform(rng) < 0.25:
-            more = mutate(p, st, rng, may_recompute, structure)
+            more = mutate(p, st, rng, may_recompute, structure, critical)
             if move < 0:
                 move = more
         if move < 0:
             copy_state(st, back)
             continue
         cutoff = current - temperature * np.log(max(uniform(rng), 1e-300))
+        if move < 7:
+            repair(p, st, rng, cutoff, sc.free)
         value = judge(p, st, margin, cutoff, sc)
         if value <= cutoff:
             current = value
+            critical = sc.count[p.num_ranks]
             if value < best_ms - 1e-9:
                 if lines < log.shape[0]:
                     log[lines, 0] = i

@@ -16,9 +16,9 @@ alone. Under a time budget a faster machine makes more moves, so plans may diffe
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -34,12 +34,16 @@ from octopipe.tune.encode import plan_of
 from octopipe.tune.kernels import Problem, Scratch, make_problem, make_scratch
 from octopipe.tune.memory import explain_misfit
 from octopipe.tune.result import Callback, Progress, Step
-from octopipe.tune.starts import key_presets, shaped_state, shapes, state_from_plan, usable
+from octopipe.tune.starts import draw_keys, key_presets, limit_flight, shaped_state, shapes, state_from_plan, usable
 
 HOT, COLD = 8e-4, 1e-4
 """Temperatures, as shares of the step time."""
 CHUNK_S = 0.03
 """Seconds between looks at the clock."""
+LOTTERY_SHARE, DRAWS = 0.06, 150
+"""Share of the budget for random keys, and the most draws per shape."""
+SLOW_SYSTEMS = frozenset({"tessel"})
+"""Systems that run a solver under a time limit of their own: built last, and not where only the seed counts."""
 ROUNDS = ((8, 0.12), (4, 0.15), (2, 0.20), (1, 0.53))
 """Walkers per core and share of the budget of each round."""
 
@@ -103,6 +107,7 @@ class BestSearch:
         self.log: list[Step] = []
         self.judged = 0
         self.stop = threading.Event()
+        self.published: queue.Queue[tuple[str, Plan]] = queue.Queue()
         self.lock = threading.Lock()
         self.best_plan: Plan | None = None
         self.best_timeline: Timeline | None = None
@@ -130,6 +135,7 @@ class BestSearch:
         except KeyboardInterrupt:
             interrupted = True
             self.stop.set()
+        self._published()
         if self.best_plan is None or self.best_timeline is None:
             raise explain_misfit(self.costs, self.problem, self.may_recompute)
         return Found(
@@ -142,39 +148,75 @@ class BestSearch:
         )
 
     def _starts(self) -> list[Walker]:
-        """Every start with its best keys, quickest kinds first, until a tenth of the budget is gone."""
+        """Every start: a first plan at once, then systems, then better keys for every shape."""
         walkers: list[Walker] = []
-        deadline = 0.1 * self.budget_s
         if self.start is not None:
             self._consider_plan(self.start)
             if usable(self.start):
                 walkers.append(self._walker("start", state_from_plan(self.problem, self.max_stages, self.start)))
+        shaped: list[Walker] = []
         for stages, wave in shapes(self.problem, self.max_stages):
             name = f"{stages} stages, {'wave' if wave else 'loop'}"
-            walkers.append(self._keyed(name, shaped_state(self.problem, self.max_stages, stages, wave, self.seed)))
-            if walkers[-1].best_ms < self.best_ms:
-                self._consider(walkers[-1])
-        for name, plan in self._systems(deadline):
-            self._consider_plan(plan)
-            if usable(plan) and len(plan.stages) <= self.max_stages:
-                walkers.append(self._walker(name, state_from_plan(self.problem, self.max_stages, plan)))
-        return walkers
+            shaped.append(self._keyed(name, shaped_state(self.problem, self.max_stages, stages, wave, self.seed)))
+            if shaped[-1].best_ms < self.best_ms:
+                self._consider(shaped[-1])
+            if self.iterations is None and self.elapsed() > 0.3 * self.budget_s and self.best_plan is not None:
+                break
+        builder = threading.Thread(target=self._build_systems, daemon=True)
+        builder.start()
+        self._lottery(shaped)
+        builder.join(None if self.iterations is not None else max(0.15 * self.budget_s - self.elapsed(), 0.0))
+        return walkers + shaped + self._published()
 
-    def _systems(self, deadline: float) -> list[tuple[str, Plan]]:
-        """Plans of the published systems that apply here."""
+    def _lottery(self, walkers: list[Walker]) -> None:
+        """Draw keys at random for every shape, in parallel, and keep the best."""
+        stop_s = self.elapsed() + LOTTERY_SHARE * self.budget_s
+        lanes = [walkers[k :: self.workers] for k in range(self.workers)]
+
+        def lane(k: int) -> None:
+            sc = self.scratches[k]
+            trial = make_state(self.problem, self.max_stages)
+            lots = [np.random.default_rng((self.seed, sum(map(ord, w.name)))) for w in lanes[k]]
+            for _ in range(DRAWS):
+                for walker, lot in zip(lanes[k], lots):
+                    if self.iterations is None and (self.elapsed() > stop_s or self.stop.is_set()):
+                        return
+                    copy_state(trial, walker.best)
+                    draw_keys(self.problem, trial, lot)
+                    value = judge(self.problem, trial, self.margin, walker.best_ms, sc)
+                    if value < walker.best_ms:
+                        copy_state(walker.best, trial)
+                        copy_state(walker.state, trial)
+                        walker.best_ms = walker.current_ms = value
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            list(pool.map(lane, range(self.workers)))
+        for walker in walkers:
+            self._consider(walker)
+
+    def _build_systems(self) -> None:
+        """Plans of the published systems that apply here, solvers last; runs beside the search."""
         from octopipe.systems import build_plan, systems
 
-        found = []
-        for name in systems():
-            if self.iterations is None and self.elapsed() > deadline:
-                break
+        for name in sorted(systems(), key=lambda n: n in SLOW_SYSTEMS):
+            if self.over() or (self.iterations is not None and name in SLOW_SYSTEMS):
+                return
             try:
                 plan = build_plan(
                     name, self.costs, self.problem.num_ranks, self.problem.num_micro_batches, split_backward=True
                 )
             except (OctoPipeError, ImportError):
                 continue
-            found.append((name, plan))
+            self.published.put((name, plan))
+
+    def _published(self) -> list[Walker]:
+        """Walkers for the systems built since the last look."""
+        found = []
+        while not self.published.empty():
+            name, plan = self.published.get()
+            self._consider_plan(plan)
+            if usable(plan) and len(plan.stages) <= self.max_stages:
+                found.append(self._walker(name, state_from_plan(self.problem, self.max_stages, plan)))
         return found
 
     def _walker(self, name: str, state: State) -> Walker:
@@ -191,6 +233,8 @@ class BestSearch:
         """A walker on the best of the preset priorities; with recomputation where nothing fits without."""
         for recompute in (False, True) if self.may_recompute else (False,):
             state.recompute[:] = recompute
+            if self.problem.has_limit:
+                limit_flight(self.problem, state, 1.5, 2.0)
             best_value, best_keys = np.inf, None
             for keys in key_presets(self.problem):
                 state.glob[:5] = keys
@@ -209,6 +253,7 @@ class BestSearch:
         done = 0.0
         with ThreadPoolExecutor(self.workers) as pool:
             for per_core, share in ROUNDS:
+                walkers += self._published()
                 walkers.sort(key=lambda w: w.best_ms)
                 keep = per_core * self.workers
                 self._diversify(walkers, keep)
@@ -269,9 +314,7 @@ class BestSearch:
         begin = self.elapsed()
         made, chunk = 0, 50 if quota is None else 500
         log = np.zeros((64, 4))
-        if not walker.best_ms < walker.current_ms * (1 - 4e-3):
-            pass
-        else:
+        if walker.best_ms < walker.current_ms * (1 - 4e-3):
             copy_state(walker.state, walker.best)
             walker.current_ms = walker.best_ms
         while not self.over():
@@ -363,5 +406,3 @@ class BestSearch:
         if self.progress(seen) is True:
             self.stop.set()
 
-
-Report = Callable[[Progress], object]

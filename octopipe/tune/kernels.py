@@ -10,6 +10,7 @@ order, so at every decision it knows exactly what has arrived and what is in fli
 Rules of the list scheduler:
 - of a stage, micro-batches go first in, first out (in the searched `entry` order, where they differ in size);
 - a rank runs the ready F or I with the smallest key; it may wait a little (`LOOK`) for a better one in flight;
+- a stage keeps at most `flight` micro-batches between their F and their I;
 - F starts only if its activation fits beside a reserve for the later stages of its rank, so that the oldest
   micro-batch can always drain; a circle of waiting that remains is reported as an infinite makespan;
 - W, and R of stages that recompute, fill what is left.
@@ -158,7 +159,9 @@ class Scratch(NamedTuple):
     on_rank: Any
     """[R, S]: the rank's stages in chain order."""
     count: Any
+    """[R + 1]: how many those are; at the end, the rank that finished last."""
     clock: Any
+    """[R]: when the rank decides next."""
     free: Any
     idle: Any
     used: Any
@@ -188,7 +191,7 @@ def make_scratch(problem: Problem, max_stages: int) -> Scratch:
         np.zeros(s, ints),
         np.zeros(s, ints),
         np.zeros((r, s), ints),
-        np.zeros(r, ints),
+        np.zeros(r + 1, ints),
         np.zeros(r),
         np.zeros(r),
         np.zeros(r, np.bool_),
@@ -278,7 +281,7 @@ def quick_bound(p, stages, bounds, rank, recompute, seen):  # type: ignore[no-un
 
 
 @njit(cache=True, nogil=True)
-def schedule(p, stages, bounds, rank, recompute, entry, glob, offset, wiggle, margin, cutoff, sc):  # type: ignore[no-untyped-def]
+def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wiggle, margin, cutoff, sc):  # type: ignore[no-untyped-def]
     """Build orders and return their step time; infinite on deadlock or as soon as it must exceed `cutoff`."""
     ranks, M = p.num_ranks, p.num_micro_batches
     inf = np.inf
@@ -335,6 +338,7 @@ def schedule(p, stages, bounds, rank, recompute, entry, glob, offset, wiggle, ma
             return inf
         # -- look at the rank's candidates
         ready_key, ready_s, ready_kind = inf, -1, 0
+        blocked_key = inf
         soon_key, soon_at = inf, inf
         next_at = inf
         waiting_w = False
@@ -342,11 +346,14 @@ def schedule(p, stages, bounds, rank, recompute, entry, glob, offset, wiggle, ma
         for k in range(sc.count[r]):
             s = sc.on_rank[r, k]
             m = sc.next_f[s]
-            if m < M:
+            if m < M and m - sc.next_i[s] < flight[s]:
                 at = sc.arrive_f[s, m]
-                if at < inf and sc.hold[s, entry[m] * vary] + sc.reserve[s] <= room:
+                if at < inf:
                     key = sc.key_f[s] + glob[A_F] * m + wiggle[0, s, m]
-                    if at <= t:
+                    if sc.hold[s, entry[m] * vary] + sc.reserve[s] > room:
+                        if at <= t and key < blocked_key:
+                            blocked_key = key
+                    elif at <= t:
                         if key < ready_key:
                             ready_key, ready_s, ready_kind = key, s, KIND_F
                     else:
@@ -373,7 +380,15 @@ def schedule(p, stages, bounds, rank, recompute, entry, glob, offset, wiggle, ma
         if soon_key < ready_key:
             chosen = -1
             next_at = soon_at
-        if chosen >= 0 and waiting_w and glob[C_W] < 1e6:
+        if chosen >= 0 and waiting_w and blocked_key < ready_key:
+            # The F this rank wants next lacks memory: make room for it.
+            most = -1.0
+            for k in range(sc.count[r]):
+                s = sc.on_rank[r, k]
+                m = sc.next_w[s]
+                if m < sc.next_i[s] and sc.tail[s, entry[m] * vary] > most:
+                    most, chosen, kind = sc.tail[s, entry[m] * vary], s, KIND_W
+        elif chosen >= 0 and waiting_w and glob[C_W] < 1e6:
             for k in range(sc.count[r]):
                 s = sc.on_rank[r, k]
                 m = sc.next_w[s]
@@ -509,6 +524,7 @@ def schedule(p, stages, bounds, rank, recompute, entry, glob, offset, wiggle, ma
         n = sc.length[r]
         if n > 0 and sc.end[r, n - 1] > last:
             last = sc.end[r, n - 1]
+            sc.count[ranks] = r
     if p.has_extras:
         last = max(last, extras_end(p, stages, bounds, rank, sc))
     return last

@@ -15,9 +15,11 @@ from numba import njit
 
 from octopipe.plan import Plan
 from octopipe.tune.anneal import State, below, copy_state, make_state, migrate, shift, uniform
-from octopipe.tune.kernels import C_W, KIND_F, KIND_I, LOOK, RHO, W_OVER, Problem, quick_bound
+from octopipe.tune.kernels import A_F, A_I, B_F, B_I, C_I, C_W, KIND_F, KIND_I, LOOK, RHO, W_OVER, Problem, quick_bound
 
 NEVER = 1e9
+LITTLE = 1.3
+"""How much longer than without any wait a micro-batch is assumed to be under way."""
 
 
 def key_presets(problem: Problem) -> Iterator[tuple[float, float, float, float, float]]:
@@ -62,8 +64,33 @@ def shaped_state(problem: Problem, max_stages: int, num_stages: int, wave: bool,
     st.rank[:num_stages] = place(num_stages, problem.num_ranks, wave)
     neutral_keys(st)
     back = make_state(problem, max_stages)
-    balance(problem, st, back, np.array([seed * 7919 + 88172645463325252], np.uint64), 40 * num_stages + 400)
+    balance(problem, st, back, np.array([seed * 7919 + 88172645463325252], np.uint64), 200 * num_stages + 2000)
     return st
+
+
+def draw_keys(problem: Problem, st: State, lot: np.random.Generator) -> None:
+    """Priorities, limits and tolerances drawn at random from the ranges in which good ones were seen."""
+    r, m = float(problem.num_ranks), problem.num_micro_batches
+    st.glob[A_F], st.glob[A_I] = 10 ** lot.uniform(-1, 1), 10 ** lot.uniform(-1, 1)
+    st.glob[B_F], st.glob[B_I] = lot.uniform(-2 * r, 4 * r), lot.uniform(-2 * r, 4 * r)
+    st.glob[C_I] = -1e3 if lot.random() < 0.5 else lot.uniform(-2 * r, 2 * r)
+    st.glob[LOOK] = 0.0 if lot.random() < 0.5 else lot.uniform(0, 0.05)
+    st.glob[RHO] = 1.0 if lot.random() < 0.5 else lot.random()
+    st.glob[W_OVER] = 10.0 if lot.random() < 0.25 else lot.uniform(0, 0.1)
+    st.glob[C_W] = NEVER
+    if problem.has_limit or lot.random() < 0.3:
+        limit_flight(problem, st, 10 ** lot.uniform(0, 0.5), lot.uniform(0.5, 3.0))
+    else:
+        st.flight[:] = m
+
+
+def limit_flight(problem: Problem, st: State, slack: float, more: float) -> None:
+    """Micro-batches in flight per stage after Little's law: time from F to I over the time per micro-batch."""
+    n = int(st.size[0])
+    first = st.bounds[:n]
+    way = problem.forward[0, -1] - problem.forward[0, first] + problem.input[0, -1] - problem.input[0, first]
+    most = problem.num_micro_batches
+    st.flight[:n] = np.clip((more + slack * way / problem.unit).astype(np.int64), 1, most)
 
 
 def neutral_keys(st: State) -> None:
@@ -72,17 +99,24 @@ def neutral_keys(st: State) -> None:
 
 @njit(cache=True, nogil=True)
 def _imbalance(p, st, loads, held):  # type: ignore[no-untyped-def]
-    """The work bound, plus what static memory exceeds, plus a little for uneven stages."""
+    """The work bound, plus what memory exceeds, plus a little for uneven stages.
+
+    Memory after Little's law: a stage holds as many micro-batches as pass while one goes from its F to its I.
+    """
     value = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, loads)
     held[:] = 0.0
     uneven = 0.0
+    last = p.num_layers
     for s in range(st.size[0]):
         a, z = st.bounds[s], st.bounds[s + 1]
-        held[st.rank[s]] += p.static[z] - p.static[a]
+        way = p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a]
+        flight = min(1.0 + LITTLE * way / p.unit, p.num_micro_batches)
+        hold = p.boundary[0, a] if st.recompute[s] else p.activation[0, z] - p.activation[0, a]
+        held[st.rank[s]] += p.static[z] - p.static[a] + hold * flight + p.stash[0, z] - p.stash[0, a]
         uneven += (p.forward[0, z] - p.forward[0, a]) ** 2
     for r in range(p.num_ranks):
-        if held[r] > 0.9 * p.capacity[r]:
-            value *= 1.0 + (held[r] / (0.9 * p.capacity[r]) - 1.0) * 10.0
+        if held[r] > p.capacity[r]:
+            value *= 1.0 + (held[r] / p.capacity[r] - 1.0) * 0.5
     return value + 0.3 * np.sqrt(uneven)
 
 
