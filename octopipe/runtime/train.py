@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from octopipe.nn import cross_entropy
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime import launch
+from octopipe.runtime.adapt import Adapter, switch
 from octopipe.runtime.checkpoint import checkpoints, latest, load_checkpoint, read_record, save_checkpoint
 from octopipe.runtime.data import micro_batches, open_tokens
 from octopipe.runtime.job import Phase, StepReport, TrainJob, TrainResult
@@ -125,29 +127,45 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
         with _autocast(job, device):
-            profile = profile_workload(work, world, repeats=5, warm_up=2)
+            profile = profile_workload(work, world, repeats=8, warm_up=2)
+        # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
+        profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     plan, profile = everyone.first((_plan(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     seat.tell(Phase(text="building the model"))
-    pipe = Pipeline(
-        work.layers(device),
-        plan,
-        cross_entropy,
-        costs=None if profile is None else profile.costs,
-        device=device,
-        group=world,
-        autocast=torch.bfloat16 if job.dtype == "bfloat16" else None,
-        seed=job.seed,
-        transport=work.transport(world),
-        timeout_s=job.timeout_s,
-    )
-    return _Run(job, seat, pipe, profile)
+
+    def make_pipe(plan: Plan) -> Pipeline:
+        return Pipeline(
+            work.layers(device),
+            plan,
+            cross_entropy,
+            costs=None if profile is None else profile.costs,
+            device=device,
+            group=world,
+            autocast=torch.bfloat16 if job.dtype == "bfloat16" else None,
+            seed=job.seed,
+            transport=work.transport(world),
+            timeout_s=job.timeout_s,
+        )
+
+    return _Run(job, seat, make_pipe, plan, profile)
 
 
 class _Run:
     """The loop of one rank."""
 
-    def __init__(self, job: TrainJob, seat: launch.Seat, pipe: Pipeline, profile: Profile | None):
-        self.job, self.seat, self.pipe, self.profile = job, seat, pipe, profile
+    def __init__(
+        self,
+        job: TrainJob,
+        seat: launch.Seat,
+        make_pipe: Callable[[Plan], Pipeline],
+        plan: Plan,
+        profile: Profile | None,
+    ):
+        self.pipe = pipe = make_pipe(plan)
+        self.job, self.seat, self.profile, self._make_pipe = job, seat, profile, make_pipe
+        self._adapter: Adapter | None = None
+        if job.adapt_every is not None and profile is not None:
+            self._adapter = Adapter(profile, threshold=job.adapt_gain, budget_s=job.adapt_s, seed=job.seed)
         self.optimizer = _optimizer(job, pipe)
         self.seen = 0
         """Samples trained on, by all pipelines."""
@@ -222,7 +240,30 @@ class _Run:
                 self.saved = str(
                     save_checkpoint(job.checkpoint, self.pipe, self.optimizer, step=step, about=about, keep=job.keep)
                 )
+            if job.adapt_every and step % job.adapt_every == 0 and not last:
+                self._adapt(step)
             yield
+
+    def _adapt(self, step: int) -> None:
+        """Correct the costs by the step just made; switch plans where that pays."""
+        adapter = self._adapter
+        if adapter is None:
+            return
+        adapter.observe(self.pipe.plan, self.pipe.timeline())
+        plan = adapter.propose(self.pipe.plan, self.pipe.world)
+        self.profile = adapter.profile
+        if plan is None:
+            return
+        self.seat.tell(Phase(text=f"step {step}: switching plans for {100 * adapter.last_gain:.0f} % more speed"))
+        self.pipe, optimizer = switch(
+            self.pipe,
+            self.optimizer,
+            plan,
+            make_pipe=self._make_pipe,
+            make_optimizer=partial(_optimizer, self.job),
+        )
+        assert optimizer is not None
+        self.optimizer = optimizer
 
     def _step(self, step: int) -> Tensor:
         job, pipe, program = self.job, self.pipe, self.pipe.executor.program
