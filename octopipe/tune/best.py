@@ -43,7 +43,7 @@ CHUNK_S = 0.03
 LOTTERY_SHARE, DRAWS = 0.06, 150
 """Share of the budget for random keys, and the most draws per shape."""
 SLOW_SYSTEMS = frozenset({"tessel"})
-"""Systems that run a solver under a time limit of their own: built last, and not where only the seed counts."""
+"""Systems that run a solver for longer than a start is worth."""
 ROUNDS = ((8, 0.12), (4, 0.15), (2, 0.20), (1, 0.53))
 """Walkers per core and share of the budget of each round."""
 
@@ -107,6 +107,7 @@ class BestSearch:
         self.log: list[Step] = []
         self.judged = 0
         self.stop = threading.Event()
+        self.builder: threading.Thread | None = None
         self.published: queue.Queue[tuple[str, Plan]] = queue.Queue()
         self.lock = threading.Lock()
         self.best_plan: Plan | None = None
@@ -135,6 +136,8 @@ class BestSearch:
         except KeyboardInterrupt:
             interrupted = True
             self.stop.set()
+        if self.builder is not None:
+            self.builder.join()
         self._published()
         if self.best_plan is None or self.best_timeline is None:
             raise explain_misfit(self.costs, self.problem, self.may_recompute)
@@ -162,10 +165,10 @@ class BestSearch:
                 self._consider(shaped[-1])
             if self.iterations is None and self.elapsed() > 0.3 * self.budget_s and self.best_plan is not None:
                 break
-        builder = threading.Thread(target=self._build_systems, daemon=True)
-        builder.start()
+        self.builder = threading.Thread(target=self._build_systems)
+        self.builder.start()
         self._lottery(shaped)
-        builder.join(None if self.iterations is not None else max(0.15 * self.budget_s - self.elapsed(), 0.0))
+        self.builder.join(None if self.iterations is not None else max(0.15 * self.budget_s - self.elapsed(), 0.0))
         return walkers + shaped + self._published()
 
     def _lottery(self, walkers: list[Walker]) -> None:
@@ -195,12 +198,14 @@ class BestSearch:
             self._consider(walker)
 
     def _build_systems(self) -> None:
-        """Plans of the published systems that apply here, solvers last; runs beside the search."""
+        """Plans of the published systems that apply here; runs beside the lottery."""
         from octopipe.systems import build_plan, systems
 
-        for name in sorted(systems(), key=lambda n: n in SLOW_SYSTEMS):
-            if self.over() or (self.iterations is not None and name in SLOW_SYSTEMS):
+        for name in systems():
+            if self.over():
                 return
+            if name in SLOW_SYSTEMS:
+                continue
             try:
                 plan = build_plan(
                     name, self.costs, self.problem.num_ranks, self.problem.num_micro_batches, split_backward=True
