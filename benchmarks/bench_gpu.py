@@ -248,12 +248,11 @@ def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
 def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
     from octopipe.runtime.mps import Mps
     from octopipe.runtime.ranks import run_ranks
-    from octopipe.runtime.trial import QUEUES
 
     if args.device == "cpu":
         return run_ranks(task, args.nproc, args, timeout_s=timeout_s)
     with Mps.start(num_ranks=args.nproc, share_percent=args.share or None) as mps:
-        return run_ranks(task, args.nproc, args, environment={**mps.environment, **QUEUES}, timeout_s=timeout_s)
+        return run_ranks(task, args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
 
 
 def make_plans(args: argparse.Namespace) -> None:

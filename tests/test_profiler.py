@@ -165,7 +165,10 @@ def test_mps_missing_is_one_clear_line(monkeypatch) -> None:
 def test_a_daemon_of_somebody_else_is_used_and_left_alone(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/theirs")
     with Mps.start(num_ranks=4) as mps:
-        assert mps.environment == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
+        assert mps.environment == {
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "16",
+        }
 
 
 # --- prediction with neighbours --------------------------------------------------------------------------

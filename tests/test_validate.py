@@ -105,11 +105,11 @@ def _train(world: World, nproc: int, change: bool) -> tuple[list[float], dict[st
     def make_pipe(plan):
         return Pipeline(work.layers(device), plan, cross_entropy, group=world, device=device, timeout_s=60.0)
 
-    def make_optimizer(parameters):
-        return torch.optim.AdamW(parameters, lr=1e-3)
+    def make_optimizer(pipe):
+        return torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 
     pipe = make_pipe(plans[0])
-    optimizer = make_optimizer(pipe.parameters())
+    optimizer = make_optimizer(pipe)
     losses = []
     for step in range(4):
         if change and step in (1, 3):

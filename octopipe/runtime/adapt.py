@@ -15,7 +15,7 @@ on as it would have (up to the order in which a plan adds up its micro-batches).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -170,12 +170,12 @@ def switch(
     plan: Plan,
     *,
     make_pipe: Callable[[Plan], Pipeline],
-    make_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    make_optimizer: Callable[[Pipeline], torch.optim.Optimizer] | None = None,
 ) -> tuple[Pipeline, torch.optim.Optimizer | None]:
     """Go on under another plan: a new pipeline and optimizer with the old ones' state (collective; between steps).
 
-    `make_pipe` builds the pipeline of the new plan on the same ranks, `make_optimizer` an optimizer of its
-    parameters with the same settings. The old pipeline is closed.
+    `make_pipe` builds the pipeline of the new plan on the same ranks, `make_optimizer` an optimizer for it with the
+    same settings. The old pipeline is closed.
     """
     world = pipe.world
     mine = _layer_states(pipe, optimizer)
@@ -189,7 +189,7 @@ def switch(
     fresh.step_number, fresh.loss_scale = step, scale
     if optimizer is None or make_optimizer is None:
         return fresh, None
-    made = make_optimizer(fresh.parameters())
+    made = make_optimizer(fresh)
     for group, settings in zip(made.param_groups, learning):
         group.update(settings)
     for shared in fresh.layers.shared():

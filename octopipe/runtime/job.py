@@ -59,6 +59,12 @@ class TrainJob:
     keep: int = 3
     resume: bool = False
     timeline: bool = False
+    adapt_every: int | None = None
+    """Look every so many steps whether a plan tuned on the measured times is worth switching to."""
+    adapt_gain: float = 0.05
+    """The least predicted gain that is worth a switch."""
+    adapt_s: float = 5.0
+    """Time of one such search."""
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -70,6 +76,13 @@ class TrainJob:
                 raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
         if self.nproc % self.dp:
             raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
+        if self.adapt_every is not None:
+            if self.adapt_every < 1 or self.adapt_gain <= 0 or self.adapt_s <= 0:
+                raise OctoPipeError("adapt: give whole steps from 1 on, and a gain and a time above 0")
+            if self.dp > 1:
+                raise OctoPipeError("adapt switches the plan of one pipeline; leave --dp out")
+            if self.profile is None and not self.measure:
+                raise OctoPipeError("adapt needs measured costs; give --profile or leave --no-measure out")
         if self.plan is not None:
             if self.plan.num_ranks != self.pp:
                 raise OctoPipeError(

@@ -38,9 +38,6 @@ from octopipe.runtime.world import World
 from octopipe.systems import build_plan
 from octopipe.timeline import Timeline
 
-QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
-"""Hardware queues of a rank under MPS. With its default, streams that wait for a transfer share a queue with others
-and everything stops; with 32, four ranks ask for more queues than there are."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -393,7 +390,7 @@ def on_ranks(task: Any, nproc: int, job: Any, *, device: str, timeout_s: float =
     if gpus >= nproc:
         return run_ranks(task, nproc, job, timeout_s=timeout_s)
     with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
-        return run_ranks(task, nproc, job, environment={**mps.environment, **QUEUES}, timeout_s=timeout_s)
+        return run_ranks(task, nproc, job, environment=mps.environment, timeout_s=timeout_s)
 
 
 def _barrier(world: World) -> None:

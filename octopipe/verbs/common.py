@@ -46,11 +46,14 @@ def number_list(text: str) -> list[float]:
     return values
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = False) -> None:
     """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="a preset (`octopipe models`), a layer-times or config.json file"
-    )
+    what = "a preset (`octopipe models`), a layer-times or config.json file"
+    if not or_profile:
+        parser.add_argument("model", metavar="MODEL", help=what)
+        return
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=what + ", or a profile")
+    parser.add_argument("--profile", metavar="FILE", help="what `octopipe profile` measured, instead of MODEL")
 
 
 def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:
@@ -78,6 +81,12 @@ def costs_from(args: argparse.Namespace) -> CostTable:
     from octopipe.errors import OctoPipeError
     from octopipe.resolve import resolve_costs
 
+    if getattr(args, "profile", None):
+        if args.model:
+            raise OctoPipeError(f"--profile {args.profile} stands for the model; leave {args.model} out")
+        args.model = args.profile
+    if not args.model:
+        raise OctoPipeError("no model; give a preset (`octopipe models`), a file, or --profile FILE")
     if args.speeds and len(args.speeds) != args.pp:
         raise OctoPipeError(f"--speeds gives {len(args.speeds)} numbers for {args.pp} ranks; give one per rank")
     if args.memory_gib and len(args.memory_gib) not in (1, args.pp):

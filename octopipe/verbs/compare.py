@@ -32,7 +32,7 @@ BAR = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, or_profile=True)
     parser.add_argument("--systems", metavar="A,B,C", help="only these (default: all; `octopipe systems` lists them)")
     add_setting_arguments(parser)
     parser.add_argument(

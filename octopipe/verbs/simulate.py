@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, or_profile=True)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`); default: 1f1b")
     what.add_argument("--plan", metavar="FILE", help="a plan file instead of a system")

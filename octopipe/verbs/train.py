@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--data", metavar="FILE", help="tokens: .npy, or .bin of uint16 (default: synthetic text)")
     run_.add_argument("--seed", type=int, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
+    run_.add_argument(
+        "--adapt", type=whole_number, metavar="N", help="every N steps: re-tune on measured times, switch if it pays"
+    )
     run_.add_argument("--no-measure", action="store_true", help="no measurement: start at once, predict nothing")
     run_.add_argument("--timeout", type=seconds, default=300.0, metavar="TIME", help="for any wait (default: 300s)")
     kept = parser.add_argument_group("what is kept")
@@ -139,6 +142,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         keep=args.keep,
         resume=args.resume,
         timeline=bool(args.timeline),
+        adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
 
