@@ -14,11 +14,15 @@ import time
 import types
 from typing import Any, Literal
 
-from octopipe.bounds import lower_bound_ms
+from octopipe.bounds import lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
+from octopipe.tune.algorithm1 import IterativeSearch
 from octopipe.tune.best import BestSearch
+from octopipe.tune.exact import solve
+from octopipe.tune.explain import explain
+from octopipe.tune.random_search import RandomSearch
 from octopipe.tune.result import Callback, Progress, Step, TuneResult
 
 Method = Literal["best", "octopipe", "random", "exact"]
@@ -48,20 +52,38 @@ def tune(
     """
     began = time.monotonic()
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
-    bound = lower_bound_ms(costs, num_ranks, num_micro_batches)
-    found = BestSearch(
-        costs,
-        num_ranks,
-        num_micro_batches,
-        budget_s=budget_s,
-        seed=seed,
-        workers=workers,
-        iterations=iterations,
-        start=start,
-        recompute=recompute,
-        lower_bound_ms=bound,
-        progress=progress,
-    ).run()
+    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches)
+    optimal = False
+    setting = (costs, num_ranks, num_micro_batches)
+    if method == "exact":
+        solved = solve(*setting, budget_s=budget_s, seed=seed, workers=workers, start=start)
+        found, optimal = solved.found, solved.optimal
+        if solved.lower_bound_ms > bound:
+            bound_name, bound = "CP-SAT", solved.lower_bound_ms
+    elif method == "best":
+        found = BestSearch(
+            *setting,
+            budget_s=budget_s,
+            seed=seed,
+            workers=workers,
+            iterations=iterations,
+            start=start,
+            recompute=recompute,
+            lower_bound_ms=bound,
+            progress=progress,
+        ).run()
+    else:
+        search = IterativeSearch if method == "octopipe" else RandomSearch
+        found = search(
+            *setting,
+            budget_s=budget_s,
+            seed=seed,
+            iterations=iterations,
+            start=start,
+            recompute=recompute,
+            lower_bound_ms=bound,
+            progress=progress,
+        ).run()
     step_ms = found.timeline.step_ms
     plan = found.plan.with_extra(
         system="octopipe",
@@ -76,13 +98,14 @@ def tune(
         plan=plan,
         step_ms=step_ms,
         lower_bound_ms=bound,
-        bound_name="",
+        bound_name=bound_name,
         method=method,
         seconds=time.monotonic() - began,
         iterations=found.iterations,
         log=tuple(found.log),
-        explanation="",
+        explanation=explain(found.plan, costs, found.timeline, bound, bound_name),
         interrupted=found.interrupted,
+        optimal=optimal,
         phase_iterations=found.phase_iterations,
     )
 

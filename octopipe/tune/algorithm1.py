@@ -5,12 +5,14 @@ Each iteration reads the current plan's bubbles and tunes one phase:
 - else boundary bubbles exceed residual bubbles: placement (placement.py);
 - else: schedule (schedule.py).
 
-An iteration judges a score or two of the phase's moves and takes the best one. What the paper leaves open, and our
-reading of it: idle times are those of a step, so the layer's time is that of all micro-batches (no migration can
-shift less); a phase that finds nothing better hands over to the next one until the plan changes; a change of
-placement is judged by the step time less the imbalance it leaves, since the partition phase comes right after it and
-mends that; a placement that led to nothing better within `RETURN` iterations is undone; and the search ends when
-`PATIENCE` iterations in a row brought no better plan. The order is kept as priorities (candidate.py).
+An iteration judges a score or two of the phase's moves and takes the best one; migrations repeat until none helps.
+What the paper leaves open, and our reading of it:
+- idle times are those of a step, so the layer's time is that of all micro-batches (no migration can shift less);
+- a phase that finds nothing better hands over to the next one until the plan changes;
+- a placement is judged by the step time less the imbalance it leaves: the partition phase comes next and mends that;
+- when `RETURN` iterations away from the best plan led to nothing better, the search goes back to it;
+- it ends when `PATIENCE` iterations in a row brought no better plan;
+- the order is kept as priorities (candidate.py), so it survives the other phases.
 
 Knows: the phase rule, what is accepted and when to stop. Does not know: the moves.
 """
@@ -37,6 +39,8 @@ PATIENCE = 60
 RETURN = 12
 SLACK = 1.15
 """No placement may slow the plan by more than this, whatever balancing promises."""
+MIGRATIONS = 12
+"""Most migrations in one iteration of the partition phase."""
 BETTER = 1e-9
 
 Moves = Callable[[Desk, Candidate, random.Random], Iterator[tuple[str, State]]]
@@ -104,7 +108,7 @@ class IterativeSearch:
         interrupted = False
         best = now = self.desk.first(self.start, self.may_recompute)
         self.log.append(Step(0, self.elapsed(), "start", "start", now.step_ms, now.step_ms, now.step_ms))
-        iteration, stale = 0, 0
+        iteration, stale, away = 0, 0, 0
         spent_on_best: set[str] = set()
         try:
             while not self._over(iteration, stale):
@@ -120,12 +124,14 @@ class IterativeSearch:
                 self.log.append(Step(iteration, self.elapsed(), phase, move, now.step_ms, after, best.step_ms))
                 if then is not None:
                     now = then
-                    self.spent.clear()
+                    # The partition phase went on until nothing was better.
+                    self.spent = {phase} if phase == "partition" else set()
+                away = 0 if now is best else away + 1
                 if now is best:
                     spent_on_best = set(self.spent)
-                elif len(self.spent) == len(PHASES) or stale % RETURN == 0:
+                elif len(self.spent) == len(PHASES) or away >= RETURN:
                     # Only placement leads away from the best plan; this time to nothing.
-                    now = best
+                    now, away = best, 0
                     spent_on_best.add("placement")
                     self.spent = set(spent_on_best)
                 if len(self.spent) == len(PHASES):
@@ -150,6 +156,16 @@ class IterativeSearch:
         return self.stopped or self.elapsed() >= self.budget_s or stale >= self.patience
 
     def _tune(self, phase: str, now: Candidate, best: Candidate) -> tuple[str, Candidate | None]:
+        """What the phase makes of the current plan, where that is better; partition goes on until it is not."""
+        found: tuple[str, Candidate | None] = "nothing better", None
+        for more in range(MIGRATIONS if phase == "partition" else 1):
+            move, then = self._step(phase, now, best)
+            if then is None:
+                break
+            found, now = (f"{move} (and {more} before)" if more else move, then), then
+        return found
+
+    def _step(self, phase: str, now: Candidate, best: Candidate) -> tuple[str, Candidate | None]:
         """The best of the phase's moves, where it is better than the current plan."""
         desk = self.desk
         whole = phase != "placement"
@@ -158,7 +174,7 @@ class IterativeSearch:
         for move, st in _MOVES[phase](desk, now, self.lot):
             # A cutoff ends hopeless simulations early; for a placement, it knows what balancing may win.
             spare = 0.0 if whole else excess_ms(desk.loads(st))
-            ms = desk.judge(st, min(limit + spare, best.step_ms * SLACK))
+            ms = desk.judge(st, limit if whole else min(limit + spare, best.step_ms * SLACK))
             if ms - spare < limit * (1 - BETTER):
                 limit, chosen = ms - spare, (move, st)
             if self.elapsed() >= self.budget_s:

@@ -24,7 +24,7 @@ PAIRS = 24
 def moves(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
     """Migrations from the busiest ranks to the least busy ones, those that even out the work best first."""
     st, n = now.state, int(now.state.size[0])
-    bounds, rank = st.bounds[: n + 1], st.rank[:n]
+    rank = st.rank[:n]
     by_load = np.argsort(-now.loads_ms, kind="stable").tolist()
     donors, takers = by_load[:2], by_load[::-1][: max(1, len(by_load) // 2)]
     pairs = [
