@@ -155,8 +155,8 @@ def train_for_real(steps: int, busy: float) -> None:
     )
     if busy > 0.5:
         out.print(
-            f"Other programs kept {busy:.1f} of this machine's {os.cpu_count()} cores busy when the demo began: they slow "
-            "both plans down and take what a plan without idle time would gain.",
+            f"The load average was {busy:.1f} on {os.cpu_count()} cores before the demo began: other programs shared "
+            "them, so these times say little about the plans.",
             style="dim",
         )
 
