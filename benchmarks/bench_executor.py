@@ -238,6 +238,7 @@ def split(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     times = rounds(acts, args.rounds)
     out["F, I, W / F, B"] = round(ratio(times, "IW", "B"), 3)
     out["F, R, I, W / F, R, B"] = round(ratio(times, "IW+R", "B+R"), 3)
+    out["backward with recompute: theirs / ours"] = round(_their_split(layers, x[:TOKENS], args.rounds), 3)
     layers = [Block() for _ in range(4 * size)]
     checkpointed: list[nn.Module] = [Block(again=True) for _ in range(4 * size)]
     plan = with_recompute(build_plan("zb-1p", CostTable.uniform(num_layers=4 * size), size, count))
@@ -254,6 +255,40 @@ def split(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     out["split with recompute: theirs ms"] = round(statistics.median(times["theirs"]), 2)
     out["split with recompute: theirs / ours"] = round(ratio(times, "theirs", "ours"), 3)
     return out
+
+
+def _their_split(layers: list[nn.Module], x: Tensor, count: int) -> float:
+    """R, I and W of one stage against their input and weight backward of checkpointed layers."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    from octopipe.runtime.stage import Stage as Runner
+
+    again = nn.Sequential(*(Block(again=True) for _ in layers))
+    runner, g = Runner(layers), torch.ones_like(x)
+
+    def ours() -> float:
+        run = runner.forward(x, recompute=True)
+        begin = time.perf_counter()
+        run.recompute()
+        run.backward_input([g])
+        run.backward_weight()
+        return time.perf_counter() - begin
+
+    def theirs() -> float:
+        leaf = x.detach().requires_grad_()
+        y = again(leaf)
+        begin = time.perf_counter()
+        _, groups = stage_backward_input([y], [g], [leaf], again.parameters())
+        stage_backward_weight(again.parameters(), groups)
+        return time.perf_counter() - begin
+
+    ratios = []
+    for _ in range(count + 2):
+        ratios.append(1 / ours() * theirs())
+        again.zero_grad(set_to_none=True)
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+    return statistics.median(ratios[2:])
 
 
 def memory(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
@@ -301,7 +336,7 @@ def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """A model whose layers differ tenfold in cost: a tuned plan against their best schedule."""
     import numpy as np
 
-    from octopipe.cluster import Network
+    from octopipe.cluster import Link, Network
     from octopipe.tune import tune
 
     size, count = seat.size, args.micro_batches
@@ -311,6 +346,7 @@ def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
     box: list[Any] = [None]
     if seat.rank == 0:
+        link = Link.of_bandwidth(1.0, 0.1)  # gloo between processes of one machine, roughly
         columns = np.array(layer_times(layers, x[:TOKENS])).T
         costs = CostTable(
             model="heterogeneous",
@@ -318,7 +354,9 @@ def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
             forward_ms=columns[0],
             input_ms=columns[1],
             weight_ms=columns[2],
-            network=Network.constant(0.3),
+            gradient_bytes=np.array([4.0 * sum(p.numel() for p in m.parameters()) for m in layers]),
+            boundary_bytes=np.full(len(layers), 4.0 * TOKENS * WIDTH),
+            network=Network(intra=link, inter=link),
         )
         box = [(costs, tune(costs, size, count, budget_s=args.budget_s, workers=1).plan)]
     dist.broadcast_object_list(box, src=0)
