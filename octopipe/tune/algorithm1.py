@@ -36,7 +36,7 @@ from octopipe.tune.result import Callback, Progress, Step
 
 PHASES = ("partition", "placement", "schedule")
 PATIENCE = 60
-RETURN = 12
+RETURN = 4
 SLACK = 1.15
 """No placement may slow the plan by more than this, whatever balancing promises."""
 MIGRATIONS = 12
@@ -44,7 +44,7 @@ MIGRATIONS = 12
 BETTER = 1e-9
 
 Moves = Callable[[Desk, Candidate, random.Random], Iterator[tuple[str, State]]]
-_MOVES: dict[str, Moves] = {"partition": partition.moves, "placement": placement.moves, "schedule": schedule.moves}
+_MOVES: dict[str, Moves] = {"placement": placement.moves, "schedule": schedule.moves}
 
 
 def bubble_phase(timeline: Timeline, least_layer_ms: float) -> str:
@@ -156,25 +156,17 @@ class IterativeSearch:
         return self.stopped or self.elapsed() >= self.budget_s or stale >= self.patience
 
     def _tune(self, phase: str, now: Candidate, best: Candidate) -> tuple[str, Candidate | None]:
-        """What the phase makes of the current plan, where that is better; partition goes on until it is not."""
-        found: tuple[str, Candidate | None] = "nothing better", None
-        for more in range(MIGRATIONS if phase == "partition" else 1):
-            move, then = self._step(phase, now, best)
-            if then is None:
-                break
-            found, now = (f"{move} (and {more} before)" if more else move, then), then
-        return found
-
-    def _step(self, phase: str, now: Candidate, best: Candidate) -> tuple[str, Candidate | None]:
-        """The best of the phase's moves, where it is better than the current plan."""
+        """What the phase makes of the current plan, where that is better."""
+        if phase == "partition":
+            return self._migrate(now)
         desk = self.desk
-        whole = phase != "placement"
-        limit = now.step_ms if whole else now.without_imbalance_ms
+        # A placement is judged as if its imbalance were mended already.
+        placing = phase == "placement"
+        limit = now.without_imbalance_ms if placing else now.step_ms
         chosen: tuple[str, State] | None = None
         for move, st in _MOVES[phase](desk, now, self.lot):
-            # A cutoff ends hopeless simulations early; for a placement, it knows what balancing may win.
-            spare = 0.0 if whole else excess_ms(desk.loads(st))
-            ms = desk.judge(st, limit if whole else min(limit + spare, best.step_ms * SLACK))
+            spare = excess_ms(desk.loads(st)) if placing else 0.0
+            ms = desk.judge(st, min(limit + spare, best.step_ms * SLACK) if placing else limit)
             if ms - spare < limit * (1 - BETTER):
                 limit, chosen = ms - spare, (move, st)
             if self.elapsed() >= self.budget_s:
@@ -182,9 +174,26 @@ class IterativeSearch:
         if chosen is None:
             return "nothing better", None
         then = desk.view(desk.copy(chosen[1]))
-        if then is None or (whole and then.step_ms >= now.step_ms):
-            return chosen[0], None
-        return chosen[0], then
+        return chosen[0], then if then is not None and (placing or then.step_ms < now.step_ms) else None
+
+    def _migrate(self, now: Candidate) -> tuple[str, Candidate | None]:
+        """Migrations, each the best of its round, until no better partition is found."""
+        desk, st, ms, names = self.desk, now.state, now.step_ms, []
+        while len(names) < MIGRATIONS and self.elapsed() < self.budget_s:
+            chosen: tuple[str, State] | None = None
+            for move, moved in partition.migrations(desk, st, self.lot):
+                then_ms = desk.judge(moved, ms)
+                if then_ms < ms * (1 - BETTER):
+                    ms, chosen = then_ms, (move, moved)
+            if chosen is None:
+                break
+            names.append(chosen[0])
+            st = chosen[1]
+        if not names:
+            return "nothing better", None
+        then = desk.view(desk.copy(st))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return names[0] + more, then if then is not None and then.step_ms < now.step_ms else None
 
     def _report(self, iteration: int, phase: str, best: Candidate) -> None:
         if self.progress is None:

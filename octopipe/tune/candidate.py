@@ -84,7 +84,20 @@ class Desk:
     def loads(self, st: State) -> Floats:
         """Work of every rank in a step."""
         ranks = st.rank[: int(st.size[0])]
-        return np.bincount(ranks, self.stage_loads(st), self.problem.num_ranks)
+        return np.bincount(ranks, self.stage_loads(st), self.problem.num_ranks).astype(np.float64)
+
+    def heads(self, st: State) -> Floats:
+        """When the first micro-batch can reach every rank (0 for ranks without stages)."""
+        p, n = self.problem, int(st.size[0])
+        rank, first = st.rank[:n].tolist(), st.bounds[:n]
+        took = (p.fastest[st.bounds[1 : n + 1]] - p.fastest[first]) * p.slow[rank]
+        head, at = np.full(p.num_ranks, np.inf), 0.0
+        for s in range(n):
+            if s and rank[s] != rank[s - 1]:
+                at += float(p.latency[rank[s - 1], rank[s]])
+            head[rank[s]] = min(head[rank[s]], at)
+            at += float(took[s])
+        return np.where(np.isfinite(head), head, 0.0)
 
     def view(self, st: State) -> Candidate | None:
         """The state as the simulator sees it; None where it cannot be made to fit.

@@ -3,7 +3,9 @@
 Paper, section VI, "Partitioning Tuning". Knows: which migrations are worth a simulation. Does not know: phases.
 
 Layers move between ranks that need not be neighbours in the chain: all stage boundaries between a stage of the
-one and a stage of the other slide by as many layers, so the stages between keep their sizes.
+one and a stage of the other slide by as many layers, so the stages between keep their sizes. Layers differ, so two
+slides at once can even out ranks where one cannot. A rank's load is its work in a step and the time until its first
+micro-batch can arrive: what it must do, from when it can.
 """
 
 from __future__ import annotations
@@ -14,56 +16,121 @@ from collections.abc import Iterator
 import numpy as np
 
 from octopipe.tune.anneal import State
-from octopipe.tune.candidate import Candidate, Desk
+from octopipe.tune.candidate import Desk, Floats
 
 MOST = 16
-"""Migrations judged in an iteration, the most even first."""
-PAIRS = 24
+"""Migrations judged in a round, the most even first."""
+REACH = 6
+"""Boundaries that slide together."""
+FIRST = 24
+"""Single slides that are tried together with every other."""
 
 
-def moves(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
-    """Migrations from the busiest ranks to the least busy ones, those that even out the work best first."""
-    st, n = now.state, int(now.state.size[0])
-    rank = st.rank[:n]
-    by_load = np.argsort(-now.loads_ms, kind="stable").tolist()
-    donors, takers = by_load[:2], by_load[::-1][: max(1, len(by_load) // 2)]
-    pairs = [
-        (int(i), int(j))
-        for a in donors
-        for b in takers
-        if a != b
-        for i in np.flatnonzero(rank == a)
-        for j in np.flatnonzero(rank == b)
-    ]
-    if len(pairs) > PAIRS:
-        # The very busiest with the very least busy always; of the others as many as there is time for.
-        ends = {donors[0], takers[0]}
-        first = [p for p in pairs if {int(rank[p[0]]), int(rank[p[1]])} == ends]
-        rest = [p for p in pairs if {int(rank[p[0]]), int(rank[p[1]])} != ends]
-        pairs = (first + lot.sample(rest, min(len(rest), PAIRS)))[: 2 * PAIRS]
+def migrations(desk: Desk, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:
+    """Those first that even out the ranks best."""
+    n = int(st.size[0])
+    load = desk.loads(st) + desk.heads(st)
+    slides = _Slides(desk, st)
+    if n < 2 or slides.change.shape[0] == 0:
+        return
+    single = _unevenness(load + slides.change)
+    # Equal slides in another order for another seed.
+    leaders = np.lexsort((np.array([lot.random() for _ in single]), single))[:FIRST]
+    pair = _unevenness(load + slides.change[leaders][:, None, :] + slides.change[None, :, :])
+    pair[slides.touching(leaders)] = np.inf
+    found = [(float(single[k]), (int(k),)) for k in leaders[:MOST]]
+    for flat in np.argsort(pair, axis=None, kind="stable")[:MOST]:
+        a, b = divmod(int(flat), pair.shape[1])
+        if pair[a, b] < np.inf and (int(leaders[a]) < b or b not in leaders):
+            found.append((float(pair[a, b]), (int(leaders[a]), b)))
+    coarse = _coarse(desk, st, load)
+    judged = sorted(found)[: MOST - len(coarse)]
+    for move, moved in coarse:
+        yield move, moved
+    for _, chosen in judged:
+        yield slides.describe(chosen), slides.apply(chosen)
+
+
+def _unevenness(load: Floats) -> Floats:
+    """The busiest rank, and a little for the spread of the others."""
+    return np.asarray(load.max(axis=-1) + 0.05 * load.std(axis=-1))
+
+
+def _coarse(desk: Desk, st: State, load: Floats) -> list[tuple[str, State]]:
+    """Half of what the busiest rank has too much, to the least busy one, between the nearest of their stages."""
+    rank = st.rank[: int(st.size[0])]
+    busiest, least = int(np.argmax(load)), int(np.argmin(load))
     layer_ms = desk.problem.total[-1] / desk.problem.num_layers
-    tried: list[tuple[float, int, int, int, State]] = []
-    for i, j in pairs:
-        apart = float(now.loads_ms[rank[i]] - now.loads_ms[rank[j]])
-        half = max(1, round(apart / 2 / max(layer_ms, 1e-12)))
-        for count in {1, 2, half, max(1, half // 2)}:
-            moved = slide(st, i, j, count)
-            if moved is not None:
-                loads = desk.loads(moved)
-                tried.append((float(loads.max()) + 0.05 * float(loads.std()), i, j, count, moved))
-    tried.sort(key=lambda t: t[:4])
-    for _, i, j, count, moved in tried[:MOST]:
-        layers = "layer" if count == 1 else "layers"
-        yield f"migrate {count} {layers} from rank {int(rank[i])} to {int(rank[j])}", moved
+    count = round(float(load[busiest] - load[least]) / 2 / max(layer_ms, 1e-12))
+    if count < 2:
+        return []
+    pairs = [(abs(i - j), int(i), int(j)) for i in np.flatnonzero(rank == busiest) for j in np.flatnonzero(rank == least)]
+    out = []
+    for _, i, j in sorted(pairs)[: MOST // 4]:
+        moved = slide(st, i, j, count)
+        if moved is not None:
+            out.append((f"migrate {count} layers from rank {busiest} to {least}", moved))
+    return out
 
 
 def slide(st: State, giver: int, taker: int, count: int) -> State | None:
     """`count` layers leave stage `giver` and as many enter stage `taker`; None where the giver would be empty."""
     if st.bounds[giver + 1] - st.bounds[giver] <= count:
         return None
-    moved = State(*(np.copy(a) if k == 1 else a for k, a in enumerate(st)))
+    moved = _own_bounds(st)
     if giver < taker:
         moved.bounds[giver + 1 : taker + 1] -= count
     else:
         moved.bounds[taker + 1 : giver + 1] += count
     return moved
+
+
+def _own_bounds(st: State) -> State:
+    return st._replace(bounds=np.copy(st.bounds))
+
+
+class _Slides:
+    """Every run of neighbouring boundaries that can slide by a layer, and what that changes for the ranks."""
+
+    def __init__(self, desk: Desk, st: State) -> None:
+        p, n = desk.problem, int(st.size[0])
+        self.state = st
+        bounds, rank = st.bounds[: n + 1], st.rank[:n]
+        work = np.diff(p.total)
+        runs: list[tuple[int, int, int]] = []
+        changes = []
+        for by in (-1, 1):
+            # Boundary k moves one layer between stages k-1 and k; a run of boundaries adds up.
+            one = np.zeros((n, p.num_ranks))
+            for k in range(1, n):
+                ms = work[bounds[k] - 1] if by < 0 else work[bounds[k]]
+                one[k, rank[k - 1]] += by * ms * p.slow[rank[k - 1]]
+                one[k, rank[k]] -= by * ms * p.slow[rank[k]]
+            sums = np.concatenate((np.zeros((1, p.num_ranks)), np.cumsum(one, axis=0)))
+            for a in range(1, n):
+                for e in range(a, min(a + REACH, n)):
+                    giver = a - 1 if by < 0 else e
+                    if bounds[giver + 1] - bounds[giver] > 1:
+                        runs.append((a, e, by))
+                        changes.append(sums[e + 1] - sums[a])
+        self.runs = np.array(runs, np.int64).reshape(-1, 3)
+        self.change = np.array(changes).reshape(-1, p.num_ranks)
+
+    def touching(self, some: np.ndarray) -> np.ndarray:
+        """[some, all]: the two slides share a stage."""
+        a, e = self.runs[:, 0], self.runs[:, 1]
+        return np.asarray((a[some][:, None] <= e[None, :] + 1) & (a[None, :] <= e[some][:, None] + 1))
+
+    def apply(self, chosen: tuple[int, ...]) -> State:
+        moved = _own_bounds(self.state)
+        for a, e, by in self.runs[list(chosen)]:
+            moved.bounds[a : e + 1] += by
+        return moved
+
+    def describe(self, chosen: tuple[int, ...]) -> str:
+        rank = self.state.rank
+        ways = []
+        for a, e, by in self.runs[list(chosen)].tolist():
+            giver, taker = (a - 1, e) if by < 0 else (e, a - 1)
+            ways.append(f"from rank {int(rank[giver])} to {int(rank[taker])}")
+        return f"migrate a layer {' and one '.join(ways)}"

@@ -117,7 +117,8 @@ class _Waits:
 
     def fillers(self, span: int) -> list[tuple[int, int]]:
         """Delays of the producers of the ops that follow a bubble: were they earlier, they could fill it."""
-        s, out = self.spans, []
+        s = self.spans
+        out: list[tuple[int, int]] = []
         for z in range(span + 1, min(span + 7, self.count)):
             if s.rank[z] != s.rank[span] or s.kind[z] == W or self.ready[z] < s.start_ms[span] - _TINY:
                 continue
