@@ -18,6 +18,7 @@ from octopipe.verbs.common import (
     costs_from,
     micro_batches_from,
     print_json,
+    setting_from,
     whole_number,
 )
 
@@ -41,7 +42,7 @@ def seconds(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, or_profile=True)
     add_setting_arguments(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
     parser.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="e.g. 30s, 2m (default: 30s)")
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             progress=show,
         )
     if args.output:
-        save_plan(result.plan, args.output)
+        save_plan(result.plan.with_extra(setting=setting_from(args)), args.output)
     if args.json:
         print_json(summary(result))
     else:
