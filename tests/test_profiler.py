@@ -214,7 +214,7 @@ def test_speed_changes_in_the_middle_of_an_op() -> None:
 def _profile_and_run(rank: int, nproc: int, work: Workload):
     world = World.make(None, None, None)
     profile = profile_workload(work, world, repeats=2, warm_up=1, state_factor=0.0)
-    assert set(profile.about["rehearsal"]) == {"F", "I", "W"}
+    assert set(profile.about["rehearsal"]) == {"F", "I", "W"} and profile.about["overlap_slowdown"] > 0
     plan = tune(profile.costs, nproc, 4, iterations=200, recompute=False, workers=1).plan if rank == 0 else None
     plan = world.gather(plan)[0]
     trial = run_plan(work, plan, world, profile, steps=2, warm_up=1)

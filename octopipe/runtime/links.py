@@ -4,18 +4,17 @@ Knows: the alpha-beta fit, and how to bounce a tensor. Does not know: the transp
 
 A link's cost is latency + bytes / bandwidth. Round trips of a small and of larger tensors are timed one pair after
 the other; the one-way time is half the median round trip, and the fit goes through all sizes, small ones weighted
-by their relative, not their absolute, error.
+by their relative, not their absolute, error. `measure_overlap` says what a transfer costs the computation beside it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from octopipe.cluster import Link
 from octopipe.cost import CostTable
@@ -43,11 +42,83 @@ def measure_links(
     out: dict[tuple[int, int], Link] = {}
     for a, b in pairs:
         times = [_bounce(world, device, a, b, size, repeats, transport) for size in sizes]
-        gathered: list[Any] = [None] * world.size
-        dist.all_gather_object(gathered, times, group=world.control)
-        link = fit(sizes, gathered[a])
+        link = fit(sizes, world.gather(times)[a])
         out[a, b] = out[b, a] = link
     return out
+
+
+def measure_overlap(
+    world: World,
+    device: torch.device,
+    work: Callable[[], None],
+    *,
+    nbytes: int,
+    repeats: int = 5,
+    transport: str | None = None,
+) -> float:
+    """How much longer `work` takes on rank 0 while it exchanges tensors of `nbytes` with rank 1 (collective, at
+    least two ranks): 1.0 is not at all. All ranks do the work; the median of runs with and without, in turns."""
+    program = lower(_plan(world.size, 0, 1), CostTable.uniform(num_layers=2, p2p_ms=0.01))
+    mine = rank_program(program, world.rank)
+    mover = make_transport(transport, world, program, device, 120.0)
+    mover.open(mine.slots)
+    tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
+    ends: list[tuple[Any, Any]] = _by_micro_batch(mine) if world.rank < 2 else [(None, None)] * BOUNCES
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for k in range(2 * repeats + 2):
+        moving = k % 2 == 0
+        _settle(world, device)
+        mover.begin_step()
+        clock = _Clock(device)
+        for there, back in ends:
+            if moving and world.rank == 0:
+                there.cell.sent = mover.send_forward(there, tensor, [True])
+                mover.post(back)
+            elif moving and world.rank == 1:
+                mover.post(there)
+            work()
+            if moving and world.rank == 1:
+                mover.send_gradient(back, [mover.take_forward(there)[0]])
+        took = clock.stop_ms()
+        if moving and world.rank == 0:
+            for _, back in ends:
+                mover.take_gradient(back)
+        for slot in mine.slots:
+            if moving and slot.sending:
+                mover.release(slot)
+        mover.end_step()
+        if k >= 2:
+            times[moving].append(took)
+    _settle(world, device)
+    mover.close()
+    ratio = float(np.median(times[True]) / max(np.median(times[False]), 1e-9))
+    return float(world.gather(ratio)[0])
+
+
+class _Clock:
+    """Milliseconds of what is issued between its making and `stop_ms`."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._event = device, None
+        self._began = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def stop_ms(self) -> float:
+        if self._event is None:
+            return 1e3 * (time.perf_counter() - self._began)
+        last = torch.cuda.Event(enable_timing=True)
+        last.record()
+        last.synchronize()
+        return float(self._event.elapsed_time(last))
+
+
+def _settle(world: World, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if world.control is not None:
+        world.gather(None)
 
 
 def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Link:
@@ -92,9 +163,7 @@ def _bounce(
     tensor = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
     times = []
     for k in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        dist.barrier(world.control)
+        _settle(world, device)
         mover.begin_step()
         if world.rank == a:
             took = _ping(mover, mine, tensor, device)
@@ -106,9 +175,7 @@ def _bounce(
             if slot.sending:
                 mover.release(slot)
         mover.end_step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier(world.control)
+    _settle(world, device)
     mover.close()
     return float(np.median(times)) if times else 0.0
 
@@ -121,20 +188,12 @@ def _by_micro_batch(mine: RankProgram) -> list[tuple[Any, Any]]:
 
 
 def _ping(mover: Any, mine: RankProgram, tensor: torch.Tensor, device: torch.device) -> float:
-    cuda = device.type == "cuda"
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if cuda else (None, None)
-    began = time.perf_counter()
-    if first is not None:
-        first.record()
+    clock = _Clock(device)
     for there, back in _by_micro_batch(mine):
         there.cell.sent = mover.send_forward(there, tensor, [True])
         mover.post(back)
         tensor = mover.take_gradient(back)[0]
-    if last is not None and first is not None:
-        last.record()
-        torch.cuda.synchronize(device)
-        return float(first.elapsed_time(last))
-    return 1e3 * (time.perf_counter() - began)
+    return clock.stop_ms()
 
 
 def _pong(mover: Any, mine: RankProgram) -> None:

@@ -71,7 +71,7 @@ class Measured:
     seconds: float
 
 
-class _Layer:
+class Layer:
     """One distinct layer ready to run."""
 
     def __init__(self, module: nn.Module, value: Any, then: Callable[[Any], Any] | None, first: bool):
@@ -215,9 +215,9 @@ def _prepare(
     loss_fn: Callable[..., Tensor],
     target: Any,
     device: torch.device,
-) -> tuple[list[_Layer], list[LayerMemory]]:
+) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
-    ready: dict[int, _Layer] = {}
+    ready: dict[int, Layer] = {}
     memory: dict[int, LayerMemory] = {}
     value = sample
     for i, g in enumerate(group_of):
@@ -226,7 +226,7 @@ def _prepare(
             last = i == len(group_of) - 1
             module = made if isinstance(made, nn.Module) else made()
             try:
-                ready[g] = _Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
+                ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
@@ -236,7 +236,7 @@ def _prepare(
 
 
 def _rounds(
-    ready: Sequence[_Layer], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
+    ready: Sequence[Layer], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
 ) -> Floats:
     """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
     for in between; `issued_s` gets the moment at which the host had issued everything."""
@@ -273,7 +273,7 @@ def _rounds(
     return out
 
 
-def _memory_of(layer: _Layer, device: torch.device) -> LayerMemory:
+def _memory_of(layer: Layer, device: torch.device) -> LayerMemory:
     parameters = list(layer.module.parameters())
     boundary = float(sum(t.nbytes for t in layer.output_leaves))
     sizes = {
@@ -292,7 +292,7 @@ def _memory_of(layer: _Layer, device: torch.device) -> LayerMemory:
     )
 
 
-def _allocated(layer: _Layer) -> tuple[float, float, float]:
+def _allocated(layer: Layer) -> tuple[float, float, float]:
     """Activation, stash and workspace bytes by the caching allocator's books, input and gradients made afresh."""
     cuda = torch.cuda
     cuda.synchronize()
@@ -330,7 +330,7 @@ def _allocated(layer: _Layer) -> tuple[float, float, float]:
     return float(held), float(stash), float(extra)
 
 
-def _resident(ready: Sequence[_Layer], sample: Any, target: Any, device: torch.device) -> float:
+def _resident(ready: Sequence[Layer], sample: Any, target: Any, device: torch.device) -> float:
     """Allocated bytes that belong to none of these layers and samples."""
     if device.type != "cuda":
         return 0.0

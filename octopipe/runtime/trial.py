@@ -26,10 +26,10 @@ from octopipe.model import ModelSpec
 from octopipe.nn import build_layers, cross_entropy
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
-from octopipe.runtime.links import measure_links
+from octopipe.runtime.links import measure_links, measure_overlap
 from octopipe.runtime.messages import Leaf
 from octopipe.runtime.pipeline import Pipeline
-from octopipe.runtime.profiler import assemble, gather, groups_of_spec, profile_layers
+from octopipe.runtime.profiler import Layer, assemble, gather, groups_of_spec, profile_layers
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.cuda_ipc import IpcTransport
 from octopipe.runtime.transports.lanes import CudaLane
@@ -168,6 +168,8 @@ def profile_workload(
     if world.size > 1 and links:
         sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
         found = measure_links(world, device, sizes=sizes, transport=work.transport(world))
+        slowdown = _overlap_slowdown(work, world, device, boundary)
+        about = {**(about or {}), "overlap_slowdown": round(slowdown, 4)}
     memory = None
     if device.type == "cuda":
         shared = max(1, -(-world.size // torch.cuda.device_count()))
@@ -193,6 +195,21 @@ def profile_workload(
         profile = rehearsed(work, profile, world)
     seconds = round(time.perf_counter() - began, 2)
     return replace(profile, about={**profile.about, "total_seconds": seconds})
+
+
+def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes: int) -> float:
+    """What transfers cost the computation beside them, on the model's second layer."""
+    layers = work.layers(device)
+    first = layers[0]()(work.batch(device, 1)[0]).detach()
+    layer = Layer(layers[min(1, len(layers) - 2)](), first, None, False) if len(layers) > 2 else None
+
+    def once() -> None:
+        if layer is not None:
+            layer.once(lambda: None)
+
+    found = measure_overlap(world, device, once, nbytes=nbytes, transport=work.transport(world))
+    _free(device)
+    return found if layer is not None else 1.0
 
 
 def rehearsed(work: Workload, profile: Profile, world: World) -> Profile:

@@ -165,4 +165,6 @@ def _show(profile: Profile, output: str) -> None:
         if a < b:
             speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
             out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
+    if "overlap_slowdown" in about:
+        out.print(f"computation beside a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
     out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")
