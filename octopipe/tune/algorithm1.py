@@ -178,7 +178,8 @@ class IterativeSearch:
 
     def _migrate(self, now: Candidate) -> tuple[str, Candidate | None]:
         """Migrations, each the best of its round, until no better partition is found."""
-        desk, st, ms, names = self.desk, now.state, now.step_ms, []
+        desk, st, ms = self.desk, now.state, now.step_ms
+        names: list[str] = []
         while len(names) < MIGRATIONS and self.elapsed() < self.budget_s:
             chosen: tuple[str, State] | None = None
             for move, moved in partition.migrations(desk, st, self.lot):

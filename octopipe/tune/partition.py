@@ -38,15 +38,14 @@ def migrations(desk: Desk, st: State, lot: random.Random) -> Iterator[tuple[str,
     leaders = np.lexsort((np.array([lot.random() for _ in single]), single))[:FIRST]
     pair = _unevenness(load + slides.change[leaders][:, None, :] + slides.change[None, :, :])
     pair[slides.touching(leaders)] = np.inf
-    found = [(float(single[k]), (int(k),)) for k in leaders[:MOST]]
+    found: list[tuple[float, tuple[int, ...]]] = [(float(single[k]), (int(k),)) for k in leaders[:MOST]]
     for flat in np.argsort(pair, axis=None, kind="stable")[:MOST]:
         a, b = divmod(int(flat), pair.shape[1])
         if pair[a, b] < np.inf and (int(leaders[a]) < b or b not in leaders):
             found.append((float(pair[a, b]), (int(leaders[a]), b)))
     coarse = _coarse(desk, st, load)
     judged = sorted(found)[: MOST - len(coarse)]
-    for move, moved in coarse:
-        yield move, moved
+    yield from coarse
     for _, chosen in judged:
         yield slides.describe(chosen), slides.apply(chosen)
 
@@ -64,7 +63,8 @@ def _coarse(desk: Desk, st: State, load: Floats) -> list[tuple[str, State]]:
     count = round(float(load[busiest] - load[least]) / 2 / max(layer_ms, 1e-12))
     if count < 2:
         return []
-    pairs = [(abs(i - j), int(i), int(j)) for i in np.flatnonzero(rank == busiest) for j in np.flatnonzero(rank == least)]
+    givers, takers = np.flatnonzero(rank == busiest).tolist(), np.flatnonzero(rank == least).tolist()
+    pairs = [(abs(i - j), i, j) for i in givers for j in takers]
     out = []
     for _, i, j in sorted(pairs)[: MOST // 4]:
         moved = slide(st, i, j, count)

@@ -95,7 +95,8 @@ class _Waits:
 
     def delays(self, span: int) -> list[tuple[int, int]]:
         """(x, y): on the way back from `span`, x was ready when its rank began y, and had to wait for y."""
-        out, node, binding, s = [], span, self.timeline.binding, self.spans
+        out: list[tuple[int, int]] = []
+        node, binding, s = span, self.timeline.binding, self.spans
         for _ in range(_DEPTH * 8):
             before = int(binding[node])
             if before < 0 or len(out) >= _DEPTH:
