@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing as mp
 import os
@@ -48,6 +49,8 @@ class Ranks:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         port = free_port()
         self.size = size
+        self.broken = False
+        """A job failed: its ranks may be waiting for each other still."""
         self._pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
@@ -75,6 +78,7 @@ class Ranks:
         self.start(function, *args)
         results = self.results()
         bad = [text for worked, text in results if not worked]
+        self.broken = bool(bad)
         assert not bad, "\n".join(bad)
         return [result for _, result in results]
 
@@ -87,3 +91,18 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+_SHARED: dict[int, Ranks] = {}
+
+
+def shared_ranks(size: int) -> Ranks:
+    """One world per size for the whole test run; a broken one is replaced."""
+    world = _SHARED.get(size)
+    if world is None or world.broken:
+        if world is not None:
+            world.close()
+        elif not _SHARED:
+            atexit.register(lambda: [w.close() for w in _SHARED.values()])
+        _SHARED[size] = world = Ranks(size)
+    return world

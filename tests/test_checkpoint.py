@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from executor_models import NUM_LAYERS, make  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import OctoPipeError  # noqa: E402
@@ -19,11 +19,9 @@ from octopipe.systems import build_plan  # noqa: E402
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def two() -> Ranks:
+    return shared_ranks(2)
 
 
 def _single() -> Plan:

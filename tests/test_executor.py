@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
@@ -24,18 +23,14 @@ TOLERANCE = 1e-12
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def two() -> Ranks:
+    return shared_ranks(2)
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def four() -> Ranks:
+    return shared_ranks(4)
 
 
 def _costs() -> CostTable:

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from executor_models import Block, Head, make  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -28,18 +28,14 @@ TOLERANCE = 1e-12
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def two() -> Ranks:
+    return shared_ranks(2)
 
 
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def four() -> Ranks:
+    return shared_ranks(4)
 
 
 def _costs(num_layers=8):

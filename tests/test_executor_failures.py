@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from executor_models import make  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -22,11 +22,9 @@ from octopipe.systems import build_plan  # noqa: E402
 TOLERANCE = 1e-12
 
 
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def two() -> Ranks:
+    return shared_ranks(2)
 
 
 def _plan(orders, num_layers=8, num_micro_batches=3, cut=4, **more):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
 torch = pytest.importorskip("torch")
 from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -26,18 +25,14 @@ from octopipe.runtime.transports.cuda_ipc import IpcTransport  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def two() -> Ranks:
+    return shared_ranks(2)
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+@pytest.fixture
+def four() -> Ranks:
+    return shared_ranks(4)
 
 
 def _loss(output, target):

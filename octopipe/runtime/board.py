@@ -31,14 +31,19 @@ class Board:
 
     def __init__(self, store: dist.Store | None, name: str, rank: int, num_ranks: int):
         self._store, self._name = store, name
+        self._last = False
         self.rank, self.num_ranks = rank, num_ranks
 
     def _key(self, rank: int) -> str:
         return f"octopipe/{self._name}/{rank}"
 
-    def write(self, line: str) -> None:
-        """Put up this rank's line (never raises: the store's host may be the rank that died)."""
-        if self._store is not None:
+    def write(self, line: str, *, last: bool = False) -> None:
+        """Put up this rank's line (never raises: the store's host may be the rank that died).
+
+        After a rank's `last` words nothing changes its line: the others may come to read it later.
+        """
+        if self._store is not None and not self._last:
+            self._last = last
             try:
                 self._store.set(self._key(self.rank), line)
             except Exception:
@@ -46,7 +51,7 @@ class Board:
 
     def clear(self) -> None:
         """Take the line down."""
-        if self._store is not None:
+        if self._store is not None and not self._last:
             try:
                 self._store.delete_key(self._key(self.rank))
             except Exception:
@@ -112,7 +117,7 @@ class Watchdog:
 
     def _abort(self, line: str) -> None:
         """The main thread may be stuck inside the driver: say why and end the process."""
-        self._board.write(line or "waits for its device")
+        self._board.write(line or "waits for its device", last=True)
         lines = self._board.collect(patience_s=min(self._timeout_s, 5.0))
         sys.stderr.write(
             f"octopipe: rank {self._board.rank}: the device made no progress for {self._timeout_s:g} s; "

@@ -198,7 +198,8 @@ class Executor:
             self._give_up()
             raise OctoPipeError(self._hang_report(error)) from None
         except BaseException as error:
-            self.board.write(f"failed in {self._place()}: {' '.join(str(error).split())[:200] or type(error).__name__}")
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            self.board.write(f"failed in {self._place()}: {why}", last=True)
             self._give_up()
             raise
         finally:
@@ -356,7 +357,7 @@ class Executor:
 
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
-        self.board.write(line)
+        self.board.write(line, last=True)
         lines = self.board.collect(patience_s=min(self._timeout_s, 5.0))
         waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return (

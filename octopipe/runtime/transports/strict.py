@@ -90,14 +90,14 @@ class StrictTransport(Transport):
                 moved = True
 
     def _until(self, slot: Slot, done: Callable[[], bool]) -> None:
-        self.waiting = slot
         end = time.monotonic() + self._timeout_s
         pause = 0.0
+        queue = self._queues[slot.queue]
         while not done():
+            # What stands at the head of the queue is what really blocks.
+            self.waiting = queue[0][0] if queue else slot
             if time.monotonic() > end:
-                heads = [q[0][0] for q in self._queues.values() if q]
-                blocked = next((h for h in heads if h.queue == slot.queue), slot)
-                raise TransferError(blocked, "timed out")
+                raise TransferError(self.waiting, "timed out")
             time.sleep(pause)
             pause = min(pause + 1e-6, 2e-4)
             self._progress()
