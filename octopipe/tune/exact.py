@@ -39,6 +39,7 @@ RESOLUTION = 1_000_000
 BYTES_RESOLUTION = 100_000
 SMALL = 1000
 """Layers x micro-batches x ranks up to which the solver gets a quick plan to start from; above, it is on its own."""
+SOLVE_SHARE = 0.3
 TOLERANCE = 1e-4
 """A plan within this share of the bound is optimal: rounding alone accounts for as much."""
 
@@ -101,6 +102,9 @@ def solve(
     reached, bound_ms = "", 0.0
     try:
         stated = _state(cp, costs, num_ranks, num_micro_batches, unit_ms, began + budget_s)
+        size = f"{len(stated.model.proto.variables)} variables, {len(stated.model.proto.constraints)} constraints"
+        # Handing a model to the solver takes about as long again as stating it, and no limit stops that.
+        _in_time(began + budget_s - SOLVE_SHARE * (time.monotonic() - began), f"stated {size}")
         if start is not None and given is not None:
             _hint(stated, costs, start, given, unit_ms)
         solver = cp.CpSolver()
@@ -108,7 +112,6 @@ def solve(
         solver.parameters.num_workers = max(1, workers or os.cpu_count() or 1)
         solver.parameters.random_seed = seed
         status = solver.solve(stated.model)
-        size = f"{len(stated.model.proto.variables)} variables, {len(stated.model.proto.constraints)} constraints"
         reached = f"{size}, {time.monotonic() - began:.1f} s"
         if status == cp.INFEASIBLE:
             raise _misfit(costs, num_ranks, num_micro_batches)
@@ -176,8 +179,7 @@ def _state(cp: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: f
     lanes: list[list[Any]] = [[] for _ in range(ranks)]
     for layer in range(layers):
         for m in range(micro_batches):
-            if time.monotonic() > deadline:
-                raise _OutOfTime(f"stating the problem: {len(start)} of {3 * layers * micro_batches} ops in that time")
+            _in_time(deadline, f"stated {len(start)} of {3 * layers * micro_batches} ops")
             for kind in "FIW":
                 cell = kind, layer, m
                 ms = float((costs.layer_times(kind) * costs.factor(m))[layer])
@@ -191,6 +193,7 @@ def _state(cp: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: f
     for lane in lanes:
         model.add_no_overlap(lane)
     alike = costs.micro_batch_factor is None
+    queues: dict[tuple[int, int], list[Any]] = {}
     for layer in range(layers):
         for m in range(micro_batches):
             model.add(start["W", layer, m] >= end["I", layer, m])
@@ -198,7 +201,11 @@ def _state(cp: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: f
             if alike and m > 0:
                 for kind in "FIW":
                     model.add(start[kind, layer, m] >= end[kind, layer, m - 1])
-    _transfers(model, costs, ranks, micro_batches, unit_ms, on, start, end)
+    for layer in range(layers - 1):
+        _in_time(deadline, f"stated all {len(start)} ops, transfers up to layer {layer} of {layers}")
+        _transfers(model, costs, ranks, micro_batches, unit_ms, on, start, end, layer, queues)
+    for queue in queues.values():
+        model.add_no_overlap(queue)
     _memory(model, costs, ranks, micro_batches, on, start, end)
     # What the solver does not see by itself: every rank needs time for its layers.
     in_step = np.sum([costs.layer_ms * costs.factor(m) for m in range(micro_batches)], axis=0)
@@ -225,37 +232,38 @@ def _reach_in_order(model: Any, on: list[list[Any]]) -> None:
             model.add(sum(on[before][r - 1] for before in range(layer)) >= row[r])
 
 
+def _in_time(deadline: float, reached: str) -> None:
+    if time.monotonic() > deadline:
+        raise _OutOfTime(reached)
+
+
 def _transfers(
-    model: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, on: Any, start: Any, end: Any
-) -> None:
-    """Neighbouring layers on other ranks: the tensor takes its queue's time, one after the other."""
-    queues: dict[tuple[int, int], list[Any]] = {}
-    for layer in range(costs.num_layers - 1):
-        apart = {}
-        for a in range(ranks):
-            for b in range(ranks):
-                if a != b:
-                    apart[a, b] = model.new_bool_var("")
-                    model.add_bool_or([on[layer][a].negated(), on[layer + 1][b].negated(), apart[a, b]])
-                    model.add_implication(apart[a, b], on[layer][a])
-                    model.add_implication(apart[a, b], on[layer + 1][b])
-        for m in range(micro_batches):
-            # (producer, consumer, the pair of ranks as (source, destination))
-            for kind, source, target, back in (("F", layer, layer + 1, False), ("I", layer + 1, layer, True)):
-                model.add(start[kind, target, m] >= end[kind, source, m])
-                nbytes = float((costs.boundary_bytes * costs.factor(m))[layer])
-                for (a, b), holds in apart.items():
-                    ways = (b, a) if back else (a, b)
-                    took = math.floor(costs.network.transfer_ms(*ways, nbytes) / unit_ms + 1e-9)
-                    if took == 0:
-                        continue
-                    leaves = model.new_int_var(0, RESOLUTION, "")
-                    model.add(leaves >= end[kind, source, m]).only_enforce_if(holds)
-                    model.add(start[kind, target, m] >= leaves + took).only_enforce_if(holds)
-                    interval = model.new_optional_fixed_size_interval_var(leaves, took, holds, "")
-                    queues.setdefault(ways, []).append(interval)
-    for queue in queues.values():
-        model.add_no_overlap(queue)
+    model: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: float, on: Any, start: Any, end: Any,
+    layer: int, queues: dict[tuple[int, int], list[Any]],
+) -> None:  # fmt: skip
+    """Between a layer and the next on other ranks: the tensor waits for its queue and takes its time in it."""
+    apart = {}
+    for a in range(ranks):
+        for b in range(ranks):
+            if a != b:
+                apart[a, b] = model.new_bool_var("")
+                model.add_bool_or([on[layer][a].negated(), on[layer + 1][b].negated(), apart[a, b]])
+                model.add_implication(apart[a, b], on[layer][a])
+                model.add_implication(apart[a, b], on[layer + 1][b])
+    for m in range(micro_batches):
+        nbytes = float((costs.boundary_bytes * costs.factor(m))[layer])
+        for kind, source, target, back in (("F", layer, layer + 1, False), ("I", layer + 1, layer, True)):
+            model.add(start[kind, target, m] >= end[kind, source, m])
+            for (a, b), holds in apart.items():
+                ways = (b, a) if back else (a, b)
+                took = math.floor(costs.network.transfer_ms(*ways, nbytes) / unit_ms + 1e-9)
+                if took == 0:
+                    continue
+                leaves = model.new_int_var(0, RESOLUTION, "")
+                model.add(leaves >= end[kind, source, m]).only_enforce_if(holds)
+                model.add(start[kind, target, m] >= leaves + took).only_enforce_if(holds)
+                interval = model.new_optional_fixed_size_interval_var(leaves, took, holds, "")
+                queues.setdefault(ways, []).append(interval)
 
 
 def _memory(model: Any, costs: CostTable, ranks: int, micro_batches: int, on: Any, start: Any, end: Any) -> None:
