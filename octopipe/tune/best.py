@@ -219,6 +219,9 @@ class BestSearch:
         found = []
         while not self.published.empty():
             name, plan = self.published.get()
+            if plan.replicas():
+                # The bounds speak of plans that hold every layer once; weights held twice are another problem.
+                continue
             self._consider_plan(plan)
             if usable(plan) and len(plan.stages) <= self.max_stages:
                 found.append(self._walker(name, state_from_plan(self.problem, self.max_stages, plan)))

@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.bounds import lower_bound_ms
     from octopipe.lower import lower
     from octopipe.plan_file import save_plan
     from octopipe.simulate import jitter_ms, simulate
@@ -62,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
         "stages": len(plan.stages),
         "channel": args.channel,
         **timeline.summary(),
-        # A bound that is met exactly may come out a rounding error above.
-        "lower_bound_ms": min(lower_bound_ms(costs, plan.num_ranks, plan.num_micro_batches), timeline.step_ms),
+        "lower_bound_ms": bound_ms(costs, plan, timeline.step_ms),
         "tokens_per_gpu_per_second": tokens_per_gpu_per_second(costs, plan, timeline.step_ms),
     }
     if args.jitter is not None:
@@ -109,6 +107,15 @@ def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
         args.system, costs, args.pp, micro_batches_from(args), split_backward=args.split_backward, **options
     )
     return plan.with_extra(setting=setting_from(args)), costs
+
+
+def bound_ms(costs: CostTable, plan: Plan, step_ms: float) -> float:
+    """The strongest bound that covers the plan: where layers are held twice, only the work bound does."""
+    from octopipe.bounds import lower_bound_ms, work_bound_ms
+
+    bound = work_bound_ms if plan.replicas() else lower_bound_ms
+    # A bound that is met exactly may come out a rounding error above.
+    return min(bound(costs, plan.num_ranks, plan.num_micro_batches), step_ms)
 
 
 def tokens_per_gpu_per_second(costs: CostTable, plan: Plan, step_ms: float) -> float | None:
