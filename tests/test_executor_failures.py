@@ -182,6 +182,9 @@ def _seeded_rows(world, rows):
 # -- when something breaks ------------------------------------------------------------------------------
 
 
+HANG_TIMEOUT_S = 5.0
+
+
 def steps_until(world, behaviour):
     """Rank 1 misbehaves in the second step; returns what rank 0 says."""
     plan = _plan([["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]], 4, 3, 2)
@@ -195,14 +198,16 @@ def steps_until(world, behaviour):
                 if behaviour == "dies":
                     os._exit(7)
                 if behaviour == "hangs":
-                    time.sleep(6)
+                    time.sleep(3 * HANG_TIMEOUT_S)
                 if behaviour == "raises":
                     raise ValueError("a bad layer")
             return super().forward(x)
 
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), Misbehaves(4, 4), nn.Linear(4, 4)]
     data = [torch.randn(2, 4) for _ in range(3)]
-    with Pipeline(layers, plan, _loss, group=world, timeout_s=2.0) as pipe:
+    # A dead or failed peer must be noticed long before the timeout; only a hung one takes it.
+    timeout_s = HANG_TIMEOUT_S if behaviour == "hangs" else 60.0
+    with Pipeline(layers, plan, _loss, group=world, timeout_s=timeout_s) as pipe:
         start = time.monotonic()
         try:
             for _ in range(3):
@@ -222,7 +227,7 @@ def test_killed_rank_is_noticed_and_named():
     name, text, seconds = result
     assert name == "OctoPipeError"
     assert "the peer is gone" in text and "from rank 1" in text and "micro-batch 1" in text
-    assert seconds < 10
+    assert seconds < 60
     assert dead == (False, "dead")
     assert all(not p.is_alive() for p in ranks.processes)
 
@@ -235,10 +240,10 @@ def test_hung_rank_is_named_with_its_pending_op():
     assert worked, result
     name, text, seconds = result
     assert name == "OctoPipeError"
-    assert "within 2 s" in text
+    assert "within 5 s" in text
     assert "input gradient of 1B1 (micro-batch 1) from rank 1" in text
     assert "rank 1: runs 1F1" in text
-    assert seconds < 10
+    assert seconds >= HANG_TIMEOUT_S
 
 
 def test_error_in_a_layer_is_raised_there_and_reported_elsewhere():
