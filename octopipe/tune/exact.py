@@ -8,9 +8,10 @@ one rank, and tensors change hands only between ranks. (Neighbours on one rank a
 time.) Micro-batches of equal size pass every layer first in, first out, and of equal ranks the lower number is reached
 first; both by exchanging names.
 
-Times are whole units of about a millionth of the step, rounded down; memory counts activations and static bytes but
-not buffers of transfers. Both only loosen the problem, so its bound holds; the plan is judged by the simulator, and it
-is called optimal when the two meet.
+Its optimum is that of plans that hold every layer once: bidirectional pipelines, which hold layers twice and reduce
+their gradients, are outside, and so is recomputation. Times are whole units of about a millionth of the step, rounded
+down; memory counts activations and static bytes but not buffers of transfers. Both only loosen the problem, so its
+bound holds; the plan is judged by the simulator, and it is called optimal when the two meet.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Solved(NamedTuple):
 
     found: Found
     lower_bound_ms: float
-    """Proven by the solver for every plan."""
+    """Proven by the solver for every plan that holds each layer once."""
     optimal: bool
 
 
