@@ -22,6 +22,10 @@ from octopipe.tune.kernels import (
     B_I,
     C_I,
     C_W,
+    KIND_F,
+    KIND_I,
+    KIND_R,
+    KIND_W,
     LOOK,
     NUM_GLOBALS,
     RHO,
@@ -45,13 +49,17 @@ MOVES = (
     "recompute",
     "micro-batch order",
     "micro-batches in flight",
+    "advance op",
 )
 """Names of the moves; the first two change the partition, the next five the placement, then the order."""
-PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("recompute", "schedule", "schedule")
+PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("recompute",) + ("schedule",) * 3
 
 
 FOCUS = 0.5
 """How often a structural move starts from a stage of the rank that finished last."""
+HINTED = 0.4
+"""How often a move of the order advances an op that another rank waited for."""
+MAX_HINTS = 64
 REPAIR = 40
 """Most migrations tried to rebalance the ranks after a structural move."""
 
@@ -218,7 +226,49 @@ def shift(st, rng):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def mutate(p, st, rng, may_recompute, structure, critical):  # type: ignore[no-untyped-def]
+def fit_flight(p, st, rank, share):  # type: ignore[no-untyped-def]
+    """Let a rank's stages keep as many micro-batches in flight as fill this share of its memory.
+
+    In proportion to the way from a stage's F to its I (Little's law), so that no stage takes the memory that
+    the later ones of its rank need for the same micro-batches.
+    """
+    n, M, last = st.size[0], p.num_micro_batches, p.num_layers
+    room = p.capacity[rank]
+    most = 0.0
+    for s in range(n):
+        if st.rank[s] == rank:
+            room -= p.static[st.bounds[s + 1]] - p.static[st.bounds[s]]
+            a = st.bounds[s]
+            most = max(most, p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a])
+    room *= share
+    low, high = 0.0, M * p.unit / max(most, 1e-9)
+    high = max(high, 1.0) * 4.0
+    if room == np.inf:
+        low = high
+    for _ in range(12):
+        if low == high:
+            break
+        slack = 0.5 * (low + high)
+        held = 0.0
+        for s in range(n):
+            if st.rank[s] == rank:
+                a, z = st.bounds[s], st.bounds[s + 1]
+                way = p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a]
+                hold = p.boundary[0, a] if st.recompute[s] else p.activation[0, z] - p.activation[0, a]
+                held += hold * min(int(1.5 + slack * way / p.unit), M)
+        if held <= room:
+            low = slack
+        else:
+            high = slack
+    for s in range(n):
+        if st.rank[s] == rank:
+            a = st.bounds[s]
+            way = p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a]
+            st.flight[s] = min(int(1.5 + low * way / p.unit), M)
+
+
+@njit(cache=True, nogil=True)
+def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  # type: ignore[no-untyped-def]
     """One random move; returns its number in MOVES, or -1 where it does not apply.
 
     `structure` is the share of moves that change partition or placement.
@@ -294,8 +344,28 @@ def mutate(p, st, rng, may_recompute, structure, critical):  # type: ignore[no-u
         a, b = below(rng, p.num_micro_batches), below(rng, p.num_micro_batches)
         st.entry[a], st.entry[b] = st.entry[b], st.entry[a]
         return 11
+    if num_hints > 0 and uniform(rng) < HINTED:
+        # Let an op that held up another rank go before the one that ran just before it.
+        h = below(rng, num_hints)
+        kind, s, m = hints[h, 0], hints[h, 1], hints[h, 2]
+        if s < n:
+            row, slope = (0, A_F) if kind == KIND_F else (1, A_I)
+            mine = key_of(p, st, kind, s, m)
+            other = key_of(p, st, hints[h, 3], min(hints[h, 4], n - 1), hints[h, 5])
+            by = other - mine - (0.02 + 0.5 * uniform(rng)) * st.glob[slope]
+            if by < 0.0:
+                st.wiggle[row, s, m] += by
+                return 13
     u = uniform(rng)
     if u < 0.15:
+        if p.has_limit and uniform(rng) < 0.3:
+            share = 0.7 + 0.6 * uniform(rng)
+            if uniform(rng) < 0.5:
+                fit_flight(p, st, below(rng, p.num_ranks), share)
+            else:
+                for r in range(p.num_ranks):
+                    fit_flight(p, st, r, share)
+            return 12
         by = 1 if uniform(rng) < 0.5 else -1
         s = below(rng, n)
         e = s + 1
@@ -310,13 +380,13 @@ def mutate(p, st, rng, may_recompute, structure, critical):  # type: ignore[no-u
         if uniform(rng) < 0.1:
             st.offset[k, s] = 0.0
         else:
-            st.offset[k, s] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.25)
+            st.offset[k, s] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.25) * st.glob[A_I if k == 1 else A_F]
         return 7
     if u < 0.70:
         s = below(rng, n)
         k = below(rng, 2)
         m = below(rng, p.num_micro_batches)
-        by = bell(rng) * (2.0 if uniform(rng) < 0.5 else 0.5)
+        by = bell(rng) * (2.0 if uniform(rng) < 0.5 else 0.5) * st.glob[A_I if k == 1 else A_F]
         stop = m + 1 if uniform(rng) < 0.7 else p.num_micro_batches
         if uniform(rng) < 0.15:
             by = -st.wiggle[k, s, m]
@@ -327,7 +397,7 @@ def mutate(p, st, rng, may_recompute, structure, critical):  # type: ignore[no-u
     if k == A_F or k == A_I:
         st.glob[k] = max(0.05, st.glob[k] * (1.0 + 0.15 * bell(rng)))
     elif k == B_F or k == B_I or k == C_I:
-        st.glob[k] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.2)
+        st.glob[k] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.2) * st.glob[A_F if k == B_F else A_I]
     elif k == LOOK:
         st.glob[k] = 0.0 if uniform(rng) < 0.2 else abs(st.glob[k] + 0.01 * bell(rng))
     elif k == RHO:
@@ -340,13 +410,84 @@ def mutate(p, st, rng, may_recompute, structure, critical):  # type: ignore[no-u
 
 
 @njit(cache=True, nogil=True)
+def key_of(p, st, kind, s, m):  # type: ignore[no-untyped-def]
+    """The priority of an F or I, as `schedule` computes it."""
+    if kind == KIND_F:
+        share = p.forward[0, st.bounds[s]] / max(p.forward[0, p.num_layers], 1e-12)
+        return st.glob[B_F] * share + st.offset[0, s] + st.glob[A_F] * m + st.wiggle[0, s, m]
+    share = 1.0 - p.input[0, st.bounds[s + 1]] / max(p.input[0, p.num_layers], 1e-12)
+    return st.glob[C_I] + st.glob[B_I] * share + st.offset[1, s] + st.glob[A_I] * m + st.wiggle[1, s, m]
+
+
+@njit(cache=True, nogil=True)
+def diagnose(p, st, sc, where, hints):  # type: ignore[no-untyped-def]
+    """Why ranks idled in the schedule just built: rows (op, the op that ran before it and held it up).
+
+    From the op after an idle gap the chain of inputs is followed back to the first one that did not run as soon
+    as it could, because its rank ran another F or I first.
+    """
+    M, n, stages = p.num_micro_batches, st.size[0], sc.f_ms.shape[0]
+    vary = 1 if p.variants > 1 else 0
+    for r in range(p.num_ranks):
+        for i in range(sc.length[r]):
+            code = sc.seq[r, i]
+            kind = code // (stages * M)
+            if kind == KIND_F or kind == KIND_I:
+                rest = code % (stages * M)
+                where[0 if kind == KIND_F else 1, rest // M, rest % M] = i
+    found = 0
+    for r in range(p.num_ranks):
+        clock = 0.0
+        for i in range(sc.length[r]):
+            code = sc.seq[r, i]
+            kind = code // (stages * M)
+            s = (code % (stages * M)) // M
+            m = code % M
+            v = st.entry[m] * vary
+            if kind == KIND_W:
+                clock = sc.end[r, i]
+                continue
+            start = sc.end[r, i] - (sc.i_ms[s, v] if kind == KIND_I else sc.f_ms[s, v])
+            if start > clock + 1e-9 and kind != KIND_R and i > 0:
+                # Follow the inputs back.
+                for _ in range(4 * n):
+                    if kind == KIND_F:
+                        if s == 0:
+                            break
+                        s -= 1
+                    elif s + 1 < n:
+                        s += 1
+                    else:
+                        kind = KIND_F
+                    q = st.rank[s]
+                    j = where[0 if kind == KIND_F else 1, s, m]
+                    ready = sc.arrive_f[s, m] if kind == KIND_F else sc.arrive_i[s, m]
+                    began = sc.end[q, j] - (sc.f_ms[s, v] if kind == KIND_F else sc.i_ms[s, v])
+                    if began > ready + 1e-9:
+                        if j > 0:
+                            before = sc.seq[q, j - 1]
+                            other = before // (stages * M)
+                            if other == KIND_F or other == KIND_I:
+                                hints[found, 0], hints[found, 1], hints[found, 2] = kind, s, m
+                                hints[found, 3] = other
+                                hints[found, 4] = (before % (stages * M)) // M
+                                hints[found, 5] = before % M
+                                found += 1
+                        break
+                if found == hints.shape[0]:
+                    return found
+            clock = sc.end[r, i]
+    return found
+
+
+@njit(cache=True, nogil=True)
 def repair(p, st, rng, target, loads):  # type: ignore[no-untyped-def]
-    """Migrate layers off the busiest rank until the work bound is below `target`, or give up."""
+    """Migrate layers off the busiest rank until the work bound is below `target`, or give up; returns it."""
     n = st.size[0]
     now = quick_bound(p, n, st.bounds, st.rank, st.recompute, loads)
     for _ in range(REPAIR):
         if now <= target:
-            return
+            break
         busiest = 0
         for r in range(1, p.num_ranks):
             if loads[r] > loads[busiest]:
@@ -372,6 +513,7 @@ def repair(p, st, rng, target, loads):  # type: ignore[no-untyped-def]
             for k in range(s, e + 1):
                 st.bounds[k] -= by
             quick_bound(p, n, st.bounds, st.rank, st.recompute, loads)
+    return now
 
 
 @njit(cache=True, nogil=True)
@@ -386,31 +528,38 @@ def judge(p, st, margin, cutoff, sc):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def anneal(p, st, best, back, margin, sc, rng, iterations, hot, cold, current, best_ms, may_recompute, structure, log):  # type: ignore[no-untyped-def]
+def anneal(p, st, best, back, margin, sc, rng, iterations, hot, cold, current, best_ms, may_recompute, structure, cap, log):  # type: ignore[no-untyped-def]
     """`iterations` moves of one walker; returns (its step time, the best one's, lines written to `log`).
 
-    `st` walks, `best` keeps the best seen, `back` is scratch. Lines of log: iteration, move, before, after.
+    A structural move must keep the work bound (load and head of the busiest rank) below `cap`: a rank that is full
+    leaves the order of all others without pressure, and the walk would rest there. `st` walks, `best` keeps the best seen, `back` is scratch. Lines of log: iteration, move, before, after.
     """
     lines = 0
     critical = -1
+    balance = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, sc.free)
+    num_hints = 0
+    hints = np.zeros((MAX_HINTS, 6), np.int32)
+    where = np.zeros((2, st.rank.size, p.num_micro_batches), np.int32)
     for i in range(iterations):
         temperature = (hot + (cold - hot) * i / iterations) * best_ms
         copy_state(back, st)
-        move = mutate(p, st, rng, may_recompute, structure, critical)
+        move = mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints)
         while uniform(rng) < 0.25:
-            more = mutate(p, st, rng, may_recompute, structure, critical)
+            more = mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints)
             if move < 0:
                 move = more
         if move < 0:
             copy_state(st, back)
             continue
         cutoff = current - temperature * np.log(max(uniform(rng), 1e-300))
-        if move < 7:
-            repair(p, st, rng, cutoff, sc.free)
-        value = judge(p, st, margin, cutoff, sc)
+        value = np.inf
+        if move >= 7 or repair(p, st, rng, min(cap, cutoff), sc.free) <= max(cap, balance):
+            value = judge(p, st, margin, cutoff, sc)
         if value <= cutoff:
             current = value
             critical = sc.count[p.num_ranks]
+            balance = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, sc.free)
+            num_hints = diagnose(p, st, sc, where, hints)
             if value < best_ms - 1e-9:
                 if lines < log.shape[0]:
                     log[lines, 0] = i

@@ -32,16 +32,17 @@ from octopipe.timeline import Timeline
 from octopipe.tune.anneal import MOVES, PHASE_OF_MOVE, State, anneal, copy_state, judge, make_state
 from octopipe.tune.encode import plan_of
 from octopipe.tune.kernels import Problem, Scratch, make_problem, make_scratch
+from octopipe.tune.lottery import Lottery
 from octopipe.tune.memory import explain_misfit
 from octopipe.tune.result import Callback, Progress, Step
-from octopipe.tune.starts import draw_keys, key_presets, limit_flight, shaped_state, shapes, state_from_plan, usable
+from octopipe.tune.starts import key_presets, limit_flight, shaped_state, shapes, state_from_plan, usable
 
 HOT, COLD = 8e-4, 1e-4
 """Temperatures, as shares of the step time."""
 CHUNK_S = 0.03
 """Seconds between looks at the clock."""
-LOTTERY_SHARE, DRAWS = 0.06, 150
-"""Share of the budget for random keys, and the most draws per shape."""
+LOTTERY_SHARE, MOVES_PER_DRAW = 0.12, 25
+"""Share of the budget for drawn starts; where moves are counted, how many a drawn structure is worth."""
 SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 ROUNDS = ((8, 0.12), (4, 0.15), (2, 0.20), (1, 0.53))
@@ -151,7 +152,7 @@ class BestSearch:
         )
 
     def _starts(self) -> list[Walker]:
-        """Every start: a first plan at once, then systems, then better keys for every shape."""
+        """Every start: a first plan at once, then drawn ones beside the published systems."""
         walkers: list[Walker] = []
         if self.start is not None:
             self._consider_plan(self.start)
@@ -167,35 +168,36 @@ class BestSearch:
                 break
         self.builder = threading.Thread(target=self._build_systems)
         self.builder.start()
-        self._lottery(shaped)
+        shaped += self._lottery()
         self.builder.join(None if self.iterations is not None else max(0.15 * self.budget_s - self.elapsed(), 0.0))
         return walkers + shaped + self._published()
 
-    def _lottery(self, walkers: list[Walker]) -> None:
-        """Draw keys at random for every shape, in parallel, and keep the best."""
+    def _lottery(self) -> list[Walker]:
+        """Draw starts on every core for a while; each core's best become walkers."""
         stop_s = self.elapsed() + LOTTERY_SHARE * self.budget_s
-        lanes = [walkers[k :: self.workers] for k in range(self.workers)]
+        draws = None if self.iterations is None else max(4, int(self.iterations * LOTTERY_SHARE) // MOVES_PER_DRAW)
+        recompute = self.may_recompute and self.best_plan is None
+        keep = 2 * ROUNDS[0][0]
+        lotteries = [
+            Lottery(self.problem, self.max_stages, self.scratches[k], self.margin, (self.seed, k))
+            for k in range(self.workers)
+        ]
 
-        def lane(k: int) -> None:
-            sc = self.scratches[k]
-            trial = make_state(self.problem, self.max_stages)
-            lots = [np.random.default_rng((self.seed, sum(map(ord, w.name)))) for w in lanes[k]]
-            for _ in range(DRAWS):
-                for walker, lot in zip(lanes[k], lots):
-                    if self.iterations is None and (self.elapsed() > stop_s or self.stop.is_set()):
-                        return
-                    copy_state(trial, walker.best)
-                    draw_keys(self.problem, trial, lot)
-                    value = judge(self.problem, trial, self.margin, walker.best_ms, sc)
-                    if value < walker.best_ms:
-                        copy_state(walker.best, trial)
-                        copy_state(walker.state, trial)
-                        walker.best_ms = walker.current_ms = value
+        def lane(lottery: Lottery) -> None:
+            while lottery.draws < draws if draws is not None else self.elapsed() < stop_s:
+                if self.over():
+                    return
+                lottery.draw(keep, recompute)
 
         with ThreadPoolExecutor(self.workers) as pool:
-            list(pool.map(lane, range(self.workers)))
-        for walker in walkers:
-            self._consider(walker)
+            list(pool.map(lane, lotteries))
+        walkers = []
+        for k, lottery in enumerate(lotteries):
+            for i, start in enumerate(lottery.starts):
+                walkers.append(self._walker(f"{start.name} #{k}.{i}", start.state))
+                self._consider(walkers[-1])
+        self.judged += sum(lottery.draws for lottery in lotteries)
+        return walkers
 
     def _build_systems(self) -> None:
         """Plans of the published systems that apply here; runs beside the lottery."""
@@ -341,7 +343,7 @@ class BestSearch:
                 walker.best_ms = walker.current_ms = 1e18
             current, best, lines = anneal(
                 self.problem, walker.state, walker.best, walker.back, self.margin, sc, walker.rng, chunk,
-                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.6, log,
+                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.5, np.inf, log,
             )  # fmt: skip
             took = self.elapsed() - now
             with self.lock:
