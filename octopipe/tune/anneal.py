@@ -528,11 +528,14 @@ def judge(p, st, margin, cutoff, sc):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def anneal(p, st, best, back, margin, sc, rng, iterations, hot, cold, current, best_ms, may_recompute, structure, cap, log):  # type: ignore[no-untyped-def]
+def anneal(
+    p, st, best, back, margin, sc, rng, iterations, hot, cold, current, best_ms, may_recompute, structure, cap, log
+):  # type: ignore[no-untyped-def]
     """`iterations` moves of one walker; returns (its step time, the best one's, lines written to `log`).
 
     A structural move must keep the work bound (load and head of the busiest rank) below `cap`: a rank that is full
-    leaves the order of all others without pressure, and the walk would rest there. `st` walks, `best` keeps the best seen, `back` is scratch. Lines of log: iteration, move, before, after.
+    leaves the order of all others without pressure, and the walk would rest there. `st` walks, `best` keeps the best
+    seen, `back` is scratch. Lines of log: iteration, move, before, after.
     """
     lines = 0
     critical = -1

@@ -35,6 +35,7 @@ from octopipe.tune.kernels import Problem, Scratch, make_problem, make_scratch
 from octopipe.tune.lottery import Lottery
 from octopipe.tune.memory import explain_misfit
 from octopipe.tune.result import Callback, Progress, Step
+from octopipe.tune.robust import CLOSE
 from octopipe.tune.starts import key_presets, limit_flight, shaped_state, shapes, state_from_plan, usable
 
 HOT, COLD = 8e-4, 1e-4
@@ -73,6 +74,8 @@ class Found:
     log: list[Step]
     interrupted: bool
     phase_iterations: dict[str, int] = field(default_factory=dict)
+    finalists: list[Plan] = field(default_factory=list)
+    """Plans that fit and are close to the best; what a robust choice is made from."""
 
 
 class BestSearch:
@@ -131,6 +134,7 @@ class BestSearch:
 
     def run(self) -> Found:
         interrupted = False
+        walkers: list[Walker] = []
         try:
             walkers = self._starts()
             self._rounds(walkers)
@@ -149,6 +153,7 @@ class BestSearch:
             log=self.log,
             interrupted=interrupted or self.stop.is_set(),
             phase_iterations=self.phase_counts,
+            finalists=self._finalists(walkers),
         )
 
     def _starts(self) -> list[Walker]:
@@ -235,9 +240,7 @@ class BestSearch:
         copy_state(best, state)
         number = len(name) * 131 + sum(map(ord, name))
         rng = np.random.default_rng((self.seed, number)).integers(1, 1 << 62, 1).astype(np.uint64)
-        return Walker(
-            name=name, state=state, best=best, back=back, current_ms=value, best_ms=value, rng=rng
-        )
+        return Walker(name=name, state=state, best=best, back=back, current_ms=value, best_ms=value, rng=rng)
 
     def _keyed(self, name: str, state: State) -> Walker:
         """A walker on the best of the preset priorities; with recomputation where nothing fits without."""
@@ -302,7 +305,7 @@ class BestSearch:
         tasks = [pool.submit(lane, k) for k in range(self.workers) if lanes[k]]
         try:
             while True:
-                finished, pending = wait(tasks, timeout=0.2)
+                _, pending = wait(tasks, timeout=0.2)
                 self._report(walkers)
                 if not pending:
                     break
@@ -317,9 +320,7 @@ class BestSearch:
         for walker in walkers:
             self._consider(walker)
 
-    def _walk(
-        self, walker: Walker, sc: Scratch, until_s: float, quota: int | None, hot: float, cold: float
-    ) -> None:
+    def _walk(self, walker: Walker, sc: Scratch, until_s: float, quota: int | None, hot: float, cold: float) -> None:
         """Anneal one walker until the time or its quota of moves is spent."""
         begin = self.elapsed()
         made, chunk = 0, 50 if quota is None else 500
@@ -390,6 +391,19 @@ class BestSearch:
             self.margin += np.where(over > 0, over * 1.01 + 1.0, 0.0)
             walker.current_ms = judge(self.problem, walker.state, self.margin, np.inf, sc)
 
+    def _finalists(self, walkers: list[Walker]) -> list[Plan]:
+        """The best plan and every walker's best that fits and is nearly as fast."""
+        assert self.best_plan is not None
+        plans = [self.best_plan]
+        for walker in walkers:
+            if walker.best_ms <= (1 + CLOSE) * self.best_ms:
+                sc = self.scratches[0]
+                if judge(self.problem, walker.best, self.margin, np.inf, sc) < np.inf:
+                    plan = plan_of(self.problem, self.costs, walker.best, sc)
+                    if plan not in plans and simulate(plan, self.costs).fits:
+                        plans.append(plan)
+        return plans
+
     def _consider_plan(self, plan: Plan) -> None:
         timeline = simulate(plan, self.costs)
         if timeline.fits and timeline.step_ms < self.best_ms:
@@ -415,4 +429,3 @@ class BestSearch:
         )
         if self.progress(seen) is True:
             self.stop.set()
-

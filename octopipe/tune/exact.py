@@ -221,8 +221,10 @@ def _state(cp: Any, costs: CostTable, ranks: int, micro_batches: int, unit_ms: f
 def _ranks_alike(costs: CostTable, ranks: int) -> bool:
     same_links = costs.network.intra == costs.network.inter or costs.network.ranks_per_node >= ranks
     speeds = {costs.slowdown(r) for r in range(ranks)}
-    return len(speeds) == 1 and len({costs.capacity_bytes(r) for r in range(ranks)}) == 1 and (
-        same_links and not costs.network.pairs
+    return (
+        len(speeds) == 1
+        and len({costs.capacity_bytes(r) for r in range(ranks)}) == 1
+        and (same_links and not costs.network.pairs)
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from octopipe.tune.anneal import State, below, copy_state, make_state, pick, uniform
-from octopipe.tune.kernels import KIND_F, KIND_I, KIND_R, KIND_W, Problem, Scratch, extras_end, price, quick_bound
+from octopipe.tune.anneal import below, copy_state, pick, uniform
+from octopipe.tune.kernels import KIND_F, KIND_I, KIND_W, Problem, extras_end, price, quick_bound
 
 ORDER_MOVES = (
     "migrate layers",
@@ -365,7 +365,23 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
 
 @njit(cache=True, nogil=True)
 def anneal_orders(  # type: ignore[no-untyped-def]
-    p, st, orders, best, best_orders, back, back_orders, margin, sc, times, rng, iterations, hot, cold, current, best_ms, log
+    p,
+    st,
+    orders,
+    best,
+    best_orders,
+    back,
+    back_orders,
+    margin,
+    sc,
+    times,
+    rng,
+    iterations,
+    hot,
+    cold,
+    current,
+    best_ms,
+    log,
 ):
     """`iterations` moves on fixed orders; as `anneal`."""
     lines = 0

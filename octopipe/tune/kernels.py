@@ -179,7 +179,7 @@ class Scratch(NamedTuple):
 def make_scratch(problem: Problem, max_stages: int) -> Scratch:
     s, m, r, v = max_stages, problem.num_micro_batches, problem.num_ranks, problem.variants
     ints = np.int32
-    return Scratch(
+    return Scratch(  # type: ignore[call-arg]  # mypy cannot count what the generator gives
         *(np.zeros((s, v)) for _ in range(8)),
         np.zeros(s),
         np.zeros(s),

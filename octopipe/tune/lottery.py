@@ -81,7 +81,13 @@ def use_keys(problem: Problem, st: State, keys: Keys) -> None:
 def draw_ranks(problem: Problem, max_stages: int, lot: np.random.Generator) -> tuple[str, list[int]]:
     """Stages' ranks: rounds over all ranks, up or down, the last one perhaps cut short."""
     ranks = problem.num_ranks
-    stages = int(np.clip(round(ranks * lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8]) + lot.integers(-1, 2) * (lot.random() < 0.4)), 1, max_stages))
+    stages = int(
+        np.clip(
+            round(ranks * lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8]) + lot.integers(-1, 2) * (lot.random() < 0.4)),
+            1,
+            max_stages,
+        )
+    )
     kind = ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
     out: list[int] = []
     while len(out) < stages:
@@ -133,9 +139,9 @@ class Lottery:
         use_keys(self.problem, st, best_keys)
         if all(k is not best_keys for _, k in self.keys):
             self.keys.append((best_ms, best_keys))
-        self.keys = sorted(
-            ((min(v, best_ms) if k is best_keys else v, k) for v, k in self.keys), key=lambda x: x[0]
-        )[:KEYS_KEPT]
+        self.keys = sorted(((min(v, best_ms) if k is best_keys else v, k) for v, k in self.keys), key=lambda x: x[0])[
+            :KEYS_KEPT
+        ]
         self._keep(Start(best_ms, name, st), keep)
 
     def _keep(self, start: Start, keep: int) -> None:

@@ -65,8 +65,8 @@ def _rule(desk: Desk, st: State, lot: random.Random) -> tuple[str, State]:
         return "advance or delay W", changed
     if kind == 3:
         at = lot.choice((A_F, B_F, A_I, B_I, C_I))
-        changed.glob[at] = max(0.05, st.glob[at] * lot.uniform(0.8, 1.25)) if at in (A_F, A_I) else (
-            st.glob[at] + lot.gauss(0.0, 1.0)
+        changed.glob[at] = (
+            max(0.05, st.glob[at] * lot.uniform(0.8, 1.25)) if at in (A_F, A_I) else (st.glob[at] + lot.gauss(0.0, 1.0))
         )
         return "priority of F against I", changed
     if kind == 4:
