@@ -38,6 +38,8 @@ from octopipe.cost import CostTable
 
 Array = NDArray[np.float64]
 _MAX_STATES = 60_000
+_MAX_DEALS = 40_000_000
+"""Steps of one round of dealing (about twenty rounds are made); beyond it the loads bound is the work bound."""
 
 
 class Bound(NamedTuple):
@@ -149,6 +151,10 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> 
     if np.prod(counts[others] + 1.0) > _MAX_STATES:
         return floor
     low = high = max(floor, min(slow) * float(work.max()))
+    states = int(np.prod(counts[others] + 1.0))
+    most_deals = _MAX_DEALS // (states * num_ranks)
+    if _deals(high / min(slow), kinds[others], counts[others] + 1, most_deals) >= most_deals:
+        return floor  # many layers that all differ: the exact answer would take minutes
     while not _dealable(high, heads, slow, kinds, counts, main, others, first):
         low, high = high, high * 1.04
     while high - low > 1e-5 * high:
@@ -257,6 +263,36 @@ def _dealable(
             continue
         most = _deal(most, room, kinds[others], shape, strides, kinds[main])
     return bool(most[-1] >= counts[main])
+
+
+@njit(cache=True, nogil=True)
+def _deals(room, kinds, shape, limit):  # type: ignore[no-untyped-def]
+    """How many mixes of layers fit into one rank's room, counted up to `limit`."""
+    combo = np.zeros(kinds.size, np.int64)
+    count = 0
+    while count < limit:
+        left = room
+        for d in range(kinds.size):
+            left -= combo[d] * kinds[d]
+        d = kinds.size - 1
+        if left >= -1e-9:
+            count += 1
+        else:
+            while d >= 0 and combo[d] == 0:
+                d -= 1
+            if d < 0:
+                return count
+            combo[d] = 0
+            d -= 1
+        while d >= 0:
+            combo[d] += 1
+            if combo[d] < shape[d]:
+                break
+            combo[d] = 0
+            d -= 1
+        if d < 0:
+            return count
+    return count
 
 
 @njit(cache=True, nogil=True)
