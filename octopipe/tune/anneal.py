@@ -20,6 +20,7 @@ from octopipe.tune.kernels import (
     A_I,
     B_F,
     B_I,
+    BANK,
     C_I,
     C_W,
     KIND_F,
@@ -393,7 +394,7 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
         for i in range(m, stop):
             st.wiggle[k, s, i] += by
         return 8
-    k = below(rng, 9)
+    k = below(rng, 10)
     if k == A_F or k == A_I:
         st.glob[k] = max(0.05, st.glob[k] * (1.0 + 0.15 * bell(rng)))
     elif k == B_F or k == B_I or k == C_I:
@@ -402,6 +403,8 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
         st.glob[k] = 0.0 if uniform(rng) < 0.2 else abs(st.glob[k] + 0.01 * bell(rng))
     elif k == RHO:
         st.glob[k] = 1.0 if uniform(rng) < 0.2 else min(1.0, max(0.0, st.glob[k] + 0.2 * bell(rng)))
+    elif k == BANK:
+        st.glob[k] = 0.0 if uniform(rng) < 0.3 else uniform(rng)
     elif k == W_OVER:
         st.glob[k] = 10.0 if uniform(rng) < 0.2 else uniform(rng) * 0.2
     elif k == C_W:

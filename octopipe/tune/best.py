@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octopipe.bounds import loads_bound_ms
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
@@ -31,6 +32,7 @@ from octopipe.simulate import simulate
 from octopipe.timeline import Timeline
 from octopipe.tune.anneal import MOVES, PHASE_OF_MOVE, State, anneal, copy_state, judge, make_state
 from octopipe.tune.encode import plan_of
+from octopipe.tune.follow import ORDER_MOVES, ORDER_PHASES, Polisher
 from octopipe.tune.kernels import Problem, Scratch, make_problem, make_scratch
 from octopipe.tune.lottery import Lottery
 from octopipe.tune.memory import explain_misfit
@@ -46,8 +48,13 @@ LOTTERY_SHARE, MOVES_PER_DRAW = 0.12, 25
 """Share of the budget for drawn starts; where moves are counted, how many a drawn structure is worth."""
 SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
-ROUNDS = ((8, 0.12), (4, 0.15), (2, 0.20), (1, 0.53))
-"""Walkers per core and share of the budget of each round."""
+ROUNDS = ((8, 0.14), (4, 0.16), (2, 0.20), (1, 0.50))
+"""Walkers per core and share of the annealing time of each round."""
+POLISH_SHARE, POLISH_HOT, POLISH_COLD = 0.15, 3e-4, 3e-5
+"""Share of the budget for annealing the survivors' fixed orders, and its temperatures."""
+CAPS = (float("inf"), 0.03, 0.01)
+"""How far above the best possible a walker's busiest rank may be loaded, by walker: a rank that is full leaves
+the others' orders without pressure, and a walk would rest there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +68,7 @@ class Walker:
     current_ms: float
     best_ms: float
     rng: np.ndarray
+    cap_ms: float = float("inf")
     iterations: int = 0
 
 
@@ -106,6 +114,7 @@ class BestSearch:
         self.lower_bound_ms = lower_bound_ms
         layers = self.problem.num_layers
         self.max_stages = min(layers, max(10 * num_ranks, 24, len(start.stages) if start else 0))
+        self.work_ms = loads_bound_ms(costs, num_ranks, num_micro_batches)
         self.margin = np.zeros(num_ranks)
         self.scratches: list[Scratch] = [make_scratch(self.problem, self.max_stages) for _ in range(self.workers)]
         self.log: list[Step] = []
@@ -262,7 +271,7 @@ class BestSearch:
 
     def _rounds(self, walkers: list[Walker]) -> None:
         begin = self.elapsed()
-        left = max(self.budget_s - begin, 0.0)
+        left = max(self.budget_s - begin, 0.0) * (1.0 - POLISH_SHARE)
         done = 0.0
         with ThreadPoolExecutor(self.workers) as pool:
             for per_core, share in ROUNDS:
@@ -271,13 +280,17 @@ class BestSearch:
                 keep = per_core * self.workers
                 self._diversify(walkers, keep)
                 del walkers[keep:]
+                for i, walker in enumerate(walkers):
+                    walker.cap_ms = self.work_ms * (1.0 + CAPS[i // self.workers % len(CAPS)])
                 hot = HOT * (COLD / HOT) ** done
                 cold = HOT * (COLD / HOT) ** (done + share)
                 stop_s = begin + left * (done + share)
                 self._round(pool, walkers, stop_s, share, hot, cold)
                 done += share
                 if self.over():
-                    break
+                    return
+            walkers.sort(key=lambda w: w.best_ms)
+            self._polish(pool, walkers)
 
     def _diversify(self, walkers: list[Walker], keep: int) -> None:
         """Fill up with copies of the best walkers on other random numbers."""
@@ -344,7 +357,7 @@ class BestSearch:
                 walker.best_ms = walker.current_ms = 1e18
             current, best, lines = anneal(
                 self.problem, walker.state, walker.best, walker.back, self.margin, sc, walker.rng, chunk,
-                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.5, np.inf, log,
+                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.5, walker.cap_ms, log,
             )  # fmt: skip
             took = self.elapsed() - now
             with self.lock:
@@ -359,6 +372,59 @@ class BestSearch:
                 chunk = int(min(max(chunk * CHUNK_S / took, 10), 5000))
         if walker.best_ms >= 1e17:
             walker.best_ms = walker.current_ms = float("inf")
+
+    def _polish(self, pool: ThreadPoolExecutor, walkers: list[Walker]) -> None:
+        """Anneal the survivors with their orders fixed, one per core."""
+        # What transfers' buffers take beside what the orders alone say.
+        margin = self.margin + (self._buffers() if self.problem.has_buffers else 0.0)
+        quota = None if self.iterations is None else int(self.iterations * POLISH_SHARE)
+
+        def lane(k: int) -> Polisher | None:
+            walker = walkers[k % len(walkers)]
+            polisher = Polisher(self.problem, self.max_stages, self.scratches[k], margin, (self.seed, k))
+            if not polisher.begin(walker.best):
+                return None
+            begin, made, chunk = self.elapsed(), 0, 200
+            while not self.over() and (quota is None or made < quota):
+                now = self.elapsed()
+                share = made / quota if quota is not None else (now - begin) / max(self.budget_s - begin, 1e-9)
+                lines = polisher.run(chunk, POLISH_HOT * (POLISH_COLD / POLISH_HOT) ** min(share, 1.0))
+                with self.lock:
+                    self.judged += chunk
+                    for i, move, before, after in lines:
+                        if after < self.log_best:
+                            self._note(int(i), ORDER_PHASES[int(move)], ORDER_MOVES[int(move)], before, after)
+                made += chunk
+                if quota is None:
+                    chunk = int(min(max(chunk * CHUNK_S / max(self.elapsed() - now, 1e-6), 10), 20000))
+            return polisher
+
+        tasks = [pool.submit(lane, k) for k in range(self.workers)] if walkers else []
+        interrupted = False
+        while True:
+            try:
+                _, pending = wait(tasks, timeout=0.2)
+                self._report(walkers)
+                if not pending:
+                    break
+            except KeyboardInterrupt:
+                interrupted = True
+                self.stop.set()
+        for task in tasks:
+            polisher = task.result()
+            if polisher is not None and polisher.best_ms < self.best_ms:
+                plan = plan_of(self.problem, self.costs, polisher.best, polisher.best_orders)
+                timeline = simulate(plan, self.costs)
+                if timeline.fits:
+                    self._take(plan, timeline, "fixed orders")
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def _buffers(self) -> np.ndarray:
+        """Peak memory of the best plan less its peak without any tensor between stages, per rank."""
+        assert self.best_plan is not None and self.best_timeline is not None
+        bare = simulate(self.best_plan, self.costs.replace(boundary_bytes=np.zeros(self.costs.num_layers)))
+        return np.maximum(self.best_timeline.peak_bytes - bare.peak_bytes, 0.0) * 1.1
 
     @property
     def log_best(self) -> float:
@@ -414,7 +480,10 @@ class BestSearch:
             return
         if timeline.step_ms < self.log_best:
             self._note(0, "start", name, self.log_best, timeline.step_ms)
+        first = self.best_plan is None
         self.best_plan, self.best_timeline = plan, timeline
+        if first:
+            self._report([])  # a first plan is there within a second or two: say so at once
 
     def _report(self, walkers: list[Walker]) -> None:
         if self.progress is None or self.best_timeline is None:

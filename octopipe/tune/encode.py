@@ -10,11 +10,14 @@ from typing import Any
 from octopipe.cost import CostTable
 from octopipe.plan import KINDS, Op, Plan, Stage
 from octopipe.tune.anneal import State
+from octopipe.tune.follow import Orders
 from octopipe.tune.kernels import Problem, Scratch
 
 
-def plan_of(problem: Problem, costs: CostTable, st: State, sc: Scratch, extra: dict[str, Any] | None = None) -> Plan:
-    """The plan whose orders `schedule` has just written to the scratch."""
+def plan_of(
+    problem: Problem, costs: CostTable, st: State, orders: Scratch | Orders, extra: dict[str, Any] | None = None
+) -> Plan:
+    """The plan of a state with these orders: those `schedule` has just written to a scratch, or others."""
     n = int(st.size[0])
     stages = tuple(
         Stage(
@@ -22,22 +25,22 @@ def plan_of(problem: Problem, costs: CostTable, st: State, sc: Scratch, extra: d
         )
         for s in range(n)
     )
-    max_stages, m = sc.f_ms.shape[0], problem.num_micro_batches
+    max_stages, m = st.rank.size, problem.num_micro_batches
     entry = st.entry.tolist()
-    orders = []
+    rows = []
     for r in range(problem.num_ranks):
         row = []
-        for code in sc.seq[r, : int(sc.length[r])].tolist():
+        for code in orders.seq[r, : int(orders.length[r])].tolist():
             kind, rest = divmod(code, max_stages * m)
             stage, at = divmod(rest, m)
             row.append(Op(stage, KINDS[kind], entry[at]))
-        orders.append(tuple(row))
+        rows.append(tuple(row))
     return Plan(
         model=costs.model,
         num_layers=problem.num_layers,
         num_ranks=problem.num_ranks,
         num_micro_batches=m,
         stages=stages,
-        orders=tuple(orders),
+        orders=tuple(rows),
         extra=extra or {},
     )

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from octopipe.tune.anneal import below, copy_state, pick, uniform
-from octopipe.tune.kernels import KIND_F, KIND_I, KIND_W, Problem, extras_end, price, quick_bound
+from octopipe.tune.anneal import State, below, copy_state, make_state, pick, uniform
+from octopipe.tune.kernels import KIND_F, KIND_I, KIND_W, Problem, Scratch, extras_end, price, quick_bound, schedule
 
 ORDER_MOVES = (
     "migrate layers",
@@ -426,3 +426,43 @@ def anneal_orders(  # type: ignore[no-untyped-def]
             copy_state(st, back)
             copy_orders(orders, back_orders)
     return current, best_ms, lines
+
+
+class Polisher:
+    """One walk over fixed orders and the best it has seen."""
+
+    def __init__(
+        self, problem: Problem, max_stages: int, scratch: Scratch, margin: np.ndarray, seed: tuple[int, ...]
+    ) -> None:
+        self.problem, self.scratch, self.margin = problem, scratch, margin
+        self.state, self.best, self.back = (make_state(problem, max_stages) for _ in range(3))
+        self.orders, self.best_orders, self.back_orders = (make_orders(problem, max_stages) for _ in range(3))
+        self.times = make_times(problem, max_stages)
+        self.rng = np.random.default_rng((*seed, 1)).integers(1, 1 << 62, 1).astype(np.uint64)
+        self.log = np.zeros((64, 4))
+        self.current_ms = self.best_ms = float("inf")
+
+    def begin(self, st: State) -> bool:
+        """Start from the orders that list scheduling gives a state; False where they do not fit."""
+        n = int(st.size[0])
+        schedule(
+            self.problem, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle,
+            self.margin, np.inf, self.scratch,
+        )  # fmt: skip
+        take_orders(self.orders, self.scratch)
+        for to in (self.state, self.best):
+            copy_state(to, st)
+        copy_orders(self.best_orders, self.orders)
+        self.current_ms = self.best_ms = follow(
+            self.problem, self.state, self.orders, self.margin, np.inf, self.scratch
+        )
+        return bool(self.best_ms < np.inf)
+
+    def run(self, iterations: int, temperature: float) -> np.ndarray:
+        """Some moves at one temperature; returns the improvements, a line each."""
+        self.current_ms, self.best_ms, lines = anneal_orders(
+            self.problem, self.state, self.orders, self.best, self.best_orders, self.back, self.back_orders,
+            self.margin, self.scratch, self.times, self.rng, iterations, temperature, temperature,
+            self.current_ms, self.best_ms, self.log,
+        )  # fmt: skip
+        return self.log[:lines].copy()

@@ -26,10 +26,11 @@ from numba import njit
 from octopipe.cost import CostTable
 
 # Positions in the vector of searched numbers. Times are in units of a rank's mean work per micro-batch.
-A_F, B_F, A_I, B_I, C_I, LOOK, RHO, W_OVER, C_W, NUM_GLOBALS = range(10)
+A_F, B_F, A_I, B_I, C_I, LOOK, RHO, W_OVER, C_W, BANK, NUM_GLOBALS = range(11)
 """Key of F: A_F * m + B_F * (share of the forward chain before the stage) + offsets.
 Key of I: C_I + A_I * m + B_I * (share of the backward chain before it) + offsets. Key of W: C_W + m + offset.
-RHO: share of the later stages' activations kept free. W_OVER: how far a W may run into a known arrival."""
+RHO: share of the later stages' activations of one micro-batch kept free; BANK: the same for every micro-batch
+that is on its way through the rank. W_OVER: how far a W may run into a known arrival."""
 
 KIND_F, KIND_R, KIND_I, KIND_W = 0, 1, 2, 3
 """As plan.KINDS."""
@@ -146,6 +147,8 @@ class Scratch(NamedTuple):
     full: Any
     tail: Any
     reserve: Any
+    later: Any
+    """[S]: what the later stages of its rank hold of one micro-batch."""
     key_f: Any
     key_i: Any
     arrive_f: Any
@@ -166,6 +169,8 @@ class Scratch(NamedTuple):
     idle: Any
     used: Any
     left: Any
+    owed: Any
+    """[R]: bytes that micro-batches on their way through the rank will still take."""
     channel: Any
     limit: Any
     done: Any
@@ -184,6 +189,7 @@ def make_scratch(problem: Problem, max_stages: int) -> Scratch:
         np.zeros(s),
         np.zeros(s),
         np.zeros(s),
+        np.zeros(s),
         np.zeros((s, m)),
         np.zeros((s, m)),
         np.zeros(s, ints),
@@ -195,6 +201,7 @@ def make_scratch(problem: Problem, max_stages: int) -> Scratch:
         np.zeros(r),
         np.zeros(r),
         np.zeros(r, np.bool_),
+        np.zeros(r),
         np.zeros(r),
         np.zeros(r),
         np.zeros((r, r)),
@@ -310,10 +317,12 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
         sc.length[r] = 0
         for q in range(ranks):
             sc.channel[r, q] = 0.0
+        sc.owed[r] = 0.0
         later = 0.0
         again = 0.0
         for k in range(sc.count[r] - 1, -1, -1):
             s = sc.on_rank[r, k]
+            sc.later[s] = later
             sc.reserve[s] = later * glob[RHO]
             hold = 0.0
             for v in range(p.variants):
@@ -350,7 +359,9 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
                 at = sc.arrive_f[s, m]
                 if at < inf:
                     key = sc.key_f[s] + glob[A_F] * m + wiggle[0, s, m]
-                    if sc.hold[s, entry[m] * vary] + sc.reserve[s] > room:
+                    hold = sc.hold[s, entry[m] * vary]
+                    owed = sc.owed[r] + (sc.later[s] if k == 0 else -hold)
+                    if hold + max(sc.reserve[s], glob[BANK] * owed) > room:
                         if at <= t and key < blocked_key:
                             blocked_key = key
                     elif at <= t:
@@ -456,6 +467,7 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
             end = t + sc.f_ms[s, v]
             sc.left[r] -= sc.f_ms[s, v]
             sc.used[r] += sc.hold[s, v]
+            sc.owed[r] += sc.later[s] if s == sc.on_rank[r, 0] else -sc.hold[s, v]
             sc.next_f[s] += 1
             remaining -= 1
             if s + 1 < stages:

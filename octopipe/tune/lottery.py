@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octopipe.tune.anneal import State, copy_state, fit_flight, judge, make_state
-from octopipe.tune.kernels import A_F, A_I, B_F, B_I, C_I, C_W, LOOK, NUM_GLOBALS, RHO, W_OVER, Problem, Scratch
+from octopipe.tune.kernels import A_F, A_I, B_F, B_I, BANK, C_I, C_W, LOOK, NUM_GLOBALS, RHO, W_OVER, Problem, Scratch
 from octopipe.tune.starts import NEVER, limit_flight, partition_evenly
 
 KEYS_KEPT = 6
@@ -52,6 +52,7 @@ def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
     glob[RHO] = 1.0 if lot.random() < 0.5 else lot.random()
     glob[W_OVER] = 10.0 if lot.random() < 0.25 else lot.uniform(0, 0.1)
     glob[C_W] = NEVER
+    glob[BANK] = 0.0 if not problem.has_limit or lot.random() < 0.4 else lot.random()
     u = lot.random()
     if not problem.has_limit and u < 0.6:
         return Keys(glob, 0, 0.0, 0.0)
@@ -146,6 +147,8 @@ class Lottery:
 
     def _keep(self, start: Start, keep: int) -> None:
         """Keep the best, at most three of one shape."""
+        if any(s.step_ms == start.step_ms for s in self.starts):
+            return
         alike = [s for s in self.starts if s.name == start.name]
         if len(alike) >= 3:
             worst = max(alike, key=lambda s: s.step_ms)
