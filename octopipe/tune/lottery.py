@@ -122,6 +122,7 @@ class Lottery:
             ranks,
             seed=int(self.lot.integers(1 << 40)),
             even=float(self.lot.choice([1.0, 4.0, 4.0, 16.0])),
+            tilt=float(self.lot.choice([0.0, 0.5, 1.0])),
             rising=bool(self.lot.random() < 0.7),
             iterations=BALANCE,
         )

@@ -54,18 +54,18 @@ def shaped_state(problem: Problem, max_stages: int, num_stages: int, wave: bool,
     """A balanced start of this shape, with neutral keys."""
     st = make_state(problem, max_stages)
     ranks = place(num_stages, problem.num_ranks, wave)
-    partition_evenly(problem, st, ranks, seed=seed, even=4.0, rising=True, iterations=6000)
+    partition_evenly(problem, st, ranks, seed=seed, even=4.0, tilt=1.0, rising=True, iterations=6000)
     neutral_keys(st)
     return st
 
 
 def partition_evenly(
-    problem: Problem, st: State, ranks: list[int], *, seed: int, even: float, rising: bool, iterations: int
+    problem: Problem, st: State, ranks: list[int], *, seed: int, even: float, tilt: float, rising: bool, iterations: int
 ) -> None:
     """Give stages on these ranks their layers: cut at equal work, then annealed on the imbalance.
 
     `even` weighs unequal stages: ranks hand micro-batches on in step where stages take equally long, and of all
-    that was tried this made starts better by most. `rising`: early stages are taken to hold more micro-batches.
+    that was tried this made starts better by most; `tilt` is how much their I counts beside their F. `rising`: early stages are taken to hold more micro-batches.
     """
     layers, num_stages = problem.num_layers, len(ranks)
     share = problem.total / max(problem.total[-1], 1e-300)
@@ -76,7 +76,7 @@ def partition_evenly(
     st.size[0] = num_stages
     st.bounds[: num_stages + 1] = [*bounds, layers]
     st.rank[:num_stages] = ranks
-    balance(problem, st, np.array([seed * 7919 + 88172645463325252], np.uint64), iterations, even, rising)
+    balance(problem, st, np.array([seed * 7919 + 88172645463325252], np.uint64), iterations, even, tilt, rising)
 
 
 def limit_flight(problem: Problem, st: State, slack: float, more: float) -> None:
@@ -93,7 +93,7 @@ def neutral_keys(st: State) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _imbalance(p, st, loads, held, even, rising):  # type: ignore[no-untyped-def]
+def _imbalance(p, st, loads, held, even, tilt, rising):  # type: ignore[no-untyped-def]
     """The work bound, plus what memory exceeds, plus a little for uneven stages.
 
     Memory after Little's law: a stage holds as many micro-batches as pass while one goes from its F to its I.
@@ -108,20 +108,20 @@ def _imbalance(p, st, loads, held, even, rising):  # type: ignore[no-untyped-def
         flight = min(1.0 + LITTLE * way / p.unit if rising else p.num_ranks, p.num_micro_batches)
         hold = p.boundary[0, a] if st.recompute[s] else p.activation[0, z] - p.activation[0, a]
         held[st.rank[s]] += p.static[z] - p.static[a] + hold * flight + p.stash[0, z] - p.stash[0, a]
-        uneven += (p.forward[0, z] - p.forward[0, a] + p.input[0, z] - p.input[0, a]) ** 2
+        uneven += (p.forward[0, z] - p.forward[0, a] + tilt * (p.input[0, z] - p.input[0, a])) ** 2
     for r in range(p.num_ranks):
         if held[r] > p.capacity[r]:
             value *= 1.0 + (held[r] / p.capacity[r] - 1.0) * 0.5
-    whole = p.forward[0, last] + p.input[0, last]
+    whole = p.forward[0, last] + tilt * p.input[0, last]
     return value * (1.0 + even * (np.sqrt(uneven * st.size[0]) / max(whole, 1e-12) - 1.0))
 
 
 @njit(cache=True, nogil=True)
-def balance(p, st, rng, iterations, even, rising):  # type: ignore[no-untyped-def]
+def balance(p, st, rng, iterations, even, tilt, rising):  # type: ignore[no-untyped-def]
     """Anneal the boundaries on the imbalance; stages keep their ranks."""
     loads, held = np.zeros(p.num_ranks), np.zeros(p.num_ranks)
     n = st.size[0]
-    current = _imbalance(p, st, loads, held, even, rising)
+    current = _imbalance(p, st, loads, held, even, tilt, rising)
     best, kept, back = current, st.bounds.copy(), st.bounds.copy()
     for i in range(iterations):
         for s in range(n + 1):
@@ -131,7 +131,7 @@ def balance(p, st, rng, iterations, even, rising):  # type: ignore[no-untyped-de
             moved = (migrate(st, rng) if uniform(rng) < 0.6 else shift(st, rng)) or moved
         if not moved:
             continue
-        value = _imbalance(p, st, loads, held, even, rising)
+        value = _imbalance(p, st, loads, held, even, tilt, rising)
         heat = best * 0.02 * (1.0 - i / iterations) ** 2
         if value <= current - heat * np.log(max(uniform(rng), 1e-300)):
             current = value
