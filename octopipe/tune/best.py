@@ -357,7 +357,8 @@ class BestSearch:
                 walker.best_ms = walker.current_ms = 1e18
             current, best, lines = anneal(
                 self.problem, walker.state, walker.best, walker.back, self.margin, sc, walker.rng, chunk,
-                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.5, walker.cap_ms, log,
+                temperature, temperature, walker.current_ms, walker.best_ms, self.may_recompute, 0.5,
+                walker.cap_ms, log,
             )  # fmt: skip
             took = self.elapsed() - now
             with self.lock:
