@@ -23,13 +23,16 @@ from octopipe.tune.kernels import (
     BANK,
     C_I,
     C_W,
+    KIND_BITS,
     KIND_F,
     KIND_I,
     KIND_R,
     KIND_W,
     LOOK,
+    MASK,
     NUM_GLOBALS,
     RHO,
+    STAGE_BITS,
     W_OVER,
     Problem,
     quick_bound,
@@ -429,23 +432,22 @@ def diagnose(p, st, sc, where, hints):  # type: ignore[no-untyped-def]
     From the op after an idle gap the chain of inputs is followed back to the first one that did not run as soon
     as it could, because its rank ran another F or I first.
     """
-    M, n, stages = p.num_micro_batches, st.size[0], sc.f_ms.shape[0]
+    n = st.size[0]
     vary = 1 if p.variants > 1 else 0
     for r in range(p.num_ranks):
         for i in range(sc.length[r]):
             code = sc.seq[r, i]
-            kind = code // (stages * M)
+            kind = code >> KIND_BITS
             if kind == KIND_F or kind == KIND_I:
-                rest = code % (stages * M)
-                where[0 if kind == KIND_F else 1, rest // M, rest % M] = i
+                where[0 if kind == KIND_F else 1, (code >> STAGE_BITS) & MASK, code & MASK] = i
     found = 0
     for r in range(p.num_ranks):
         clock = 0.0
         for i in range(sc.length[r]):
             code = sc.seq[r, i]
-            kind = code // (stages * M)
-            s = (code % (stages * M)) // M
-            m = code % M
+            kind = code >> KIND_BITS
+            s = (code >> STAGE_BITS) & MASK
+            m = code & MASK
             v = st.entry[m] * vary
             if kind == KIND_W:
                 clock = sc.end[r, i]
@@ -469,12 +471,12 @@ def diagnose(p, st, sc, where, hints):  # type: ignore[no-untyped-def]
                     if began > ready + 1e-9:
                         if j > 0:
                             before = sc.seq[q, j - 1]
-                            other = before // (stages * M)
+                            other = before >> KIND_BITS
                             if other == KIND_F or other == KIND_I:
                                 hints[found, 0], hints[found, 1], hints[found, 2] = kind, s, m
                                 hints[found, 3] = other
-                                hints[found, 4] = (before % (stages * M)) // M
-                                hints[found, 5] = before % M
+                                hints[found, 4] = (before >> STAGE_BITS) & MASK
+                                hints[found, 5] = before & MASK
                                 found += 1
                         break
                 if found == hints.shape[0]:

@@ -11,7 +11,7 @@ from octopipe.cost import CostTable
 from octopipe.plan import KINDS, Op, Plan, Stage
 from octopipe.tune.anneal import State
 from octopipe.tune.follow import Orders
-from octopipe.tune.kernels import Problem, Scratch
+from octopipe.tune.kernels import KIND_BITS, MASK, STAGE_BITS, Problem, Scratch
 
 
 def plan_of(
@@ -25,21 +25,18 @@ def plan_of(
         )
         for s in range(n)
     )
-    max_stages, m = st.rank.size, problem.num_micro_batches
     entry = st.entry.tolist()
     rows = []
     for r in range(problem.num_ranks):
         row = []
         for code in orders.seq[r, : int(orders.length[r])].tolist():
-            kind, rest = divmod(code, max_stages * m)
-            stage, at = divmod(rest, m)
-            row.append(Op(stage, KINDS[kind], entry[at]))
+            row.append(Op((code >> STAGE_BITS) & MASK, KINDS[code >> KIND_BITS], entry[code & MASK]))
         rows.append(tuple(row))
     return Plan(
         model=costs.model,
         num_layers=problem.num_layers,
         num_ranks=problem.num_ranks,
-        num_micro_batches=m,
+        num_micro_batches=problem.num_micro_batches,
         stages=stages,
         orders=tuple(rows),
         extra=extra or {},

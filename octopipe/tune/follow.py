@@ -17,7 +17,20 @@ import numpy as np
 from numba import njit
 
 from octopipe.tune.anneal import State, below, copy_state, make_state, pick, uniform
-from octopipe.tune.kernels import KIND_F, KIND_I, KIND_W, Problem, Scratch, extras_end, price, quick_bound, schedule
+from octopipe.tune.kernels import (
+    KIND_BITS,
+    KIND_F,
+    KIND_I,
+    KIND_W,
+    MASK,
+    STAGE_BITS,
+    Problem,
+    Scratch,
+    extras_end,
+    price,
+    quick_bound,
+    schedule,
+)
 
 ORDER_MOVES = (
     "migrate layers",
@@ -45,6 +58,8 @@ class Times(NamedTuple):
     """[4, S, M]: when each op ends."""
     path: Any
     """[ops, 2]: rank and position of the critical ops, last first."""
+    where: Any
+    """[4, S, M]: the position of each op on its rank."""
     spare: Any
     """[ops]: room for a sequence being rebuilt."""
 
@@ -57,7 +72,10 @@ def make_orders(problem: Problem, max_stages: int) -> Orders:
 def make_times(problem: Problem, max_stages: int) -> Times:
     ops = 4 * max_stages * problem.num_micro_batches
     return Times(
-        np.zeros((4, max_stages, problem.num_micro_batches)), np.zeros((ops, 2), np.int32), np.zeros(ops, np.int32)
+        np.zeros((4, max_stages, problem.num_micro_batches)),
+        np.zeros((ops, 2), np.int32),
+        np.zeros((4, max_stages, problem.num_micro_batches), np.int32),
+        np.zeros(ops, np.int32),
     )
 
 
@@ -85,7 +103,6 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
     """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end."""
     stages = st.size[0]
     ranks, M = p.num_ranks, p.num_micro_batches
-    max_stages = sc.f_ms.shape[0]
     inf = np.inf
     if not price(p, stages, st.bounds, st.rank, st.recompute, margin, sc):
         return inf
@@ -103,7 +120,6 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
         left += orders.length[r]
         for q in range(ranks):
             sc.channel[r, q] = 0.0
-    block = max_stages * M
     while left > 0:
         moved = False
         for r in range(ranks):
@@ -112,9 +128,9 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
             first = i
             while i < orders.length[r]:
                 code = orders.seq[r, i]
-                kind = code // block
-                s = (code % block) // M
-                m = code % M
+                kind = code >> KIND_BITS
+                s = (code >> STAGE_BITS) & MASK
+                m = code & MASK
                 v = st.entry[m] * vary
                 if kind == KIND_F:
                     at = sc.arrive_f[s, m]
@@ -145,7 +161,7 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
                         break
                     if st.recompute[s] and sc.arrive_f[s, m] >= 0.0:
                         # Not restored by an R: only right after its own forward may it do without.
-                        if i == 0 or orders.seq[r, i - 1] != (KIND_F * max_stages + s) * M + m:
+                        if i == 0 or orders.seq[r, i - 1] != (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
                             return inf
                         sc.used[r] += sc.full[s, v] - sc.hold[s, v]
                         if sc.used[r] > sc.limit[r]:
@@ -208,15 +224,14 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def read_times(p, st, orders, sc, times):  # type: ignore[no-untyped-def]
     """After `follow`: every op's end, and the critical path; returns the path's length."""
-    M, max_stages, n = p.num_micro_batches, sc.f_ms.shape[0], st.size[0]
-    block = max_stages * M
+    n = st.size[0]
     vary = 1 if p.variants > 1 else 0
-    where = times.spare
+    where = times.where
     for r in range(p.num_ranks):
         for i in range(orders.length[r]):
             code = orders.seq[r, i]
-            times.end[code // block, (code % block) // M, code % M] = sc.end[r, i]
-            where[code] = i
+            times.end[code >> KIND_BITS, (code >> STAGE_BITS) & MASK, code & MASK] = sc.end[r, i]
+            where[code >> KIND_BITS, (code >> STAGE_BITS) & MASK, code & MASK] = i
     r = sc.count[p.num_ranks]
     i = orders.length[r] - 1
     found = 0
@@ -225,9 +240,9 @@ def read_times(p, st, orders, sc, times):  # type: ignore[no-untyped-def]
         times.path[found, 1] = i
         found += 1
         code = orders.seq[r, i]
-        kind = code // block
-        s = (code % block) // M
-        m = code % M
+        kind = code >> KIND_BITS
+        s = (code >> STAGE_BITS) & MASK
+        m = code & MASK
         v = st.entry[m] * vary
         ms = sc.w_ms[s, v]
         if kind == KIND_I:
@@ -245,7 +260,7 @@ def read_times(p, st, orders, sc, times):  # type: ignore[no-untyped-def]
         else:
             break
         r = st.rank[s]
-        i = where[(kind * max_stages + s) * M + m]
+        i = where[kind, s, m]
     return found
 
 
@@ -263,16 +278,14 @@ def jump(orders, r, at, to):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def move_stage(p, st, orders, times, max_stages, s, to):  # type: ignore[no-untyped-def]
+def move_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
     """Move a stage to another rank; its ops are merged into that rank's sequence by their present ends."""
-    M = p.num_micro_batches
-    block = max_stages * M
     of = st.rank[s]
     kept = 0
     moved = 0
     for i in range(orders.length[of]):
         code = orders.seq[of, i]
-        if (code % block) // M == s:
+        if (code >> STAGE_BITS) & MASK == s:
             times.spare[moved] = code
             moved += 1
         else:
@@ -284,10 +297,10 @@ def move_stage(p, st, orders, times, max_stages, s, to):  # type: ignore[no-unty
     i, j, k = n - 1, moved - 1, n + moved - 1
     while j >= 0:
         b = times.spare[j]
-        late = times.end[b // block, (b % block) // M, b % M]
+        late = times.end[b >> KIND_BITS, (b >> STAGE_BITS) & MASK, b & MASK]
         if i >= 0:
             a = orders.seq[to, i]
-            if times.end[a // block, (a % block) // M, a % M] > late:
+            if times.end[a >> KIND_BITS, (a >> STAGE_BITS) & MASK, a & MASK] > late:
                 orders.seq[to, k] = a
                 i -= 1
                 k -= 1
@@ -303,9 +316,6 @@ def move_stage(p, st, orders, times, max_stages, s, to):  # type: ignore[no-unty
 def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped-def]
     """One random move in place; returns its number in ORDER_MOVES, or -1."""
     n = st.size[0]
-    M = p.num_micro_batches
-    max_stages = times.end.shape[1]
-    block = max_stages * M
     u = uniform(rng)
     if u < 0.30:
         s = pick(st, rng, critical) + below(rng, 2)
@@ -326,14 +336,14 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
             to = below(rng, p.num_ranks)
             if to == st.rank[s]:
                 return -1
-            move_stage(p, st, orders, times, max_stages, s, to)
+            move_stage(st, orders, times, s, to)
             return 5
         e = below(rng, n)
         a, b = st.rank[s], st.rank[e]
         if a == b:
             return -1
-        move_stage(p, st, orders, times, max_stages, s, b)
-        move_stage(p, st, orders, times, max_stages, e, a)
+        move_stage(st, orders, times, s, b)
+        move_stage(st, orders, times, e, a)
         return 6
     if u < 0.85 and path > 1:
         # A critical op before the op that ran just before it.
@@ -351,7 +361,7 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
     if length < 2:
         return -1
     i = below(rng, length)
-    kind = orders.seq[r, i] // block
+    kind = orders.seq[r, i] >> KIND_BITS
     if kind == KIND_W:
         to = i + below(rng, 40) - 20
     else:

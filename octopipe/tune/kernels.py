@@ -24,6 +24,7 @@ import numpy as np
 from numba import njit
 
 from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
 
 # Positions in the vector of searched numbers. Times are in units of a rank's mean work per micro-batch.
 A_F, B_F, A_I, B_I, C_I, LOOK, RHO, W_OVER, C_W, BANK, NUM_GLOBALS = range(11)
@@ -34,6 +35,8 @@ that is on its way through the rank. W_OVER: how far a W may run into a known ar
 
 KIND_F, KIND_R, KIND_I, KIND_W = 0, 1, 2, 3
 """As plan.KINDS."""
+KIND_BITS, STAGE_BITS, MASK = 28, 14, (1 << 14) - 1
+"""An op packed into 32 bits: kind << 28 | stage << 14 | micro-batch."""
 
 
 class Problem(NamedTuple):
@@ -81,6 +84,10 @@ class Problem(NamedTuple):
 def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Problem:
     """The arrays of a setting."""
     layers = costs.num_layers
+    if max(num_micro_batches, layers) > MASK:
+        raise OctoPipeError(
+            f"{num_micro_batches} micro-batches over {layers} layers; the tuner takes at most {MASK} of either"
+        )
     factor = costs.micro_batch_factor
     size = np.ones((1, layers)) if factor is None else factor[:num_micro_batches]
 
@@ -175,7 +182,7 @@ class Scratch(NamedTuple):
     limit: Any
     done: Any
     seq: Any
-    """[R, ops]: kind, stage and micro-batch packed as (kind * S_max + stage) * M + m."""
+    """[R, ops]: kind, stage and micro-batch, packed."""
     length: Any
     end: Any
     """[R, ops]: when each op of seq ends."""
@@ -188,8 +195,8 @@ def make_scratch(problem: Problem, max_stages: int) -> Scratch:
         *(np.zeros((s, v)) for _ in range(8)),
         np.zeros(s),
         np.zeros(s),
-        np.zeros(s),
-        np.zeros(s),
+        np.zeros((s, m)),
+        np.zeros((s, m)),
         np.zeros((s, m)),
         np.zeros((s, m)),
         np.zeros(s, ints),
@@ -292,15 +299,14 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
     """Build orders and return their step time; infinite on deadlock or as soon as it must exceed `cutoff`."""
     ranks, M = p.num_ranks, p.num_micro_batches
     inf = np.inf
-    max_stages = sc.f_ms.shape[0]
     if not price(p, stages, bounds, rank, recompute, margin, sc):
         return inf
     whole_f = p.forward[0, p.num_layers]
     whole_i = max(p.input[0, p.num_layers], 1e-12)
     vary = 1 if p.variants > 1 else 0
     for s in range(stages):
-        sc.key_f[s] = glob[B_F] * p.forward[0, bounds[s]] / max(whole_f, 1e-12) + offset[0, s]
-        sc.key_i[s] = glob[C_I] + glob[B_I] * (1.0 - p.input[0, bounds[s + 1]] / whole_i) + offset[1, s]
+        key_f = glob[B_F] * p.forward[0, bounds[s]] / max(whole_f, 1e-12) + offset[0, s]
+        key_i = glob[C_I] + glob[B_I] * (1.0 - p.input[0, bounds[s + 1]] / whole_i) + offset[1, s]
         sc.next_f[s] = 0
         sc.next_i[s] = 0
         sc.next_w[s] = 0
@@ -308,6 +314,8 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
         for m in range(M):
             sc.arrive_f[s, m] = inf
             sc.arrive_i[s, m] = inf
+            sc.key_f[s, m] = key_f + glob[A_F] * m + wiggle[0, s, m]
+            sc.key_i[s, m] = key_i + glob[A_I] * m + wiggle[1, s, m]
     for m in range(M):
         sc.arrive_f[0, m] = 0.0
     for r in range(ranks):
@@ -358,7 +366,7 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
             if m < M and m - sc.next_i[s] < flight[s]:
                 at = sc.arrive_f[s, m]
                 if at < inf:
-                    key = sc.key_f[s] + glob[A_F] * m + wiggle[0, s, m]
+                    key = sc.key_f[s, m]
                     hold = sc.hold[s, entry[m] * vary]
                     owed = sc.owed[r] + (sc.later[s] if k == 0 else -hold)
                     if hold + max(sc.reserve[s], glob[BANK] * owed) > room:
@@ -376,7 +384,7 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
             if m < sc.next_f[s]:
                 at = sc.arrive_i[s, m]
                 if at < inf:
-                    key = sc.key_i[s] + glob[A_I] * m + wiggle[1, s, m]
+                    key = sc.key_i[s, m]
                     if at <= t:
                         if key < ready_key:
                             ready_key, ready_s, ready_kind = key, s, KIND_I
@@ -453,8 +461,8 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
         if kind == KIND_I and recompute[s] and sc.next_r[s] == m:
             # R right before its I, unless the forward was the very last thing this rank ran.
             last = sc.seq[r, n - 1] if n > 0 else -1
-            if last != (KIND_F * max_stages + s) * M + m:
-                sc.seq[r, n] = (KIND_R * max_stages + s) * M + m
+            if last != (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
+                sc.seq[r, n] = (KIND_R << KIND_BITS) | (s << STAGE_BITS) | m
                 t += sc.f_ms[s, v]
                 sc.end[r, n] = t
                 n += 1
@@ -462,7 +470,7 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
                     sc.left[r] -= sc.f_ms[s, v]
             sc.used[r] += sc.full[s, v] - sc.hold[s, v]
             sc.next_r[s] += 1
-        sc.seq[r, n] = (kind * max_stages + s) * M + m
+        sc.seq[r, n] = (kind << KIND_BITS) | (s << STAGE_BITS) | m
         if kind == KIND_F:
             end = t + sc.f_ms[s, v]
             sc.left[r] -= sc.f_ms[s, v]
