@@ -65,7 +65,8 @@ def partition_evenly(
     """Give stages on these ranks their layers: cut at equal work, then annealed on the imbalance.
 
     `even` weighs unequal stages: ranks hand micro-batches on in step where stages take equally long, and of all
-    that was tried this made starts better by most; `tilt` is how much their I counts beside their F. `rising`: early stages are taken to hold more micro-batches.
+    that was tried this made starts better by most; `tilt` is how much their I counts beside their F. `rising`: early
+    stages are taken to hold more micro-batches.
     """
     layers, num_stages = problem.num_layers, len(ranks)
     share = problem.total / max(problem.total[-1], 1e-300)
