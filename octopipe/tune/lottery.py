@@ -52,7 +52,7 @@ def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
     glob[RHO] = 1.0 if lot.random() < 0.5 else lot.random()
     glob[W_OVER] = 10.0 if lot.random() < 0.25 else lot.uniform(0, 0.1)
     glob[C_W] = NEVER
-    glob[BANK] = 0.0 if not problem.has_limit or lot.random() < 0.4 else lot.random()
+    glob[BANK] = 0.0 if not problem.has_limit or lot.random() < 0.85 else lot.random()
     u = lot.random()
     if not problem.has_limit and u < 0.6:
         return Keys(glob, 0, 0.0, 0.0)
