@@ -25,7 +25,7 @@ from octopipe.runtime.board import Board
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.rng import micro_batch_seed
 from octopipe.runtime.slots import RECEIVE, SEND, RankProgram, Step
-from octopipe.runtime.stage import Stage, StageRun
+from octopipe.runtime.stage import Stage, StageRun, rng_kept
 from octopipe.runtime.transports.base import TransferError, Transport
 
 F, R, I, W, B = range(5)
@@ -126,7 +126,7 @@ class Executor:
     ) -> dict[int, Tensor]:
         """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here."""
         losses: dict[int, Tensor] = {}
-        with self._reporting():
+        with self._reporting(), nullcontext() if self._seed is None else rng_kept():
             self.transport.begin_step()
             self.recorder.begin_step()
             self._walk(micro_batches, targets, step, loss_scale / self.program.plan.num_micro_batches, losses)
@@ -144,7 +144,7 @@ class Executor:
         losses: dict[int, Tensor] = {}
         sent: list[Any] = []
         transport, autocast = self.transport, self._autocast or nullcontext
-        with self._reporting():
+        with self._reporting(), nullcontext() if self._seed is None else rng_kept():
             transport.begin_step()
             for ins in self.program.steps:
                 self.at = ins

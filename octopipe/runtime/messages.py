@@ -10,6 +10,7 @@ header: it holds one gradient per tensor of the forward message that asked for o
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from typing import Any, NamedTuple
 
@@ -33,20 +34,24 @@ class Leaf(NamedTuple):
     wanted: bool
     """Whether its sender takes a gradient for it."""
     nbytes: int
+    padded: int
+    """`nbytes` rounded up, so that tensors inside a header are aligned."""
 
 
 class Spec:
     """The form of a value: its nesting and its tensors. Equal forms share one object on each rank."""
 
     __slots__ = (
-        "bare", "constants", "header", "inline", "leaves", "long", "message_bytes", "nbytes", "offset", "skeleton",
-        "text", "wanted",
+        "asking", "bare", "constants", "header", "inline", "leaves", "long", "message_bytes", "nbytes", "offset",
+        "skeleton", "text", "wanted",
     )  # fmt: skip
 
     def __init__(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]):
         self.skeleton = skeleton
         """The value with every leaf replaced: True for a tensor, False for a constant."""
         self.leaves, self.constants = leaves, constants
+        self.asking = tuple(x for x in leaves if x.wanted)
+        """The tensors whose gradients come back."""
         self.bare = skeleton is True
         flags: list[bool] = []
         flatten(skeleton, flags)
@@ -60,7 +65,7 @@ class Spec:
             raise OctoPipeError(f"a stage's output holds something that cannot be sent: {error}") from None
         self.nbytes = sum(x.nbytes for x in leaves)
         self.offset = -(-(FIXED_BYTES + len(self.text)) // 16) * 16
-        size = sum(-(-x.nbytes // 16) * 16 for x in leaves)
+        size = sum(x.padded for x in leaves)
         self.inline = self.offset + size <= HEAD_BYTES
         """Whether the tensors ride inside the header message, from `offset` on, each padded to 16 bytes."""
         self.message_bytes = self.offset + size
@@ -79,11 +84,6 @@ class Spec:
         it, constants = iter(tensors), iter(self.constants)
         return rebuild(self.skeleton, (next(it) if flag else next(constants) for flag in flags))
 
-    @property
-    def asking(self) -> list[Leaf]:
-        """The tensors whose gradients come back."""
-        return [x for x in self.leaves if x.wanted]
-
 
 class Specs:
     """The forms this rank has met, by key when sending and by digest when receiving."""
@@ -99,8 +99,7 @@ class Specs:
             key: Any = (value.shape, value.dtype, need)
             spec = self._by_key.get(key)
             if spec is None:
-                leaf = Leaf(tuple(value.shape), value.dtype, need, value.nbytes)
-                spec = self._by_key[key] = Spec(True, (leaf,), ())
+                spec = self._by_key[key] = Spec(True, (_leaf(tuple(value.shape), value.dtype, need),), ())
             return spec, [value]
         flat: list[Any] = []
         flatten(value, flat)
@@ -108,9 +107,7 @@ class Specs:
         if needs is None:
             needs = [flag and x.is_floating_point() for flag, x in zip(flags, flat)]
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        leaves = tuple(
-            Leaf(tuple(x.shape), x.dtype, need, x.nbytes) for x, flag, need in zip(flat, flags, needs) if flag
-        )
+        leaves = tuple(_leaf(tuple(x.shape), x.dtype, need) for x, flag, need in zip(flat, flags, needs) if flag)
         constants = tuple(x for x, flag in zip(flat, flags) if not flag)
         skeleton = rebuild(value, iter(flags))
         return self._find(skeleton, leaves, constants), tensors
@@ -136,7 +133,7 @@ class Specs:
             if text is None:
                 text = head[FIXED_BYTES : FIXED_BYTES + length]
             skeleton, leaves, constants = pickle.loads(text)
-            made = tuple(_leaf(shape, dtype, wanted) for shape, dtype, wanted in leaves)
+            made = tuple(_leaf(shape, getattr(torch, dtype), wanted) for shape, dtype, wanted in leaves)
             if len(self._by_digest) > 4096:
                 self._by_digest.clear()
             spec = self._by_digest[digest] = Spec(skeleton, made, constants)
@@ -148,12 +145,9 @@ def text_bytes(head: bytes) -> int:
     return int.from_bytes(head[:8], "little")
 
 
-def _leaf(shape: tuple[int, ...], dtype: str, wanted: bool) -> Leaf:
-    kind: torch.dtype = getattr(torch, dtype)
-    count = 1
-    for n in shape:
-        count *= n
-    return Leaf(shape, kind, wanted, count * kind.itemsize)
+def _leaf(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Leaf:
+    nbytes = math.prod(shape) * dtype.itemsize
+    return Leaf(shape, dtype, wanted, nbytes, -(-nbytes // 16) * 16)
 
 
 def _frozen(skeleton: Any) -> Any:

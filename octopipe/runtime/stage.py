@@ -30,16 +30,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from octopipe.errors import OctoPipeError
 from octopipe.runtime.wgrad import SplitMode, WeightQueue
 
 _NOTHING = nullcontext()
+_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+"""What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
 
 
 def _grad_mode(enabled: bool) -> Any:
     return _NOTHING if torch.is_grad_enabled() == enabled else torch.set_grad_enabled(enabled)
+
+
+def _backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+    if _run_backward is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        _run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _edge(tensor: Tensor) -> Any:
+    """Where the tensor's gradient enters the graph; keeps the graph, not the tensor, alive."""
+    node = tensor.grad_fn
+    # A node of a Function written in Python does not own its graph: torch's own way takes care of that.
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 def flatten(value: Any, leaves: list[Any]) -> None:
@@ -105,8 +123,9 @@ class Stage:
     ) -> StageRun:
         """F of one micro-batch. `then` (the loss, say) is applied to the last value, inside the graph.
 
-        `seed` makes random draws depend on it and the layer's index alone, and leaves the global generators
-        as they were. `input_grad` says leaf by leaf which inputs want a gradient (default: floating ones).
+        `seed` makes random draws depend on it and the layer's index alone; the caller restores the global
+        generators when it wants to (`rng_kept`). `input_grad` says leaf by leaf which inputs want a gradient
+        (default: floating ones).
         """
         run = StageRun(self, inputs, then, seed, input_grad)
         run._forward(grad=not recompute)
@@ -156,16 +175,21 @@ class StageRun:
         self._edges: list[Any] | None = None
         self._likes: list[Any] = []
         self._rng: Any = None
-        leaves: list[Any] = []
-        flatten(inputs, leaves)
-        if input_grad is None:
-            wanted = [stage.input_grad and isinstance(t, Tensor) and t.is_floating_point() for t in leaves]
-        else:
-            wanted = list(input_grad)
         # Cut from the neighbour's graph: our leaves share its memory but not its history.
-        self._leaves: list[Any] = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+        if isinstance(inputs, Tensor):  # most values are one tensor
+            self._inputs: Any = inputs.detach()
+            self._leaves: list[Any] = [self._inputs]
+            wanted = [stage.input_grad and inputs.is_floating_point()] if input_grad is None else list(input_grad)
+        else:
+            leaves: list[Any] = []
+            flatten(inputs, leaves)
+            if input_grad is None:
+                wanted = [stage.input_grad and isinstance(t, Tensor) and t.is_floating_point() for t in leaves]
+            else:
+                wanted = list(input_grad)
+            self._leaves = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+            self._inputs = rebuild(inputs, iter(self._leaves))
         self._wanted = wanted
-        self._inputs = self._leaves[0] if inputs is leaves[0] else rebuild(inputs, iter(self._leaves))
         self.outputs: Any = None
         """What the last module (or `then`) returned, cut from the graph; set to None once passed on."""
         self.outputs_need_grad: list[bool] = []
@@ -178,24 +202,32 @@ class StageRun:
                     leaf.requires_grad_()
         mode, stage = self._mode, self._stage
         mode.queue = self._queue
-        if self._seed is None:
-            if not grad:
-                self._rng = _rng_state()
-            with _grad_mode(grad), mode if grad else _NOTHING:
-                value = stage._call(self._inputs, self._then, None)
+        if self._seed is None and not grad:
+            self._rng = _rng_state()
+        with _grad_mode(grad), mode if grad else _NOTHING:
+            value = stage._call(self._inputs, self._then, self._seed)
+        if isinstance(value, Tensor):
+            if grad:
+                need = value.requires_grad
+                self.outputs_need_grad = [need]
+                self._edges = [_edge(value) if need else None]
+                self._likes = [(value.shape, value.dtype, value.device) if need else None]
+            self.outputs = value.detach()
         else:
-            with _rng_kept(), _grad_mode(grad), mode if grad else _NOTHING:
-                value = stage._call(self._inputs, self._then, self._seed)
+            self._cut(value, grad)
+        if grad and True not in self._wanted:
+            self._leaves, self._inputs = [], None  # the graph holds what it needs
+
+    def _cut(self, value: Any, grad: bool) -> None:
+        """The outputs, and the edges to their graph, of a value that is more than one tensor."""
         leaves: list[Any] = []
         flatten(value, leaves)
         if grad:
             self.outputs_need_grad = need = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
-            self._edges = [get_gradient_edge(t) if n else None for t, n in zip(leaves, need)]
+            self._edges = [_edge(t) if n else None for t, n in zip(leaves, need)]
             self._likes = [(t.shape, t.dtype, t.device) if n else None for t, n in zip(leaves, need)]
-            if self._wanted.count(True) == 0:
-                self._leaves, self._inputs = [], None  # the graph holds what it needs
         cut = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-        self.outputs = cut[0] if value is leaves[0] else rebuild(value, iter(cut))
+        self.outputs = rebuild(value, iter(cut))
 
     def recompute(self) -> None:
         """R: build the graph that F with `recompute=True` did not keep."""
@@ -204,7 +236,7 @@ class StageRun:
         if self._rng is None:
             self._forward(grad=True)
         else:
-            with _rng_kept():
+            with rng_kept():
                 _set_rng_state(self._rng)
                 self._forward(grad=True)
         self._rng = self.outputs = None  # the next stage has had them
@@ -231,24 +263,30 @@ class StageRun:
         edges = self._edges
         if edges is None:
             raise OctoPipeError("backward of a run without a graph: run R first, and I or B only once")
-        leaves: list[Any] = []
+        leaves: list[Any]
         if grads is None:
             leaves = [None if like is None else _one(*like) for like in self._likes]
         else:
+            leaves = []
             flatten(grads, leaves)
         self._edges = None
-        pairs = [(e, g) for e, g in zip(edges, leaves, strict=True) if e is not None and g is not None]
-        del edges
-        if pairs:
-            roots, seeds = zip(*pairs)
+        if len(edges) == len(leaves) == 1:
+            roots, seeds = tuple(edges), tuple(leaves)
+            if roots[0] is None or seeds[0] is None:
+                roots = seeds = ()
+        else:
+            pairs = [(e, g) for e, g in zip(edges, leaves, strict=True) if e is not None and g is not None]
+            roots, seeds = tuple(e for e, _ in pairs), tuple(g for _, g in pairs)
             del pairs
+        del edges, leaves, grads
+        if roots:
             if self._queue.reruns:
                 self._mode.queue = self._queue
                 with self._mode:
-                    torch.autograd.backward(roots, seeds)
+                    _backward(roots, seeds)
             else:
-                torch.autograd.backward(roots, seeds)
-            del roots, seeds
+                _backward(roots, seeds)
+        del roots, seeds
         inputs, self._leaves, self._inputs = self._leaves, [], None
         self.outputs = self._then = None
         result: list[Tensor | None] = []
@@ -290,7 +328,8 @@ def _set_rng_state(states: list[tuple[torch.Generator, Tensor]]) -> None:
 
 
 @contextmanager
-def _rng_kept() -> Iterator[None]:
+def rng_kept() -> Iterator[None]:
+    """Leaves the global generators as they were."""
     states = _rng_state()
     try:
         yield

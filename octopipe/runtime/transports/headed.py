@@ -37,7 +37,7 @@ class End:
     """What the transport keeps for one slot."""
 
     __slots__ = (
-        "bodies", "expected", "head", "head_view", "memory", "pointer", "seen", "spec", "tag", "works",
+        "bodies", "expected", "head", "memory", "message", "pointer", "room", "seen", "spec", "tag", "works",
     )  # fmt: skip
 
     def __init__(self, slot: Slot):
@@ -51,7 +51,9 @@ class End:
         self.seen = b""
         if slot.forward:
             self.head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
-            self.head_view = self.head
+            self.room = [self.head]
+            self.message = self.room
+            """The part of `head` that is sent."""
             self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
             self.pointer = self.head.data_ptr()
 
@@ -115,17 +117,16 @@ class HeadedTransport(Transport):
         if spec is not end.spec:
             end.spec = spec
             end.memory[: len(spec.header)] = spec.header
-            end.head_view = end.head[: spec.message_bytes if inline else len(spec.header)]
+            end.message = [end.head[: spec.message_bytes if inline else len(spec.header)]]
         if inline:
             at = end.pointer + spec.offset
-            for tensor in tensors:
-                tensor = tensor.contiguous()
-                size = tensor.nbytes
-                ctypes.memmove(at, tensor.data_ptr(), size)
-                at += -(-size // 16) * 16
-        works = end.works
+            for tensor, leaf in zip(tensors, spec.leaves):
+                if not tensor.is_contiguous():
+                    tensor = tensor.contiguous()
+                ctypes.memmove(at, tensor.data_ptr(), leaf.nbytes)
+                at += leaf.padded
         try:
-            works.append(self.control.send([end.head_view], slot.peer, end.tag + 1))
+            end.works.append(self.control.send(end.message, slot.peer, end.tag + 1))
             if not inline or end.expected:
                 self._send_bodies(slot, spec, () if inline else spec.leaves, tensors)
         except RuntimeError as error:
@@ -185,7 +186,7 @@ class HeadedTransport(Transport):
         slot.posted = True
         try:
             if slot.forward:
-                end.works.append(self.control.recv([end.head], slot.peer, end.tag + 1))
+                end.works.append(self.control.recv(end.room, slot.peer, end.tag + 1))
                 leaves: Sequence[Leaf] = end.expected
             else:
                 leaves = slot.cell.sent.asking
@@ -205,7 +206,7 @@ class HeadedTransport(Transport):
     def take_forward(self, slot: Slot) -> tuple[Any, Spec]:
         end: End = slot.state
         works = end.works
-        self._wait(slot, works[:1])
+        self._wait(slot, works if len(works) == 1 else works[:1])
         fixed = end.memory[:FIXED_BYTES].tobytes()
         if fixed == end.seen and end.spec is not None and not end.spec.long:
             spec = end.spec
@@ -222,7 +223,7 @@ class HeadedTransport(Transport):
                 tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
                 ctypes.memmove(tensor.data_ptr(), at, leaf.nbytes)
                 tensors.append(tensor)
-                at += -(-leaf.nbytes // 16) * 16
+                at += leaf.padded
         else:
             self._wait(slot, works[1:])
             if spec.leaves and _same(end.expected, spec.leaves):
@@ -251,7 +252,8 @@ class HeadedTransport(Transport):
         end.works.clear()
         tensors, end.bodies = end.bodies, []
         slot.posted = False
-        return spread(slot.cell.sent.wanted, tensors)
+        sent = slot.cell.sent
+        return tensors if sent.bare and tensors else spread(sent.wanted, tensors)  # type: ignore[return-value]
 
     def _wait(self, slot: Slot, works: list[Any]) -> None:
         self.waiting = slot
