@@ -1,7 +1,9 @@
 """Predicted against measured on CPU ranks: `python benchmarks/bench_cpu_validate.py [--nproc 2]`.
 
-Profiles a small hybrid with all ranks at work, makes a plan per system and a tuned one, runs each for real over
-gloo and compares. Needs a machine whose cores are free: one core per rank at least, and nothing else running.
+Profiles a small hybrid and a small LLaMA with all ranks at work, makes a plan per system and a tuned one, runs each
+for real over gloo and compares. One thread per rank, each on a core of its own. The machine's speed drifts, so layers,
+the rehearsal (GPipe, which is not among the plans) and one step of every plan are timed in turns, round after round;
+medians over rounds are compared. Needs free cores, one per rank.
 """
 
 from __future__ import annotations
@@ -15,94 +17,78 @@ from typing import Any
 from bench_gpu import SYSTEMS, models, tables
 
 from octopipe.runtime.ranks import run_ranks
+from octopipe.runtime.trial import STEADY_MEMORY
 
 
 def task(rank: int, nproc: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Per plan, some rounds of: profile, run, profile; a machine's speed drifts, so the two profiles are averaged."""
+    """All models, on every rank."""
     import torch.distributed as dist
 
-    from octopipe.errors import OctoPipeError
-    from octopipe.profile_file import Profile
-    from octopipe.runtime.trial import Trial, Workload, fidelity, profile_workload, run_plan
+    from octopipe.runtime.trial import Workload, fidelity, profile_workload, side_by_side
     from octopipe.runtime.world import World
-    from octopipe.systems import build_plan
-    from octopipe.tune import tune
 
+    os.sched_setaffinity(0, {args.cores[rank % len(args.cores)]})
     world = World.make(None, None, None)
     rows = []
-
-    def measured(work: Workload) -> Profile:
-        return profile_workload(work, world, repeats=args.repeats, warm_up=1, state_factor=0.0)
-
     for model, spec in models(small=True).items():
         work = Workload(spec=spec, tokens=args.tokens)
-        profile = measured(work)
+        profile = profile_workload(work, world, repeats=5, state_factor=0.0)
         for m in args.micro_batches:
-            for name in (*SYSTEMS, "tuned"):
-                box: list[Any] = [None]
+            box: list[Any] = [plans(profile, nproc, m, args) if rank == 0 else None]
+            dist.broadcast_object_list(box, src=0)
+            fresh, trials = side_by_side(work, box[0], world, profile, rounds=args.rounds, warm_up=3)
+            for name, trial in trials.items():
+                found = fidelity(box[0][name], fresh, trial)
+                row = {"model": model, "name": name, "micro_batches": m, "spread": trial.spread, **found.summary()}
+                rows.append({**row, "steps_ms": trial.steps_ms, "gap_ms": fresh.op_overhead_ms})
                 if rank == 0:
-                    try:
-                        if name == "tuned":
-                            box = [tune(profile.costs, nproc, m, budget_s=args.tune_s, recompute=False).plan]
-                        else:
-                            box = [build_plan(name, profile.costs, nproc, m)]
-                    except OctoPipeError as error:
-                        print(f"{model} {m} {name}: {error}")
-                dist.broadcast_object_list(box, src=0)
-                plan = box[0]
-                if plan is None:
-                    continue
-                rounds: list[tuple[Profile, Trial]] = []
-                for _ in range(args.rounds):
-                    before = measured(work)
-                    trial = run_plan(work, plan, world, before, steps=args.steps, warm_up=1)
-                    profile = measured(work)
-                    rounds.append((_mean(before, profile), trial))
-                found = sorted((fidelity(plan, p, t) for p, t in rounds), key=lambda f: f.step_error)
-                middle = found[len(found) // 2]
-                spread = max(f.step_error for f in found) - min(f.step_error for f in found)
-                rows.append({"model": model, "name": name, "micro_batches": m, "spread": spread, **middle.summary()})
-                if rank == 0:
-                    each = ", ".join(f"{100 * f.step_error:+.1f} %" for f in found)
                     print(
-                        f"{model} {m} {name}: measured {middle.measured_ms:.1f} predicted {middle.predicted_ms:.1f} "
-                        f"({100 * middle.step_error:+.1f} %; rounds {each})",
+                        f"{model} {m} {name}: measured {found.measured_ms:.1f} predicted {found.predicted_ms:.1f} "
+                        f"({100 * found.step_error:+.1f} %; spread of steps {100 * trial.spread:.0f} %) "
+                        f"kinds { ({k: round(100 * v, 1) for k, v in found.kind_error.items()}) }",
                         flush=True,
                     )
+            if rank == 0:
+                about = fresh.about
+                print(f"{model}: rehearsal {about['rehearsal']}, gap {fresh.op_overhead_ms:.3f} ms", flush=True)
     return rows
 
 
-def _mean(a: Any, b: Any) -> Any:
-    """A profile with the mean times of two."""
-    from octopipe.profile_file import Profile
+def plans(profile: Any, nproc: int, micro_batches: int, args: argparse.Namespace) -> dict[str, Any]:
+    from octopipe.errors import OctoPipeError
+    from octopipe.systems import build_plan
+    from octopipe.tune import tune
 
-    def mean(x: Any, y: Any) -> Any:
-        names = ("forward_ms", "input_ms", "weight_ms")
-        return x.replace(**{n: (getattr(x, n) + getattr(y, n)) / 2 for n in names})
-
-    partial = {k: mean(table, b.partial[k]) for k, table in a.partial.items() if k in b.partial}
-    return Profile(costs=mean(a.costs, b.costs), partial=partial, about=a.about)
+    out = {}
+    for name in SYSTEMS:
+        try:
+            out[name] = build_plan(name, profile.costs, nproc, micro_batches)
+        except OctoPipeError as error:
+            print(f"{micro_batches} {name}: {error}")
+    tuned = tune(profile.costs, nproc, micro_batches, budget_s=args.tune_s, recompute=False, workers=1)
+    return {**out, "tuned": tuned.plan}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank")
+    parser.add_argument("--cores", default="", help="cores of the ranks, separated by commas (default: the first free)")
     parser.add_argument("--micro-batches", default="8")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tune-s", type=float, default=10.0)
     parser.add_argument("--out", default="out")
     args = parser.parse_args()
     args.micro_batches = [int(m) for m in args.micro_batches.split(",")]
-    rows = run_ranks(task, args.nproc, args, threads=args.threads)[0]
+    args.cores = [int(c) for c in args.cores.split(",") if c] or sorted(os.sched_getaffinity(0))
+    before = os.getloadavg()
+    rows = run_ranks(task, args.nproc, args, threads=1, environment=STEADY_MEMORY)[0]
     Path(args.out).mkdir(parents=True, exist_ok=True)
     text = tables(rows)
-    Path(args.out, "cpu.json").write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=1))
+    about = {"cores": os.cpu_count(), "used": args.cores, "load_before": before, "load_after": os.getloadavg()}
+    Path(args.out, "cpu.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
     Path(args.out, "cpu.md").write_text(text)
-    print(text)
+    print(text, about)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ from octopipe.timeline import Spans, Timeline, Transfers
 Floats = NDArray[np.float64]
 
 
-def predict(
-    plan: Plan | Program, profile: Profile, *, channel: Channel = "directed", label: str = ""
-) -> Timeline:
+def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "directed", label: str = "") -> Timeline:
     """The Timeline that a profile promises for a plan on the ranks it was measured on."""
     costs = profile.costs
     program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel)
@@ -40,7 +38,9 @@ def predict(
     start, end, binding = advance(program, _levels(known, plan.num_ranks) + profile.op_overhead_ms)
     t = plan.table()
     n = t.stage.size
-    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], end[:n])
+    # What an op costs beside its layers passes after it, before the next op starts and its tensor leaves.
+    ended = np.maximum(end[:n] - profile.op_overhead_ms, start[:n])
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], ended)
     transfers = Transfers(
         program.source,
         program.target,

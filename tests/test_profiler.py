@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,14 @@ from octopipe.runtime.links import fit
 from octopipe.runtime.mps import Mps
 from octopipe.runtime.profiler import assemble, groups_of_modules, groups_of_spec, profile_layers
 from octopipe.runtime.ranks import run_ranks
-from octopipe.runtime.trial import Workload, profile_workload, run_plan
+from octopipe.runtime.trial import (
+    Workload,
+    profile_workload,
+    rehearsal_plan,
+    rehearsed,
+    run_plan,
+    side_by_side,
+)
 from octopipe.runtime.world import World
 from octopipe.simulate import simulate
 from octopipe.systems import build_plan
@@ -79,9 +87,7 @@ def test_layers_of_a_spec_group_by_their_dimensions() -> None:
 
 def test_known_durations_are_found() -> None:
     layers = [Sleeper(0.004, 0.008), Sleeper(0.012, 0.002)]
-    measured = profile_layers(
-        layers, torch.zeros(4, requires_grad=True), mse, torch.zeros(4), repeats=3, warm_up=1
-    )
+    measured = profile_layers(layers, torch.zeros(4, requires_grad=True), mse, torch.zeros(4), repeats=3, warm_up=1)
     # Sleeping takes at least as long as asked; how much longer is up to the machine.
     assert np.all(measured.loaded_ms[:, 0] >= [4, 12])
     assert measured.loaded_ms[1, 1] >= 2  # the first layer takes no input gradient: nothing to do in I
@@ -208,6 +214,25 @@ def test_speed_changes_in_the_middle_of_an_op() -> None:
     assert predict(plan, Profile(costs=costs, partial={1: quick})).makespan_ms == pytest.approx(by_hand)
 
 
+def test_what_passes_between_ops_counts_once_per_op_and_is_no_work() -> None:
+    costs = CostTable.uniform(num_layers=2, forward_ms=2.0, input_ms=2.0, weight_ms=2.0)
+    plan = build_plan("1f1b", costs, 2, 1)  # one after the other: 0F0 1F0 1B0 0B0
+    seen = predict(plan, Profile(costs=costs, op_overhead_ms=0.5))
+    assert seen.makespan_ms == pytest.approx(2 + 2 + 4 + 4 + 3 * 0.5)
+    assert seen.busy_ms == pytest.approx([6, 6])
+
+
+def test_a_rehearsal_corrects_op_kinds_and_finds_the_gaps() -> None:
+    costs = CostTable.uniform(num_layers=4, forward_ms=2.0, input_ms=2.0, weight_ms=2.0)
+    plan = rehearsal_plan(Profile(costs=costs), 2)
+    true = costs.replace(weight_ms=1.1 * costs.weight_ms, input_ms=0.9 * costs.input_ms)
+    seen = replace(predict(plan, Profile(costs=true, op_overhead_ms=0.25)), measured=True)
+    found = rehearsed(Profile(costs=costs), plan, [seen, seen, seen], World.make(None, None, None))
+    assert found.op_overhead_ms == pytest.approx(0.25)
+    assert np.allclose(found.costs.weight_ms, true.weight_ms) and np.allclose(found.costs.input_ms, true.input_ms)
+    assert np.allclose(found.costs.forward_ms, true.forward_ms)
+
+
 # --- real ranks ------------------------------------------------------------------------------------------
 
 
@@ -218,18 +243,24 @@ def _profile_and_run(rank: int, nproc: int, work: Workload):
     plan = tune(profile.costs, nproc, 4, iterations=200, recompute=False, workers=1).plan if rank == 0 else None
     plan = world.gather(plan)[0]
     trial = run_plan(work, plan, world, profile, steps=2, warm_up=1)
-    return profile, plan, trial
+    fresh, trials = side_by_side(work, {"a": plan, "b": plan}, world, profile, rounds=3, warm_up=1)
+    return profile, plan, trial, fresh, trials
 
 
 def test_two_ranks_profile_links_and_layers_and_the_tuner_takes_it() -> None:
     work = Workload(spec=preset("nemotron-h-8b").scaled(0.03, num_layers=6), tokens=32)
-    (profile, plan, trial), (other, _, _) = run_ranks(_profile_and_run, 2, work, threads=1, timeout_s=120)
+    (profile, plan, trial, fresh, trials), (other, *_) = run_ranks(_profile_and_run, 2, work, threads=1, timeout_s=120)
     assert set(profile.costs.network.pairs) == {(0, 1), (1, 0)}
     assert profile.to_json() == other.to_json() or np.allclose(profile.costs.forward_ms, other.costs.forward_ms)
     assert 1 in profile.partial and len(profile.costs.rank_slowdown) == 2
     assert np.all(profile.partial[1].forward_ms <= profile.costs.forward_ms)
     assert trial.timeline.spans.stage.size == plan.table().stage.size and trial.timeline.measured
     assert trial.step_ms > 0 and np.isfinite(trial.loss)
+    # In turns with a second profile, nothing but times is new.
+    assert [len(t.steps_ms) for t in trials.values()] == [3, 3] and trials["a"].loss == trial.loss
+    assert fresh.costs.network.pairs == profile.costs.network.pairs and 1 in fresh.partial
+    assert np.array_equal(fresh.costs.activation_bytes, profile.costs.activation_bytes)
+    assert np.array_equal(fresh.costs.static_bytes, profile.costs.static_bytes)
 
 
 def _fail(rank: int, nproc: int, payload: object) -> None:

@@ -17,10 +17,11 @@ from octopipe.runtime.adapt import Adapter, corrected, switch
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks import run_ranks
 from octopipe.runtime.trial import Workload
-from octopipe.runtime.validate import compare
+from octopipe.runtime.validate import compare, hidden
 from octopipe.runtime.world import World
 from octopipe.simulate import simulate
 from octopipe.systems import build_plan
+from octopipe.timeline import Spans, Timeline, Transfers
 from octopipe.zoo import preset
 
 
@@ -56,6 +57,40 @@ def test_timelines_of_two_plans_are_not_compared() -> None:
     a, b = (simulate(build_plan(s, costs, 4, 8), costs) for s in ("1f1b", "interleaved"))
     with pytest.raises(OctoPipeError, match="different plans"):
         compare(a, b)
+
+
+def _two_ranks(transfer: tuple[float, float], receiver: tuple[float, float]) -> Timeline:
+    """Rank 0 computes from 0 to 4 and from 4 to 8, rank 1 in `receiver`; one transfer of rank 0's first op."""
+    starts, ends = [0.0, 4.0, receiver[0], 9.0], [4.0, 8.0, receiver[1], 10.0]
+    ranks = np.array([0, 0, 1, 1], np.int32)
+    zeros = np.zeros(4, np.int32)
+    spans = Spans(ranks, ranks, zeros, np.array([0, 1, 7, 0], np.int32), np.array(starts), np.array(ends))
+    ends_of = [np.array([v], np.int32) for v in (0, 3, 0, 1)]
+    times = [np.array([v]) for v in (*transfer, 8.0)]
+    return Timeline(num_ranks=2, spans=spans, transfers=Transfers(*ends_of, *times))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "receiver", "want"),
+    [
+        ((4.0, 6.0), (3.0, 7.0), (1.0, 1.0, 1.0)),
+        ((4.0, 6.0), (0.0, 5.0), (0.5, 1.0, 0.75)),
+        ((4.0, 6.0), (0.0, 3.0), (0.5, 0.5, 0.5)),
+        ((4.0, 10.0), (0.0, 3.0), (0.0, 1.0, 5 / 12)),
+    ],
+)
+def test_overlap_is_counted_whole_in_part_and_by_time(transfer, receiver, want) -> None:
+    assert hidden(_two_ranks(transfer, receiver)) == pytest.approx(want)
+
+
+def test_overlap_agrees_with_the_timeline_on_whole_transfers() -> None:
+    costs = hybrid()
+    for system in ("1f1b", "interleaved", "zb-v"):
+        timeline = simulate(build_plan(system, costs, 4, 8), costs)
+        seen, own = hidden(timeline, gap_ms=0.0), timeline.overlap
+        assert seen.wholly == pytest.approx(own.rate)
+        assert seen.time == pytest.approx(own.hidden_ms / own.total_ms)
+        assert seen.partly >= seen.wholly
 
 
 def test_a_mispriced_layer_kind_is_found_out() -> None:

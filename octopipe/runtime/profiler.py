@@ -147,65 +147,113 @@ def profile_layers(
     new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: also
     with only so many ranks at work.
     """
-    began = time.perf_counter()
-    if not layers:
-        raise OctoPipeError("no layers to profile; give at least one module")
-    if repeats < 1 or warm_up < 0:
-        raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
-    if groups is None:
-        modules = [m if isinstance(m, nn.Module) else m() for m in layers]
-        layers, groups = modules, groups_of_modules(modules)
-    if len(groups) != len(layers):
-        raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
-    device = _device_of(sample)
-    before = _resident([], sample, target, device)
-    # The last layer runs with the loss: it is never the same as an equal one in the middle.
-    group_of = list(groups)
-    if groups.count(groups[-1]) > 1:
-        group_of[-1] = max(groups) + 1
-    order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
-    group_of = [order[g] for g in group_of]
-    ready, memory = _prepare(layers, group_of, sample, loss_fn, target, device)
+    return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
 
-    rank = 0 if group is None else group.rank()
-    ranks = 1 if group is None else group.size()
-    # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's own;
-    # ranks start at different layers.
-    turn = rank * len(group_of) // ranks
-    ring = [*group_of[turn:], *group_of[:turn]]
-    _wait_all(group)
-    _rounds(ready, warm_up, ring, device)
-    _wait_all(group)
-    issued, issued_s = time.perf_counter(), list[float]()
-    loaded = _rounds(ready, repeats, ring, device, issued_s)
-    counts = np.bincount(group_of)
-    busy = float((loaded.mean(axis=0).sum(axis=1) * counts).sum()) * repeats
-    host_share = 1e3 * (issued_s[0] - issued) / max(busy, 1e-9)
-    _wait_all(group)
-    partial: dict[int, Floats] = {}
-    for level in levels:
-        if not 0 < level < ranks:
-            continue
-        seen = None
-        if rank < level:
-            _rounds(ready, 1, ring, device)
-            seen = np.median(_rounds(ready, max(3, repeats // 2), ring, device), axis=0)
+
+class LayerRing:
+    """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        sample: Any,
+        loss_fn: Callable[..., Tensor],
+        target: Any,
+        *,
+        groups: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self._began = time.perf_counter()
+        if not layers:
+            raise OctoPipeError("no layers to profile; give at least one module")
+        if groups is None:
+            modules = [m if isinstance(m, nn.Module) else m() for m in layers]
+            layers, groups = modules, groups_of_modules(modules)
+        if len(groups) != len(layers):
+            raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
+        self._device, self._group = _device_of(sample), group
+        before = _resident([], sample, target, self._device)
+        # The last layer runs with the loss: it is never the same as an equal one in the middle.
+        group_of = list(groups)
+        if groups.count(groups[-1]) > 1:
+            group_of[-1] = max(groups) + 1
+        order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
+        self._group_of = [order[g] for g in group_of]
+        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device)
+        self._rank = 0 if group is None else group.rank()
+        self._ranks = 1 if group is None else group.size()
+        # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
+        # own; ranks start at different layers.
+        turn = self._rank * len(self._group_of) // self._ranks
+        self._ring = [*self._group_of[turn:], *self._group_of[:turn]]
+        self._loaded: list[Floats] = []
+        self._partial: dict[int, list[Floats | None]] = {}
+        self._issued_ms = 0.0
         _wait_all(group)
-        got: list[Any] = [None] * ranks
-        dist.all_gather_object(got, seen, group=group)
-        partial[level] = np.mean(got[:level], axis=0)
-    quarter = np.percentile(loaded, [25, 75], axis=0)
-    median = np.median(loaded, axis=0)
-    return Measured(
-        group_of=tuple(group_of),
-        loaded_ms=median,
-        partial_ms=partial,
-        spread=(quarter[1] - quarter[0]) / np.maximum(median, 1e-9),
-        memory=tuple(memory),
-        host_share=host_share,
-        resident_bytes=_resident(ready, sample, target, device) - before,
-        seconds=time.perf_counter() - began,
-    )
+        self._run(1)
+        self._resident_bytes = _resident(self._ready, sample, target, self._device) - before
+
+    def measure(self, repeats: int, warm_up: int, levels: Sequence[int]) -> Measured:
+        """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
+        if repeats < 1 or warm_up < 0:
+            raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
+        _wait_all(self._group)
+        self._run(warm_up)
+        self._all_at_work(repeats)
+        for level in levels:
+            if 0 < level < self._ranks:
+                self._some_at_work(level, max(3, repeats // 2), warm_up=1)
+        return self.measured()
+
+    def round(self, levels: Sequence[int], *, timed: bool = True) -> None:
+        """One round of all ranks, and one with only so many at work for each of `levels`."""
+        if not timed:
+            self._run(1)
+            return
+        self._all_at_work(1)
+        for level in levels:
+            self._some_at_work(level, 1)
+
+    def _run(self, rounds: int, issued_s: list[float] | None = None) -> Floats:
+        return _rounds(self._ready, rounds, self._ring, self._device, issued_s)
+
+    def _all_at_work(self, rounds: int) -> None:
+        _wait_all(self._group)
+        began, issued_s = time.perf_counter(), list[float]()
+        self._loaded.append(self._run(rounds, issued_s))
+        self._issued_ms += 1e3 * (issued_s[0] - began)
+        _wait_all(self._group)
+
+    def _some_at_work(self, level: int, rounds: int, warm_up: int = 0) -> None:
+        seen = None
+        if self._rank < level:
+            self._run(warm_up)
+            seen = self._run(rounds)
+        _wait_all(self._group)
+        self._partial.setdefault(level, []).append(seen)
+
+    def measured(self) -> Measured:
+        """What all rounds so far showed (collective)."""
+        loaded = np.concatenate(self._loaded)
+        busy = float((loaded.sum(axis=(0, 2)) * np.bincount(self._group_of)).sum())
+        partial: dict[int, Floats] = {}
+        for level, rounds in self._partial.items():
+            mine = [r for r in rounds if r is not None]
+            got: list[Any] = [None] * self._ranks
+            dist.all_gather_object(got, np.median(np.concatenate(mine), axis=0) if mine else None, group=self._group)
+            partial[level] = np.mean(got[:level], axis=0)
+        quarter = np.percentile(loaded, [25, 75], axis=0)
+        median = np.median(loaded, axis=0)
+        return Measured(
+            group_of=tuple(self._group_of),
+            loaded_ms=median,
+            partial_ms=partial,
+            spread=(quarter[1] - quarter[0]) / np.maximum(median, 1e-9),
+            memory=tuple(self._memory),
+            host_share=self._issued_ms / max(busy, 1e-9),
+            resident_bytes=self._resident_bytes,
+            seconds=time.perf_counter() - self._began,
+        )
 
 
 def _prepare(
@@ -287,9 +335,7 @@ def _memory_of(layer: Layer, device: torch.device) -> LayerMemory:
         held = held_bytes(layer.stage, layer.value, then=layer.then)
         activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
     # What W needs counts as held from F on: the cost table knows no other way.
-    return LayerMemory(
-        activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes
-    )
+    return LayerMemory(activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes)
 
 
 def _allocated(layer: Layer) -> tuple[float, float, float]:

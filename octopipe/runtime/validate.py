@@ -7,15 +7,18 @@ Errors are relative to the measurement: (predicted - measured) / measured; mean 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octopipe.errors import OctoPipeError
 from octopipe.plan import KINDS
 from octopipe.timeline import Timeline
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,17 @@ class OpError:
     measured_ms: float
     start_off_ms: float
     """How much later it started than predicted."""
+
+
+class Hidden(NamedTuple):
+    """How much of the communication ran behind computation: sends and receives, each on its own rank."""
+
+    wholly: float
+    """Share of them during the whole of which their rank computed."""
+    partly: float
+    """Share of them during some of which it did: those the paper marks as overlappable."""
+    time: float
+    """Overlap time over communication time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +64,8 @@ class Fidelity:
     memory_error: tuple[float, ...]
     worst: tuple[OpError, ...]
     """The ops that departed most, in milliseconds."""
-    measured_overlap: float
-    predicted_overlap: float
+    measured_overlap: Hidden
+    predicted_overlap: Hidden
 
     @property
     def mean_memory_error(self) -> float:
@@ -70,8 +84,8 @@ class Fidelity:
             "measured_gib": list(self.measured_gib),
             "memory_error": list(self.memory_error),
             "mean_memory_error": None if not self.memory_error else self.mean_memory_error,
-            "predicted_overlap": self.predicted_overlap,
-            "measured_overlap": self.measured_overlap,
+            "predicted_overlap": self.predicted_overlap._asdict(),
+            "measured_overlap": self.measured_overlap._asdict(),
             "worst": [
                 {
                     "op": w.op,
@@ -130,19 +144,47 @@ def compare(
             )
             for i in by
         ),
-        measured_overlap=overlap_rate(measured),
-        predicted_overlap=predicted.overlap.rate,
+        measured_overlap=hidden(measured),
+        predicted_overlap=hidden(predicted),
     )
 
 
-def overlap_rate(timeline: Timeline, gap_ms: float = 0.05) -> float:
-    """Share of sends and receives that ran wholly behind their rank's compute; real ops stand microseconds apart,
-    so that gaps below `gap_ms` count as compute."""
-    s = timeline.spans
+def hidden(timeline: Timeline, gap_ms: float = 0.05) -> Hidden:
+    """The overlap of a timeline; real ops stand microseconds apart, so that gaps below `gap_ms` count as compute."""
+    s, t = timeline.spans, timeline.transfers
+    if t.source.size == 0:
+        return Hidden(1.0, 1.0, 1.0)
     end = s.end_ms.copy()
     follows = (s.rank[1:] == s.rank[:-1]) & (s.start_ms[1:] - end[:-1] < gap_ms)
     end[:-1] = np.where(follows, np.maximum(s.start_ms[1:], end[:-1]), end[:-1])
-    return replace(timeline, spans=s._replace(end_ms=end)).overlap.rate
+    took = np.concatenate([t.end_ms - t.start_ms] * 2)
+    behind = np.zeros(took.size)
+    ends = np.concatenate([t.source, t.destination])
+    starts, stops = np.tile(t.start_ms, 2), np.tile(t.end_ms, 2)
+    for rank in range(timeline.num_ranks):
+        mine, ops = ends == rank, s.rank == rank
+        busy = _busy_before(s.start_ms[ops], end[ops])
+        behind[mine] = busy(stops[mine]) - busy(starts[mine])
+    slack = 1e-9 * (1.0 + took)
+    # A transfer that takes no time hides where its rank is at work; there is nothing to measure, so it counts.
+    return Hidden(
+        wholly=float(np.mean(behind >= took - slack)),
+        partly=float(np.mean((behind > slack) | (took <= slack))),
+        time=float(min(1.0, behind.sum() / took.sum())) if took.sum() > 0 else 1.0,
+    )
+
+
+def _busy_before(start: Floats, end: Floats) -> Callable[[Floats], Floats]:
+    """Time at work before each of some times, of ops that follow one another."""
+    before = np.concatenate(([0.0], np.cumsum(end - start)))
+
+    def busy(times: Floats) -> Floats:
+        k = np.searchsorted(start, times, side="right")
+        last = np.maximum(k - 1, 0)
+        running = np.where(k > 0, np.minimum(times, end[last]) - start[last], 0.0)
+        return before[last] + np.maximum(running, 0.0)
+
+    return busy
 
 
 def _relative(predicted: float, measured: float) -> float:

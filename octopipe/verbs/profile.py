@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
     parser.add_argument("--num-layers", type=whole_number, help="keep only so many layers, embedding and head included")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
+    parser.add_argument("--compile-scans", action="store_true", help="Mamba-2's scan through torch.compile")
     parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
     parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
     parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         "micro_batch_size": args.micro_batch_size,
         "device": args.device,
         "dtype": args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
+        "compile_scans": args.compile_scans,
     }
     work = workload_of(recipe)
     job = ProfileJob(
@@ -95,6 +97,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         micro_batch_size=int(recipe.get("micro_batch_size", 1)),
         device=str(recipe.get("device", "cpu")),
         dtype=str(recipe.get("dtype", "float32")),
+        compile_scans=bool(recipe.get("compile_scans", False)),
     )
 
 

@@ -95,10 +95,12 @@ def _show(found: Fidelity, name: str, spread: float) -> None:
             for r, (m, e) in enumerate(zip(found.measured_gib, found.memory_error))
         )
         out.print(f"peak memory by rank: {sizes}; mean error {100 * found.mean_memory_error:.1f} %")
-    out.print(
-        f"overlapped communication: {100 * found.measured_overlap:.0f} % measured, "
-        f"{100 * found.predicted_overlap:.0f} % predicted"
+    seen, expected = found.measured_overlap, found.predicted_overlap
+    shares = (
+        f"{100 * getattr(seen, name):.0f} % ({100 * getattr(expected, name):.0f} %) {what}"
+        for name, what in (("wholly", "of sends and receives wholly"), ("partly", "in part"), ("time", "of their time"))
     )
+    out.print(f"communication behind computation, measured (predicted): {', '.join(shares)}")
     for w in found.worst:
         out.print(
             f"  {w.op} on rank {w.rank}: {w.measured_ms:.3f} ms, predicted {w.predicted_ms:.3f}; "
