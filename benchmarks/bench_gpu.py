@@ -170,10 +170,10 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
     """Profile each model, then run its plans; rank 0 writes a line of JSON per plan."""
     import torch.distributed as dist
 
-    from octopipe.contention import predict
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import plan_from_json
     from octopipe.runtime.trial import fidelity, profile_workload, run_plan
+    from octopipe.runtime.validate import hidden
     from octopipe.runtime.world import World
 
     world = World.make(None, None, None)
@@ -224,13 +224,13 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
                     "plain_ms": _full_load_ms(plan, profile, job["channel"]),
                     "measured_busy_ms": trial.timeline.busy_ms.tolist(),
                     "measured_bubble": trial.timeline.bubble_ratio,
+                    "overlap_by_transfers": hidden(trial.timeline)._asdict(),
                 }
                 with sink.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 if job.get("keep"):
                     stem = f"timeline.{model}.{plan.num_micro_batches}.{job['name']}"
                     trial.timeline.save(Path(args.out, stem + ".measured.json"))
-                    predict(plan, profile).save(Path(args.out, stem + ".predicted.json"))
                 print(
                     f"{model:9} M={plan.num_micro_batches:2} {job['name']:12} measured {row['measured_ms']:8.2f} "
                     f"predicted {row['predicted_ms']:8.2f} ({100 * row['step_error']:+.1f} %) "
@@ -325,7 +325,7 @@ def jobs_of(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             if int(m) not in args.micro_batches or (args.only and name not in args.only):
                 continue
             channel = "blocking" if name.endswith("-blocking") else "directed"
-            keep = name in ("1f1b", "tuned") and model == "nemotron" and int(m) == 8
+            keep = name == "tuned"
             found.append((channel == "blocking", int(m), order.get(name, 99), {
                 "name": name, "plan": path.read_bytes(), "channel": channel, "keep": keep,
             }))  # fmt: skip

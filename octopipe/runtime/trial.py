@@ -247,7 +247,7 @@ def side_by_side(
 def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "directed") -> Fidelity:
     """A trial against its prediction."""
     predicted = predict(plan, profile, channel=channel)
-    return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+    return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms, ends=trial.ends)
 
 
 def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
