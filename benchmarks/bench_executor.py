@@ -5,20 +5,23 @@
     python benchmarks/bench_executor.py --ranks 4 --json out.json
 
 Sections: overhead (host time per op with empty layers), schedules (1F1B, interleaved, ...), split (I + W against B,
-recompute against theirs), memory (peak resident memory), tuned (a tuned plan against their best schedule on a
-heterogeneous model). Ours and theirs alternate, round by round, in one world; every figure is the median of rounds,
-ratios are medians of the rounds' ratios, so that a busy machine disturbs both alike.
+recompute against theirs), memory (peak resident memory), tuned (a small hybrid profiled, tuned and run, against their
+best schedule). Ours and theirs alternate, round by round, in one world; every figure is the median of rounds, ratios
+are medians of the rounds' ratios, so that a busy machine disturbs both alike. Ranks run on one thread each: give the
+machine at least as many free cores as ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -32,9 +35,10 @@ from octopipe.plan import Op, Plan, Stage
 from octopipe.runtime.launch import Seat, run_ranks
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.world import World
+from octopipe.runtime.world import wire as wire_of
 from octopipe.systems import build_plan
 
-WIDTH, TOKENS = 256, 192
+WIDTH, TOKENS, VOCAB = 256, 192, 12288
 
 
 class Block(nn.Module):
@@ -70,7 +74,9 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 # -- running both ---------------------------------------------------------------------------------------
 
 
-def theirs(name: str, layers: list[nn.Module], micro_batches: int, chunks: int) -> tuple[Any, list[nn.Module]]:
+def theirs(
+    name: str, layers: list[nn.Module], micro_batches: int, chunks: int, loss: Callable[..., Tensor] = loss_fn
+) -> tuple[Any, list[nn.Module]]:
     """Their schedule over an even split, and this rank's modules."""
     from torch.distributed import pipelining as pp
 
@@ -83,7 +89,7 @@ def theirs(name: str, layers: list[nn.Module], micro_batches: int, chunks: int) 
         mine = list(range(rank, total, size))
     modules = [nn.Sequential(*layers[cuts[s] : cuts[s + 1]]) for s in mine]
     stages = [pp.PipelineStage(m, s, total, torch.device("cpu")) for m, s in zip(modules, mine)]
-    schedule = getattr(pp, name)(stages if chunks > 1 or "Interleaved" in name else stages[0], micro_batches, loss_fn)
+    schedule = getattr(pp, name)(stages if chunks > 1 or "Interleaved" in name else stages[0], micro_batches, loss)
     return schedule, modules
 
 
@@ -127,7 +133,7 @@ def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
 
 def our_step(pipe: Pipeline, x: Tensor, y: Tensor) -> Callable[[], None]:
     def act() -> None:
-        pipe.step(x, y)
+        pipe.step(x, y, reduce_loss=False)  # theirs tell the losses to one rank only, too
         pipe.zero_grad()
 
     return act
@@ -153,54 +159,93 @@ def with_recompute(plan: Plan) -> Plan:
 
 
 def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
-    """CPU time of the executor's thread per op, less that of the same module calls made bare."""
+    """CPU time of the executor's thread per op, less that of the same module calls.
+
+    The module's calls are timed twice: in a loop of nothing else, and in a loop that waits for a message of a
+    neighbour before every micro-batch, as ops do, which leaves caches and clocks cold. Beside them: what gloo alone
+    takes for as many messages, sent and received in a bare loop.
+    """
     count, steps = 32, args.rounds * 6
     x = torch.randn(4, 64)
     module, ones = Nothing(), torch.ones(4, 64)
 
-    def bare() -> float:
+    def calls() -> None:
+        leaf = x.detach().requires_grad_()
+        if seat.rank == seat.size - 1:  # it calls the loss too
+            torch.autograd.backward([loss_fn(module(leaf), x)])
+        else:
+            torch.autograd.backward([module(leaf)], [ones])
+
+    def bare(act: Callable[[], None]) -> float:
         begin = time.thread_time()
         for _ in range(count):
-            leaf = x.detach().requires_grad_()
-            if seat.rank == seat.size - 1:  # it calls the loss too
-                torch.autograd.backward([loss_fn(module(leaf), x)])
-            else:
-                torch.autograd.backward([module(leaf)], [ones])
+            act()
         return (time.thread_time() - begin) / (2 * count) * 1e6
+
+    exchange = _exchange(seat, x)
+
+    def both() -> None:
+        exchange()
+        calls()
 
     out: dict[str, Any] = {}
     for split in (False, True):
         plan = build_plan("1f1b", CostTable.uniform(num_layers=seat.size), seat.size, count, split_backward=split)
         layers: list[nn.Module] = [Nothing() for _ in range(seat.size)]
         data = torch.randn(4 * count, 64)
+        own: list[float] = []
+        cold: list[float] = []
+        wire: list[float] = []
+        per_op: list[float] = []
+        ops = len(plan.orders[seat.rank])
         with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
-            per_op, own = [], []
+            messages = len(pipe.executor.program.slots) / ops  # sent and received, per op
             for _ in range(steps):
-                own.append(bare())
+                own.append(bare(calls))
+                dist.barrier()
+                wire.append(bare(exchange))  # one sent and one received: per message
+                cold.append(bare(both) - wire[-1])
                 pipe.zero_grad()
                 dist.barrier()
                 begin = time.thread_time()
                 pipe.step(data, data, reduce_loss=False)
-                per_op.append((time.thread_time() - begin) / len(plan.orders[seat.rank]) * 1e6)
+                per_op.append((time.thread_time() - begin) / ops * 1e6)
         kind = "I and W" if split else "B"
+        # Every op of a fused plan is one of the bare calls; of a split plan two in three are.
+        share = 2 / 3 if split else 1
         # Other programs' cache misses only ever add: the quiet tenth of the steps is nearer to the truth.
         for word, pick in (("median", 0.5), ("quiet tenth", 0.1)):
-            total, calls = (sorted(v)[int(pick * len(v))] for v in (per_op, own))
-            # Every op of a fused plan is one of the bare calls; of a split plan two in three are.
-            calls *= 2 / 3 if split else 1
-            out[f"F and {kind}: executor us per op ({word})"] = round(total - calls, 1)
-            out[f"F and {kind}: the module's own calls ({word})"] = round(calls, 1)
+            total, hot, waited, message = (sorted(v)[int(pick * len(v))] for v in (per_op, own, cold, wire))
+            out[f"F and {kind}, {word}: executor us per op"] = round(total - share * hot, 1)
+            out[f"F and {kind}, {word}: the same, calls after waits"] = round(total - share * waited, 1)
+            out[f"F and {kind}, {word}: of it gloo's own"] = round(message * messages, 1)
+            out[f"F and {kind}, {word}: the module's own calls"] = [round(share * hot, 1), round(share * waited, 1)]
     return out
 
 
+def _exchange(seat: Seat, x: Tensor) -> Callable[[], None]:
+    """A tensor to the next rank and one from the rank before, both waited for, by gloo alone."""
+    group = wire_of(dist.group.WORLD)
+    room, there, before = torch.empty_like(x), (seat.rank + 1) % seat.size, (seat.rank - 1) % seat.size
+    timeout = timedelta(seconds=60)
+
+    def act() -> None:
+        receive = group.recv([room], before, 7)
+        send = group.send([x], there, 7)
+        receive.wait(timeout)
+        send.wait(timeout)
+
+    return act
+
+
 def schedules(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
-    size, count = seat.size, args.micro_batches
+    size, count = seat.size, max(args.micro_batches, 2 * seat.size)
     out: dict[str, Any] = {}
     for ours_name, their_name, chunks in (
         ("1f1b", "Schedule1F1B", 1),
         ("interleaved", "ScheduleInterleaved1F1B", 2),
         ("zb-1p", "ScheduleInterleavedZeroBubble", 1),
-    ):
+    )[: 2 if args.quick else 3]:
         torch.manual_seed(0)
         layers: list[nn.Module] = [Block() for _ in range(4 * size)]
         x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
@@ -239,9 +284,9 @@ def split(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
             pipes.append(pipe)
             acts[f"{kinds}{'+R' if again else ''}"] = our_step(pipe, x, y)
     times = rounds(acts, args.rounds)
-    out["F, I, W / F, B"] = round(ratio(times, "IW", "B"), 3)
-    out["F, R, I, W / F, R, B"] = round(ratio(times, "IW+R", "B+R"), 3)
-    out["backward with recompute: theirs / ours"] = round(_their_split(layers, x[:TOKENS], args.rounds), 3)
+    out["whole step, one rank: F, I, W / F, B"] = round(ratio(times, "IW", "B"), 3)
+    out["whole step, one rank: F, R, I, W / F, R, B"] = round(ratio(times, "IW+R", "B+R"), 3)
+    out |= _backwards(layers, x[:TOKENS], 4 * args.rounds)
     layers = [Block() for _ in range(4 * size)]
     checkpointed: list[nn.Module] = [Block(again=True) for _ in range(4 * size)]
     plan = with_recompute(build_plan("zb-1p", CostTable.uniform(num_layers=4 * size), size, count))
@@ -254,44 +299,67 @@ def split(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
             },
             args.rounds,
         )
-    out["split with recompute: ours ms"] = round(statistics.median(times["ours"]), 2)
-    out["split with recompute: theirs ms"] = round(statistics.median(times["theirs"]), 2)
-    out["split with recompute: theirs / ours"] = round(ratio(times, "theirs", "ours"), 3)
+    out["whole step, split with recompute: ours ms"] = round(statistics.median(times["ours"]), 2)
+    out["whole step, split with recompute: theirs ms"] = round(statistics.median(times["theirs"]), 2)
+    out["whole step, split with recompute: theirs / ours"] = round(ratio(times, "theirs", "ours"), 3)
     return out
 
 
-def _their_split(layers: list[nn.Module], x: Tensor, count: int) -> float:
-    """R, I and W of one stage against their input and weight backward of checkpointed layers."""
+def _backwards(layers: list[nn.Module], x: Tensor, count: int) -> dict[str, float]:
+    """Backward work alone, on one stage of four layers: ours fused and split, and theirs split."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     from octopipe.runtime.stage import Stage as Runner
 
-    again = nn.Sequential(*(Block(again=True) for _ in layers))
+    blocks = {again: nn.Sequential(*(Block(again=again) for _ in layers)) for again in (False, True)}
     runner, g = Runner(layers), torch.ones_like(x)
 
-    def ours() -> float:
-        run = runner.forward(x, recompute=True)
+    def ours(split: bool, again: bool) -> float:
+        run = runner.forward(x, recompute=again)
         begin = time.perf_counter()
-        run.recompute()
-        run.backward_input([g])
-        run.backward_weight()
+        if again:
+            run.recompute()
+        if split:
+            run.backward_input([g])
+            run.backward_weight()
+        else:
+            run.backward_full([g])
         return time.perf_counter() - begin
 
-    def theirs() -> float:
-        leaf = x.detach().requires_grad_()
-        y = again(leaf)
+    def theirs(split: bool, again: bool) -> float:
+        module, leaf = blocks[again], x.detach().requires_grad_()
+        y = module(leaf)
         begin = time.perf_counter()
-        _, groups = stage_backward_input([y], [g], [leaf], again.parameters())
-        stage_backward_weight(again.parameters(), groups)
+        if split:
+            _, groups = stage_backward_input([y], [g], [leaf], module.parameters())
+            stage_backward_weight(module.parameters(), groups)
+        else:
+            torch.autograd.backward([y], [g])
         return time.perf_counter() - begin
 
-    ratios = []
-    for _ in range(count + 2):
-        ratios.append(1 / ours() * theirs())
-        again.zero_grad(set_to_none=True)
-        for layer in layers:
-            layer.zero_grad(set_to_none=True)
-    return statistics.median(ratios[2:])
+    acts = {
+        "B": partial(ours, False, False),
+        "I, W": partial(ours, True, False),
+        "R, B": partial(ours, False, True),
+        "R, I, W": partial(ours, True, True),
+        "their I, W": partial(theirs, True, False),
+        "their I, W of checkpointed layers": partial(theirs, True, True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in acts}
+    for k in range(count + 3):
+        for name, act in acts.items():
+            took = act()
+            if k >= 3:  # gradients are there, as in every micro-batch but the first
+                times[name].append(took)
+    out = {f"backward alone: {name} ms": round(1e3 * statistics.median(v), 3) for name, v in times.items()}
+    for a, b in (
+        ("I, W", "B"),
+        ("R, I, W", "R, B"),
+        ("their I, W", "I, W"),
+        ("their I, W of checkpointed layers", "R, I, W"),
+    ):
+        out[f"backward alone: {a} / {b}"] = round(ratio(times, a, b), 3)
+    return out
 
 
 def memory(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
@@ -315,55 +383,49 @@ def memory(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     return {"mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
 
 
-def layer_times(layers: list[nn.Module], x: Tensor) -> list[tuple[float, float, float]]:
-    """F, I and W of every layer in ms, measured here: medians."""
-    from octopipe.runtime.stage import Stage as Runner
+def hybrid(size: int, tokens: int) -> tuple[list[nn.Module], Tensor]:
+    """A small Nemotron-H: six layers a rank, of which the head costs about as much as four; and one micro-batch."""
+    from octopipe import layers as kinds
+    from octopipe import mixers
+    from octopipe.model import ModelSpec
+    from octopipe.nn import build_layers
 
-    out = []
-    for layer in layers:
-        runner, samples = Runner([layer]), []
-        for _ in range(9):
-            a = time.perf_counter()
-            run = runner.forward(x)
-            b = time.perf_counter()
-            run.backward_input(run.outputs)
-            c = time.perf_counter()
-            run.backward_weight()
-            samples.append((b - a, c - b, time.perf_counter() - c))
-            layer.zero_grad(set_to_none=True)
-        out.append(tuple(statistics.median(column) * 1e3 for column in zip(*samples)))
-    return out
+    of: dict[str, kinds.Layer] = {
+        "M": mixers.Mamba2(hidden=WIDTH, heads=8, head_dim=64, state=64, groups=1, chunk=64),
+        "-": kinds.Mlp(hidden=WIDTH, ffn=4 * WIDTH, activation="relu2"),
+        "*": mixers.Attention(hidden=WIDTH, heads=4, kv_heads=2, head_dim=64),
+    }
+    pattern = ("M-M-M*-" * size)[: 6 * size - 2]
+    ends = kinds.Embedding(hidden=WIDTH, vocab=VOCAB), kinds.Head(hidden=WIDTH, vocab=VOCAB)
+    spec = ModelSpec(name="small-nemotron-h", layers=(ends[0], *(of[c] for c in pattern), ends[1]))
+    torch.manual_seed(0)
+    return [factory() for factory in build_layers(spec, lean_head=False)], torch.randint(VOCAB, (1, tokens))
 
 
 def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
-    """A model whose layers differ tenfold in cost: a tuned plan against their best schedule."""
-    import numpy as np
-
-    from octopipe.cluster import Link, Network
+    """A hybrid model, profiled by our profiler with all ranks at work, tuned and run, against their schedules."""
+    from octopipe.nn import cross_entropy
+    from octopipe.runtime.links import measure_links
+    from octopipe.runtime.profiler import assemble, gather, profile_layers
+    from octopipe.simulate import simulate
     from octopipe.tune import tune
 
-    size, count = seat.size, args.micro_batches
-    torch.manual_seed(0)
-    factors = [1, 1, 1, 1, 2, 1, 1, 2, 1, 1, 4, 1, 6, 8, 6, 12][: 8 * size]
-    layers: list[nn.Module] = [Block(factor=f) for f in factors]
-    x, y = torch.randn(count * TOKENS, WIDTH), torch.randn(count * TOKENS, WIDTH)
+    size, count, world = seat.size, max(args.micro_batches, 2 * seat.size), World(dist.group.WORLD)
+    layers, tokens = hybrid(size, TOKENS)
+    # Neighbouring pairs stand for all: the ranks are on one machine.
+    links = measure_links(world, torch.device("cpu"), sizes=(1 << 12, 4 * TOKENS * WIDTH), pairs=[(0, 1)])
+    mine = profile_layers(layers, tokens, cross_entropy, tokens, repeats=7, levels=(), group=world.control)
+    everywhere = {(a, b): links[0, 1] for a in range(size) for b in range(size) if a != b}
+    profile = assemble(gather(mine, world.control), model="hybrid", symbols="x" * len(layers), links=everywhere)
+    costs = profile.costs
     box: list[Any] = [None]
     if seat.rank == 0:
-        link = Link.of_bandwidth(1.0, 0.1)  # gloo between processes of one machine, roughly
-        columns = np.array(layer_times(layers, x[:TOKENS])).T
-        costs = CostTable(
-            model="heterogeneous",
-            symbols="T" * len(layers),
-            forward_ms=columns[0],
-            input_ms=columns[1],
-            weight_ms=columns[2],
-            gradient_bytes=np.array([4.0 * sum(p.numel() for p in m.parameters()) for m in layers]),
-            boundary_bytes=np.full(len(layers), 4.0 * TOKENS * WIDTH),
-            network=Network(intra=link, inter=link),
-        )
-        box = [(costs, tune(costs, size, count, budget_s=args.budget_s, workers=1).plan)]
+        box = [tune(costs, size, count, budget_s=args.budget_s, workers=1, recompute=False).plan]
     dist.broadcast_object_list(box, src=0)
-    costs, plan = box[0]
+    plan: Plan = box[0]
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    x, y = (torch.randint(VOCAB, (count, TOKENS)) for _ in range(2))
     acts: dict[str, Callable[[], Any]] = {}
     for name, chunks in (
         ("Schedule1F1B", 1),
@@ -371,26 +433,39 @@ def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
         ("ScheduleInterleavedZeroBubble", 2),
         ("ScheduleZBVZeroBubble", 2),
     ):
-        schedule, modules = theirs(name, layers, count, chunks)
+        schedule, modules = theirs(name, layers, count, chunks, cross_entropy)
         acts[name] = partial(step_theirs, schedule, name, x, y, modules)
-    with Pipeline(layers, plan, loss_fn, costs=costs, group=World(dist.group.WORLD)) as pipe:
+    with Pipeline(layers, plan, cross_entropy, costs=costs, group=world) as pipe:
         acts["tuned"] = our_step(pipe, x, y)
         times = rounds(acts, args.rounds)
-    out = {f"{name} ms": round(statistics.median(values), 2) for name, values in times.items()}
+    out: dict[str, Any] = {f"{name} ms": round(statistics.median(values), 2) for name, values in times.items()}
     best = min((n for n in times if n != "tuned"), key=lambda n: statistics.median(times[n]))
     out["their best"] = best
     out["their best / tuned"] = round(ratio(times, best, "tuned"), 3)
+    out["tuned, predicted ms"] = round(simulate(plan, costs).makespan_ms, 2)
+    work = costs.forward_ms + costs.input_ms + costs.weight_ms
+    out["layers and micro-batches"] = [len(layers), count]
+    out["head / mean layer"] = round(float(work[-1] / work[1:-1].mean()), 2)
+    out["layer ms: least, most, head"] = [round(float(v), 2) for v in (work[1:-1].min(), work[1:-1].max(), work[-1])]
     return out
 
 
 SECTIONS = {"overhead": overhead, "schedules": schedules, "split": split, "memory": memory, "tuned": tuned}
 
 
+def pinned(section: Callable[..., Any], seat: Seat, args: argparse.Namespace) -> Any:
+    """The section, with this rank's own thread on one core (gloo's threads go where they like)."""
+    if args.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[seat.rank % len(cores)]})
+    return section(seat, args)
+
+
 def run_section(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if name != "memory":
-        results = run_ranks(SECTIONS[name], args.ranks, args, threads=1)
+        results = run_ranks(partial(pinned, SECTIONS[name]), args.ranks, args, threads=1)
         if name == "overhead":  # the rank with most to do
-            return max(results, key=lambda r: max(v for k, v in r.items() if "executor" in k))
+            return max(results, key=lambda r: max(v for k, v in r.items() if k.endswith("executor us per op")))
         return results[0]
     out: dict[str, Any] = {}
     for schedule in ("1f1b", "interleaved"):
@@ -408,6 +483,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget-s", type=float, default=10.0, help="of the tuner")
+    parser.add_argument("--quick", action="store_true", help="1F1B and interleaved only")
+    parser.add_argument("--pin", action="store_true", help="keep every rank on a core of its own")
     parser.add_argument("--json", help="write the results here too")
     args = parser.parse_args()
     results = {}

@@ -508,8 +508,43 @@ def test_values_flatten_and_rebuild():
 
 def test_outside_a_stage_nothing_is_intercepted():
     layer = nn.Linear(2, 2)
-    assert "Linear" not in layer(torch.ones(2)).grad_fn.name()
-    with SplitMode(layer.parameters(), WeightQueue()):
-        assert "Linear" in layer(torch.ones(2)).grad_fn.name()
+    x = torch.ones(1, 2, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    layer.weight.grad, queue = None, WeightQueue()
+    queue.defer = True
+    with SplitMode(layer.parameters(), queue):
+        layer(x).sum().backward()
+        assert layer.weight.grad is None and len(queue) == 1
         with torch.no_grad():
-            assert layer(torch.ones(2)).grad_fn is None
+            assert layer(x).grad_fn is None
+
+
+def test_a_linear_sees_the_gradient_that_hooks_on_its_output_leave():
+    layer, queue = nn.Linear(2, 2), WeightQueue()
+    x = torch.ones(1, 2, requires_grad=True)
+    with SplitMode(layer.parameters(), queue):
+        y = layer(x)
+        y.register_hook(lambda g: 3 * g)
+        y.sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((2, 2), 3.0))
+
+
+def test_an_input_changed_in_place_behind_a_linear_is_an_error():
+    layer, queue = nn.Linear(2, 2), WeightQueue()
+    with SplitMode(layer.parameters(), queue):
+        x = torch.ones(1, 2, requires_grad=True) * 1
+        y = layer(x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="in place"):
+            y.sum().backward()
+
+
+def test_an_output_changed_in_place_behind_a_linear_is_not():
+    torch.manual_seed(0)
+    layer, queue = nn.Linear(2, 2), WeightQueue()
+    x = torch.randn(3, 2, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x).mul_(2).relu_().sum(), layer.weight)
+    with SplitMode(layer.parameters(), queue):
+        layer(x).mul_(2).relu_().sum().backward()
+    assert torch.allclose(layer.weight.grad, want)

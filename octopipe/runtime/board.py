@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from octopipe.runtime.world import World
 
+PATIENCE_S = 2.0
+"""For lines still missing when a rank gives up: who waits like it has written long before, who hangs never will."""
+
 
 def board_name(world: World) -> str:
     """A name for one pipeline's board: the same on all its ranks, never used before."""
@@ -118,7 +121,7 @@ class Watchdog:
     def _abort(self, line: str) -> None:
         """The main thread may be stuck inside the driver: say why and end the process."""
         self._board.write(line or "waits for its device", last=True)
-        lines = self._board.collect(patience_s=min(self._timeout_s, 5.0))
+        lines = self._board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         sys.stderr.write(
             f"octopipe: rank {self._board.rank}: the device made no progress for {self._timeout_s:g} s; "
             f"pending ops: {'; '.join(lines)}\n"

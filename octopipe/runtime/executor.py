@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
-from octopipe.runtime.board import Board
+from octopipe.runtime.board import PATIENCE_S, Board
 from octopipe.runtime.measured import Recorder
-from octopipe.runtime.rng import micro_batch_seed
+from octopipe.runtime.rng import step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, RankProgram, Step
 from octopipe.runtime.stage import Stage, StageRun, rng_kept
 from octopipe.runtime.transports.base import TransferError, Transport
@@ -114,6 +114,7 @@ class Executor:
         """The instruction that runs now."""
         self.steps_run = 0
         self._seeds: dict[Any, Tensor] = {}
+        self._common_seed = 0
         transport.open(program.slots)
 
     def run(
@@ -126,10 +127,11 @@ class Executor:
     ) -> dict[int, Tensor]:
         """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here."""
         losses: dict[int, Tensor] = {}
+        self._begin(step)
         with self._reporting(), nullcontext() if self._seed is None else rng_kept():
             self.transport.begin_step()
             self.recorder.begin_step()
-            self._walk(micro_batches, targets, step, loss_scale / self.program.plan.num_micro_batches, losses)
+            self._walk(micro_batches, targets, loss_scale / self.program.plan.num_micro_batches, losses)
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
@@ -144,6 +146,7 @@ class Executor:
         losses: dict[int, Tensor] = {}
         sent: list[Any] = []
         transport, autocast = self.transport, self._autocast or nullcontext
+        self._begin(step)
         with self._reporting(), nullcontext() if self._seed is None else rng_kept():
             transport.begin_step()
             for ins in self.program.steps:
@@ -158,7 +161,7 @@ class Executor:
                 elif code == F:
                     value, needs = self._input(ins, micro_batches)
                     then = self._loss(targets, cell.micro_batch) if cell.last else None
-                    seed = self._seed_of(step, cell.micro_batch)
+                    seed = self._seed_of(cell.micro_batch)
                     with autocast():
                         _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False)
                     if cell.last:
@@ -186,8 +189,12 @@ class Executor:
         assert micro_batches is not None
         return micro_batches[cell.micro_batch], None
 
-    def _seed_of(self, step: int, micro_batch: int) -> int | None:
-        return None if self._seed is None else micro_batch_seed(self._seed, step, self._replica, micro_batch)
+    def _begin(self, step: int) -> None:
+        if self._seed is not None:
+            self._common_seed = step_seed(self._seed, step, self._replica)
+
+    def _seed_of(self, micro_batch: int) -> int | None:
+        return None if self._seed is None else within_step(self._common_seed, micro_batch)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -211,7 +218,6 @@ class Executor:
         self,
         micro_batches: Sequence[Any] | None,
         targets: Sequence[Any] | None,
-        step: int,
         scale: float,
         losses: dict[int, Tensor],
     ) -> None:
@@ -251,7 +257,7 @@ class Executor:
                 for sent in ins.release:
                     release(sent)
                 then = self._loss(targets, cell.micro_batch) if cell.last else None
-                seed = self._seed_of(step, cell.micro_batch)
+                seed = self._seed_of(cell.micro_batch)
                 started[k] = clock()
                 mark(k, 0)
                 with autocast():
@@ -358,7 +364,7 @@ class Executor:
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
         self.board.write(line, last=True)
-        lines = self.board.collect(patience_s=min(self._timeout_s, 5.0))
+        lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return (
             f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; "

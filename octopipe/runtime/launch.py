@@ -11,6 +11,7 @@ was waiting for.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -313,6 +314,9 @@ def stop(processes: Sequence[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
+            if hasattr(signal, "SIGCONT"):  # one that was stopped would not hear it
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGCONT)
     end = time.monotonic() + 2.0
     for process in processes:
         process.join(timeout=max(0.0, end - time.monotonic()))

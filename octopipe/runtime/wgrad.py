@@ -37,6 +37,7 @@ from octopipe.runtime.wgrad_ops import (
     Grouped,
     Layout,
     Linear,
+    LinearHook,
     WeightQueue,
     WeightSite,
     add_product,
@@ -45,6 +46,13 @@ from octopipe.runtime.wgrad_ops import (
 __all__ = ["SplitMode", "WeightQueue", "WeightSite", "add_product", "site_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Looked up once: after a layer's kernels have filled the caches, every step on the way to a function shows.
+_is_traced = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+_is_transformed = torch._C._are_functorch_transforms_active
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""Hooks on what autograd saves, which checkpointing works by; None where torch cannot tell."""
 _VIEW_NODES = frozenset(
     f"{name}Backward{i}"
     for name in (
@@ -53,12 +61,6 @@ _VIEW_NODES = frozenset(
     )
     for i in range(4)
 )  # fmt: skip
-
-
-def _saved_tensor_hooks() -> object:
-    """Hooks on what autograd saves, which checkpointing works by; not None where torch cannot tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return True if top is None else top(True)
 
 
 class SplitMode(TorchFunctionMode):
@@ -77,11 +79,11 @@ class SplitMode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         # Dynamo traces this method: inside a compiled layer it must vanish.
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return func(*args, **(kwargs or {}))
         handler = _HANDLERS.get(func)
         if handler is not None:
-            if torch.is_grad_enabled():
+            if _is_grad_enabled():
                 result = handler(self, *args, **kwargs) if kwargs else handler(self, *args)
                 if result is not None:
                     return result
@@ -101,9 +103,9 @@ class SplitMode(TorchFunctionMode):
                 return None
         if not found.requires_grad or found._backward_hooks or found._post_accumulate_grad_hooks:
             return None
-        if torch._C._are_functorch_transforms_active():
+        if _is_transformed():
             return None
-        if _saved_tensor_hooks() is not None:
+        if _top_hooks is None or _top_hooks(True) is not None:
             self.queue.reruns = True
         return WeightSite(self.queue, found, layout)
 
@@ -175,6 +177,15 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
     site = mode.site(weight)
     if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0:
         return None
+    if (
+        not mode.queue.reruns  # checkpointing must see what is saved
+        and (input.requires_grad or (bias is not None and bias.requires_grad))
+        and not _is_autocast_on()
+    ):
+        # torch's own linear of a weight without gradient; the hook has what the weight's needs.
+        output = F.linear(input, weight.detach(), bias)
+        output.grad_fn.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
+        return output
     input, computed = mode.autocast(input, weight, site)
     return Linear.apply(input, weight, bias, site, computed)
 

@@ -146,7 +146,37 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 _mode_off = torch._C.DisableTorchFunction
 
 
+class LinearHook:
+    """Runs before the backward of a linear whose weight takes no gradient from autograd, and queues that gradient.
+
+    The quick way: no code of ours between a layer and torch's own kernels, in forward or backward, but this call.
+    """
+
+    __slots__ = ("site", "version", "x")
+
+    def __init__(self, site: WeightSite, x: Tensor):
+        self.site, self.version = site, x._version
+        self.x: Tensor | None = x.detach()
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        # The graph keeps this object until backward has ended: let go of the operand now.
+        x, self.x = self.x, None
+        g = gradients[0]
+        if x is None:
+            raise RuntimeError("backward through a split linear a second time: its input is gone")
+        if x._version != self.version:
+            raise RuntimeError(
+                f"the input of a linear, of shape {tuple(x.shape)}, was changed in place before its weight's gradient "
+                "was computed; change a copy"
+            )
+        if g is not None:
+            # F.linear's weight is [out, in], so its gradient is g.mT @ x.
+            self.site.queue.add(add_product, self.site.param, self.site.layout, g, x)
+
+
 class Linear(Function):
+    """`LinearHook`'s slow twin: where autograd must know what is saved, or nothing else takes a gradient."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
         w = weight if computed is None else computed
