@@ -8,7 +8,7 @@ measured (`runtime/profiler.py`).
      "forward_ms": [0.1, 2.0], "backward_ms": [0.0, 2.1], "weight_ms": [0.1, 1.0],
      "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
-     "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "about": {...}}
+     "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97, "about": {...}}
 
 Times are those of a rank while all ranks work. Every key from `partial` on is optional.
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Profile:
     """The same costs with the times of a rank when only so many ranks work; empty where ranks share nothing."""
     op_overhead_ms: float = 0.0
     """What running one op costs beside its layers' own times."""
+    fused_factor: float = 1.0
+    """Time of B over I and W run one by one."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Device, date, spread of the times: for people."""
 
@@ -56,7 +58,7 @@ class Profile:
             level: costs.replace(**{name: getattr(table, name) for name in TIMES.values()})
             for level, table in self.partial.items()
         }
-        return Profile(costs=costs, partial=partial, op_overhead_ms=self.op_overhead_ms, about=self.about)
+        return replace(self, costs=costs, partial=partial)
 
     def to_json(self) -> bytes:
         c = self.costs
@@ -84,6 +86,7 @@ class Profile:
         if c.rank_memory_bytes:
             out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]
         out["op_overhead_ms"] = self.op_overhead_ms
+        out["fused_factor"] = self.fused_factor
         out["about"] = dict(self.about)
         return msgspec.json.format(msgspec.json.encode(out), indent=1)
 
@@ -102,9 +105,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     model = file.get("model")
     costs = costs_of_layer_times(file, name=model if isinstance(model, str) and model else name, where=where)
     if file.get("optimizer_ms") is not None:
-        costs = costs.replace(
-            optimizer_ms=_numbers(file["optimizer_ms"], f'{where}: "optimizer_ms"', costs.num_layers)
-        )
+        costs = costs.replace(optimizer_ms=_numbers(file["optimizer_ms"], f'{where}: "optimizer_ms"', costs.num_layers))
     pairs = _links(file.get("links"), where)
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))
@@ -119,9 +120,14 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
         costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
     partial = _partial(file.get("partial"), costs, where)
     overhead = _numbers([file.get("op_overhead_ms") or 0.0], f'{where}: "op_overhead_ms"')[0]
+    fused = _numbers([file.get("fused_factor", 1.0)], f'{where}: "fused_factor"', positive=True)[0]
     about = file.get("about")
     return Profile(
-        costs=costs, partial=partial, op_overhead_ms=overhead, about=about if isinstance(about, dict) else {}
+        costs=costs,
+        partial=partial,
+        op_overhead_ms=overhead,
+        fused_factor=fused,
+        about=about if isinstance(about, dict) else {},
     )
 
 
@@ -135,9 +141,7 @@ def _partial(value: object, costs: CostTable, where: str) -> dict[int, CostTable
         what = f'{where}: "partial" of {brief(level)}'
         if not str(level).isdigit() or int(level) < 1 or not isinstance(tables, dict):
             raise OctoPipeError(f"{what}: give a number of ranks and an object of times")
-        times = {
-            name: _numbers(tables.get(key), f'{what}: "{key}"', costs.num_layers) for key, name in TIMES.items()
-        }
+        times = {name: _numbers(tables.get(key), f'{what}: "{key}"', costs.num_layers) for key, name in TIMES.items()}
         out[int(level)] = costs.replace(**times)
     return out
 

@@ -15,7 +15,7 @@ ROOMS = [
     ["plan", "plan_file", "price"],
     ["_engine", "lower"],
     ["timeline"],
-    ["simulate", "bounds", "contention"],
+    ["simulate", "bounds", "contention", "hide"],
     ["systems", "compare"],
     ["tune"],
     ["nn", "runtime"],

@@ -123,9 +123,11 @@ def test_assembled_costs_and_their_file_say_the_same(tmp_path) -> None:
     mine = profile_layers(layers, torch.randn(8, 64), mse, torch.randn(8, 64), repeats=2, warm_up=0)
     links = {(0, 1): Link(latency_ms=0.02, ms_per_byte=1e-7), (1, 0): Link(latency_ms=0.02, ms_per_byte=1e-7)}
     profile = assemble([mine, mine], model="four", symbols="abcd", links=links, tokens=8, memory_bytes=2.0**30)
+    profile = replace(profile, op_overhead_ms=0.25, fused_factor=0.9)
     path = tmp_path / "profile.json"
     profile.save(path)
     again = load_profile(path)
+    assert (again.op_overhead_ms, again.fused_factor) == (profile.op_overhead_ms, profile.fused_factor)
     assert np.allclose(again.costs.forward_ms, profile.costs.forward_ms)
     assert np.allclose(again.costs.static_bytes, 4 * 64 * 64 * 4)  # weights, gradients, two AdamW moments
     resolved = resolve_costs(str(path), pp=2)
@@ -146,6 +148,7 @@ def test_assembled_costs_and_their_file_say_the_same(tmp_path) -> None:
         ({"partial": {"1": {"forward_ms": [1]}}}, "partial"),
         ({"rank_slowdown": [0]}, "rank_slowdown"),
         ({"memory_gib": [-1]}, "memory_gib"),
+        ({"fused_factor": 0}, "fused_factor"),
     ],
 )
 def test_a_bad_profile_is_one_line(change, words) -> None:
@@ -226,9 +229,9 @@ def test_a_rehearsal_corrects_op_kinds_and_finds_the_gaps() -> None:
     costs = CostTable.uniform(num_layers=4, forward_ms=2.0, input_ms=2.0, weight_ms=2.0)
     plan = rehearsal_plan(Profile(costs=costs), 2)
     true = costs.replace(weight_ms=1.1 * costs.weight_ms, input_ms=0.9 * costs.input_ms)
-    seen = replace(predict(plan, Profile(costs=true, op_overhead_ms=0.25)), measured=True)
+    seen = replace(predict(plan, Profile(costs=true, op_overhead_ms=0.25, fused_factor=0.9)), measured=True)
     found = rehearsed(Profile(costs=costs), plan, [seen, seen, seen], World.make(None, None, None))
-    assert found.op_overhead_ms == pytest.approx(0.25)
+    assert found.op_overhead_ms == pytest.approx(0.25) and found.fused_factor == pytest.approx(0.9)
     assert np.allclose(found.costs.weight_ms, true.weight_ms) and np.allclose(found.costs.input_ms, true.input_ms)
     assert np.allclose(found.costs.forward_ms, true.forward_ms)
 
@@ -239,7 +242,7 @@ def test_a_rehearsal_corrects_op_kinds_and_finds_the_gaps() -> None:
 def _profile_and_run(rank: int, nproc: int, work: Workload):
     world = World.make(None, None, None)
     profile = profile_workload(work, world, repeats=2, warm_up=1, state_factor=0.0)
-    assert set(profile.about["rehearsal"]) == {"F", "I", "W"} and profile.about["overlap_slowdown"] > 0
+    assert set(profile.about["rehearsal"]) == {"F", "I", "W", "B"} and profile.about["overlap_slowdown"] > 0
     plan = tune(profile.costs, nproc, 4, iterations=200, recompute=False, workers=1).plan if rank == 0 else None
     plan = world.gather(plan)[0]
     trial = run_plan(work, plan, world, profile, steps=2, warm_up=1)
@@ -249,7 +252,7 @@ def _profile_and_run(rank: int, nproc: int, work: Workload):
 
 def test_two_ranks_profile_links_and_layers_and_the_tuner_takes_it() -> None:
     work = Workload(spec=preset("nemotron-h-8b").scaled(0.03, num_layers=6), tokens=32)
-    (profile, plan, trial, fresh, trials), (other, *_) = run_ranks(_profile_and_run, 2, work, threads=1, timeout_s=120)
+    (profile, plan, trial, fresh, trials), (other, *_) = run_ranks(_profile_and_run, 2, work, threads=1, timeout_s=240)
     assert set(profile.costs.network.pairs) == {(0, 1), (1, 0)}
     assert profile.to_json() == other.to_json() or np.allclose(profile.costs.forward_ms, other.costs.forward_ms)
     assert 1 in profile.partial and len(profile.costs.rank_slowdown) == 2

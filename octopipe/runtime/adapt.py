@@ -16,6 +16,7 @@ on as it would have (up to the order in which a plan adds up its micro-batches).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,7 @@ class Adapter:
                 for name in _TIMES.values()
             }
             partial[level] = costs.replace(**times)
-        self.profile = Profile(
-            costs=costs,
-            partial=partial,
-            op_overhead_ms=self.profile.op_overhead_ms,
-            about=self.profile.about,
-        )
+        self.profile = replace(self.profile, costs=costs, partial=partial)
 
     def propose(self, plan: Plan, world: World | None = None) -> Plan | None:
         """A plan predicted to be faster by more than the threshold, or None (collective: rank 0 searches)."""

@@ -21,7 +21,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.lower import Channel
 from octopipe.nn import cross_entropy
-from octopipe.plan import Plan
+from octopipe.plan import Op, Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime.links import measure_links, measure_overlap
 from octopipe.runtime.profiler import Layer, LayerRing, Measured, assemble, gather, groups_of_spec
@@ -168,8 +168,24 @@ def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes
 
 
 def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
-    """The plan that is run to learn what single layers cannot show; no plan is judged by its own rehearsal."""
-    return build_plan("gpipe", profile.costs, ranks, max(4, ranks), split_backward=True)
+    """The plan that is run to learn what single layers cannot show; no plan is judged by its own rehearsal.
+
+    GPipe with every kind of op: of four micro-batches two run B, one I and W, and one I with its W at the very end.
+    """
+    plan = build_plan("gpipe", profile.costs, ranks, max(4, ranks), split_backward=True)
+    orders = []
+    for order in plan.orders:
+        now, later = [], []
+        for op in order:
+            fused = op.micro_batch % 2 == 1
+            if op.kind == "I" and fused:
+                now.append(Op(op.stage, "B", op.micro_batch))
+            elif op.kind == "W" and op.micro_batch % 4 == 2:
+                later.append(op)
+            elif not (op.kind == "W" and fused):
+                now.append(op)
+        orders.append((*now, *later))
+    return replace(plan, orders=tuple(orders)).check("rehearsal")
 
 
 def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World) -> Profile:
@@ -178,13 +194,15 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
     One factor per op kind, measured over predicted time at work, and what passes between two ops of a rank when
     nothing has to be waited for.
     """
-    predicted = predict(plan, replace(profile, op_overhead_ms=0.0))
+    predicted = predict(plan, replace(profile, op_overhead_ms=0.0, fused_factor=1.0))
     errors = [compare(predicted, timeline).kind_error for timeline in seen]
     factors = {
-        kind: float(np.clip(np.median([1.0 / (1.0 + e.get(kind, 0.0)) for e in errors]), 0.8, 1.25)) for kind in "FIW"
+        kind: float(np.clip(np.median([1.0 / (1.0 + e.get(kind, 0.0)) for e in errors]), 0.8, 1.25)) for kind in "FIWB"
     }
     overhead = float(np.median([g for timeline in seen for g in _gaps_ms(timeline)] or [0.0]))
     factors, overhead = world.gather((factors, max(0.0, overhead)))[0]
+    apart, together = profile.costs.input_ms.sum(), profile.costs.weight_ms.sum()
+    split = (factors["I"] * apart + factors["W"] * together) / max(apart + together, 1e-9)
 
     def scaled(costs: CostTable) -> CostTable:
         return costs.replace(
@@ -198,6 +216,7 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
         costs=scaled(profile.costs),
         partial={level: scaled(table) for level, table in profile.partial.items()},
         op_overhead_ms=overhead,
+        fused_factor=float(factors["B"] / split) if split > 0 else 1.0,
         about={**profile.about, "rehearsal": factors},
     )
 

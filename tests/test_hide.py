@@ -1,0 +1,50 @@
+"""Hiding transfers: never slower, never larger, the same ops."""
+
+from __future__ import annotations
+
+import pytest
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.hide import hide_transfers
+from octopipe.plan import Op, Plan, Stage
+from octopipe.simulate import simulate
+from octopipe.systems import build_plan
+
+F0, F1, I0, I1, W0, W1 = ((kind, m) for kind in "FIW" for m in (0, 1))
+
+
+@pytest.mark.parametrize("system", ["1f1b", "interleaved", "zb-v"])
+def test_only_the_overlap_changes_for_the_better(system: str) -> None:
+    costs = CostTable.uniform(
+        num_layers=16, forward_ms=2.0, activation_bytes=1e9, stash_bytes=5e8, p2p_ms=0.3
+    ).with_memory_gib(20.0)
+    plan = build_plan(system, costs, 4, 8, split_backward=True)
+    better = hide_transfers(plan, costs, moves=800)
+    before, after = simulate(plan, costs), simulate(better, costs)
+    assert after.makespan_ms <= before.makespan_ms
+    assert after.overlap.rate >= before.overlap.rate and after.fits
+    assert better.stages == plan.stages
+    assert [sorted(map(str, order)) for order in better.orders] == [sorted(map(str, order)) for order in plan.orders]
+
+
+def test_idle_work_is_put_behind_a_transfer() -> None:
+    # Rank 0 waits for 1B0 to come back while its W could be at work: with W last, all of rank 0's ends lie bare.
+    costs = CostTable.uniform(num_layers=2, p2p_ms=1.0)
+    first, second = (F0, F1, I0, I1, W0, W1), (F0, I0, F1, I1, W0, W1)
+    orders = tuple(tuple(Op(r, k, m) for k, m in order) for r, order in enumerate((first, second)))
+    plan = Plan(
+        num_layers=2,
+        num_ranks=2,
+        num_micro_batches=2,
+        stages=(Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1)),
+        orders=orders,
+    ).check()
+    better = hide_transfers(plan, costs, moves=400)
+    assert simulate(better, costs).overlap.overlapped > simulate(plan, costs).overlap.overlapped
+
+
+def test_one_limit_is_needed() -> None:
+    costs = CostTable.uniform(num_layers=2)
+    with pytest.raises(OctoPipeError, match="give one of the two"):
+        hide_transfers(build_plan("1f1b", costs, 2, 2), costs)
