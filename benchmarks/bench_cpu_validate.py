@@ -16,7 +16,7 @@ from typing import Any
 
 from bench_gpu import SYSTEMS, models, tables
 
-from octopipe.runtime.ranks import run_ranks
+from octopipe.runtime.launch import by_rank, run_ranks
 from octopipe.runtime.trial import STEADY_MEMORY
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     args.micro_batches = [int(m) for m in args.micro_batches.split(",")]
     args.cores = [int(c) for c in args.cores.split(",") if c] or sorted(os.sched_getaffinity(0))
     before = os.getloadavg()
-    rows = run_ranks(task, args.nproc, args, threads=1, environment=STEADY_MEMORY)[0]
+    rows = run_ranks(by_rank(task), args.nproc, args, threads=1, environment=STEADY_MEMORY)[0]
     Path(args.out).mkdir(parents=True, exist_ok=True)
     text = tables(rows)
     about = {"cores": os.cpu_count(), "used": args.cores, "load_before": before, "load_after": os.getloadavg()}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
 import resource
 import statistics
 import time
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from octopipe.cost import CostTable
+from octopipe.nn import cross_entropy
 from octopipe.plan import Op, Plan, Stage
 from octopipe.runtime.launch import Seat, run_ranks
 from octopipe.runtime.pipeline import Pipeline
@@ -39,6 +42,15 @@ from octopipe.runtime.world import wire as wire_of
 from octopipe.systems import build_plan
 
 WIDTH, TOKENS, VOCAB = 256, 192, 12288
+# Memory given back to the system after every step comes back page by page in the next: noise for both sides.
+STEADY_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0"}
+THEIR_SCHEDULES = {
+    "Schedule1F1B": 1,
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleInterleavedZeroBubble": 2,
+    "ScheduleZBVZeroBubble": 2,
+}
+"""With stages per rank."""
 
 
 class Block(nn.Module):
@@ -116,13 +128,13 @@ def timed(act: Callable[[], Any]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
-def rounds(acts: dict[str, Callable[[], Any]], count: int) -> dict[str, list[float]]:
-    """Milliseconds of every act in every round, acts in turn; the first two rounds do not count."""
+def rounds(acts: dict[str, Callable[[], Any]], count: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Milliseconds of every act in every round, acts in turn; the first rounds do not count."""
     times: dict[str, list[float]] = {name: [] for name in acts}
-    for k in range(count + 2):
+    for k in range(count + warm_up):
         for name, act in acts.items():
             ms = timed(act)
-            if k >= 2:
+            if k >= warm_up:
                 times[name].append(ms)
     return times
 
@@ -402,42 +414,50 @@ def hybrid(size: int, tokens: int) -> tuple[list[nn.Module], Tensor]:
     return [factory() for factory in build_layers(spec, lean_head=False)], torch.randint(VOCAB, (1, tokens))
 
 
-def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
-    """A hybrid model, profiled by our profiler with all ranks at work, tuned and run, against their schedules."""
-    from octopipe.nn import cross_entropy
+def _profile(layers: list[nn.Module], tokens: Tensor, world: World) -> CostTable:
+    """What our profiler says of the layers, with all ranks at work, and of the link between two ranks."""
     from octopipe.runtime.links import measure_links
     from octopipe.runtime.profiler import assemble, gather, profile_layers
+
+    # One pair stands for all: the ranks are on one machine.
+    sizes = (1 << 12, 4 * tokens.numel() * WIDTH)
+    link = measure_links(world, torch.device("cpu"), sizes=sizes, pairs=[(0, 1)])[0, 1]
+    links = {(a, b): link for a in range(world.size) for b in range(world.size) if a != b}
+    mine = profile_layers(layers, tokens, cross_entropy, tokens, repeats=7, levels=(), group=world.control)
+    return assemble(gather(mine, world.control), model="hybrid", symbols="x" * len(layers), links=links).costs
+
+
+def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
+    """A hybrid model, profiled by our profiler with all ranks at work, tuned and run, against their schedules."""
     from octopipe.simulate import simulate
     from octopipe.tune import tune
 
     size, count, world = seat.size, max(args.micro_batches, 2 * seat.size), World(dist.group.WORLD)
-    layers, tokens = hybrid(size, TOKENS)
-    # Neighbouring pairs stand for all: the ranks are on one machine.
-    links = measure_links(world, torch.device("cpu"), sizes=(1 << 12, 4 * TOKENS * WIDTH), pairs=[(0, 1)])
-    mine = profile_layers(layers, tokens, cross_entropy, tokens, repeats=7, levels=(), group=world.control)
-    everywhere = {(a, b): links[0, 1] for a in range(size) for b in range(size) if a != b}
-    profile = assemble(gather(mine, world.control), model="hybrid", symbols="x" * len(layers), links=everywhere)
-    costs = profile.costs
-    box: list[Any] = [None]
-    if seat.rank == 0:
-        box = [tune(costs, size, count, budget_s=args.budget_s, workers=1, recompute=False).plan]
-    dist.broadcast_object_list(box, src=0)
-    plan: Plan = box[0]
+    layers, tokens = hybrid(size, args.tokens)
+    kept = None if args.plans is None else Path(args.plans, f"tuned-{size}-{count}-{args.tokens}.pickle")
+    if kept is not None and kept.exists():
+        costs, plan = pickle.loads(kept.read_bytes())
+    else:
+        costs = _profile(layers, tokens, world)
+        box: list[Any] = [None]
+        if seat.rank == 0:
+            box = [tune(costs, size, count, budget_s=args.budget_s, workers=1, recompute=False).plan]
+        dist.broadcast_object_list(box, src=0)
+        plan = box[0]
+        if kept is not None and seat.rank == 0:
+            kept.write_bytes(pickle.dumps((costs, plan)))
     for layer in layers:
         layer.zero_grad(set_to_none=True)
-    x, y = (torch.randint(VOCAB, (count, TOKENS)) for _ in range(2))
+    x, y = (torch.randint(VOCAB, (count, args.tokens)) for _ in range(2))
     acts: dict[str, Callable[[], Any]] = {}
-    for name, chunks in (
-        ("Schedule1F1B", 1),
-        ("ScheduleInterleaved1F1B", 2),
-        ("ScheduleInterleavedZeroBubble", 2),
-        ("ScheduleZBVZeroBubble", 2),
-    ):
+    for name, chunks in THEIR_SCHEDULES.items():
+        if name in args.without:
+            continue
         schedule, modules = theirs(name, layers, count, chunks, cross_entropy)
         acts[name] = partial(step_theirs, schedule, name, x, y, modules)
     with Pipeline(layers, plan, cross_entropy, costs=costs, group=world) as pipe:
         acts["tuned"] = our_step(pipe, x, y)
-        times = rounds(acts, args.rounds)
+        times = rounds(acts, args.rounds, warm_up=args.warm_up)
     out: dict[str, Any] = {f"{name} ms": round(statistics.median(values), 2) for name, values in times.items()}
     best = min((n for n in times if n != "tuned"), key=lambda n: statistics.median(times[n]))
     out["their best"] = best
@@ -463,7 +483,7 @@ def pinned(section: Callable[..., Any], seat: Seat, args: argparse.Namespace) ->
 
 def run_section(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if name != "memory":
-        results = run_ranks(partial(pinned, SECTIONS[name]), args.ranks, args, threads=1)
+        results = run_ranks(partial(pinned, SECTIONS[name]), args.ranks, args, threads=1, environment=STEADY_MEMORY)
         if name == "overhead":  # the rank with most to do
             return max(results, key=lambda r: max(v for k, v in r.items() if k.endswith("executor us per op")))
         return results[0]
@@ -483,6 +503,10 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget-s", type=float, default=10.0, help="of the tuner")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="per micro-batch of the hybrid model")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds of the hybrid model that do not count")
+    parser.add_argument("--plans", help="folder of tuned plans and their costs: read where there, else written")
+    parser.add_argument("--without", nargs="*", default=[], help="their schedules to leave out of tuned")
     parser.add_argument("--quick", action="store_true", help="1F1B and interleaved only")
     parser.add_argument("--pin", action="store_true", help="keep every rank on a core of its own")
     parser.add_argument("--json", help="write the results here too")

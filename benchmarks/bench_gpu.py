@@ -255,13 +255,13 @@ def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
 
 
 def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
+    from octopipe.runtime.launch import by_rank, run_ranks
     from octopipe.runtime.mps import Mps
-    from octopipe.runtime.ranks import run_ranks
 
     if args.device == "cpu":
-        return run_ranks(task, args.nproc, args, timeout_s=timeout_s)
+        return run_ranks(by_rank(task), args.nproc, args, timeout_s=timeout_s)
     with Mps.start(num_ranks=args.nproc, share_percent=args.share or None) as mps:
-        return run_ranks(task, args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
+        return run_ranks(by_rank(task), args.nproc, args, environment=mps.environment, timeout_s=timeout_s)
 
 
 def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> Any:

@@ -17,10 +17,10 @@ from octopipe.errors import OctoPipeError
 from octopipe.lower import lower
 from octopipe.profile_file import Profile, load_profile, profile_from_object
 from octopipe.resolve import resolve_costs
+from octopipe.runtime.launch import by_rank, run_ranks
 from octopipe.runtime.links import fit
 from octopipe.runtime.mps import Mps
 from octopipe.runtime.profiler import assemble, groups_of_modules, groups_of_spec, profile_layers
-from octopipe.runtime.ranks import run_ranks
 from octopipe.runtime.trial import (
     Workload,
     profile_workload,
@@ -252,7 +252,8 @@ def _profile_and_run(rank: int, nproc: int, work: Workload):
 
 def test_two_ranks_profile_links_and_layers_and_the_tuner_takes_it() -> None:
     work = Workload(spec=preset("nemotron-h-8b").scaled(0.03, num_layers=6), tokens=32)
-    (profile, plan, trial, fresh, trials), (other, *_) = run_ranks(_profile_and_run, 2, work, threads=1, timeout_s=240)
+    results = run_ranks(by_rank(_profile_and_run), 2, work, threads=1, timeout_s=240)
+    (profile, plan, trial, fresh, trials), (other, *_) = results
     assert set(profile.costs.network.pairs) == {(0, 1), (1, 0)}
     assert profile.to_json() == other.to_json() or np.allclose(profile.costs.forward_ms, other.costs.forward_ms)
     assert 1 in profile.partial and len(profile.costs.rank_slowdown) == 2
@@ -275,5 +276,5 @@ def _fail(rank: int, nproc: int, payload: object) -> None:
 def test_a_failing_rank_ends_all_and_is_named() -> None:
     began = time.monotonic()
     with pytest.raises(OctoPipeError, match="rank 1: ValueError: out of cheese"):
-        run_ranks(_fail, 2, threads=1)
+        run_ranks(by_rank(_fail), 2, threads=1)
     assert time.monotonic() - began < 59

@@ -14,8 +14,8 @@ from octopipe.nn import cross_entropy
 from octopipe.profile_file import Profile
 from octopipe.resolve import resolve_costs
 from octopipe.runtime.adapt import Adapter, corrected, switch
+from octopipe.runtime.launch import by_rank, run_ranks
 from octopipe.runtime.pipeline import Pipeline
-from octopipe.runtime.ranks import run_ranks
 from octopipe.runtime.trial import Workload
 from octopipe.runtime.validate import TransferEnds, compare, hidden
 from octopipe.runtime.world import World
@@ -168,7 +168,7 @@ def _train(world: World, nproc: int, change: bool) -> tuple[list[float], dict[st
 
 
 def test_switching_plans_does_not_change_the_loss_curve() -> None:
-    ((straight, a), (switched, c)), ((_, b), (_, d)) = run_ranks(_train_twice, 2, threads=1, timeout_s=120)
+    ((straight, a), (switched, c)), ((_, b), (_, d)) = run_ranks(by_rank(_train_twice), 2, threads=1, timeout_s=120)
     assert switched == pytest.approx(straight, rel=1e-12)
     whole, moved = {**a, **b}, {**c, **d}
     assert whole.keys() == moved.keys()

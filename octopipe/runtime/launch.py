@@ -14,12 +14,13 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -90,12 +91,14 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     threads: int | None = None,
     grace_s: float = 10.0,
+    timeout_s: float | None = None,
     listen: Listener | None = None,
 ) -> list[Any]:
     """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
 
-    `listen` gets what the first rank tells. `threads`: of the CPU per rank (default: the cores, shared equally).
-    `grace_s`: how long the other ranks may take to say what they waited for once one has died.
+    `environment`: for fresh processes that read it as they start (one rank, too). `threads`: of the CPU per rank
+    (default: the cores, shared equally). `grace_s`: how long the other ranks may take to say what they waited for
+    once one has died. `timeout_s`: for everything. `listen` gets what the first rank tells.
     """
     import torch
     import torch.distributed as dist
@@ -103,28 +106,53 @@ def run_ranks(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // size)
     listen = listen or _unheard
-    if size == 1:
-        os.environ.update(environment or {})
+    if size == 1 and not environment:
         torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = warm_up()
-    start = _Start(work, size, payload, backend, store.port, threads, dict(environment or {}))
+    # A fork of the server would share its memory allocator's settings and its libraries' first look around.
+    context = multiprocessing.get_context("spawn") if environment else warm_up()
+    start = _Start(work, size, payload, backend, store.port, threads)
     processes: list[Any] = []
     pipes: list[Connection] = []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(start, rank, theirs), name=f"octopipe rank {rank}")
-            process.start()
+            with _surroundings(environment or {}):
+                process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        return _Watch(processes, pipes, listen, grace_s).run()
+        return _Watch(processes, pipes, listen, grace_s, timeout_s).run()
     finally:
         stop(processes)
         for pipe in pipes:
             pipe.close()
+
+
+def by_rank(task: Callable[[int, int, Any], Any]) -> Work:
+    """A function of rank, number of ranks and payload as work of a seat."""
+    return partial(_call_by_rank, task)
+
+
+def _call_by_rank(task: Callable[[int, int, Any], Any], seat: Seat, payload: Any) -> Any:
+    return task(seat.rank, seat.size, payload)
+
+
+@contextlib.contextmanager
+def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
+    """The environment of processes that start meanwhile."""
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
 
 
 def join_ranks(work: Work, payload: Any = None, *, backend: str = "gloo", listen: Listener | None = None) -> Any:
@@ -173,21 +201,20 @@ class _Start:
     backend: str
     port: int
     threads: int
-    environment: Mapping[str, str]
 
 
 def _child(start: _Start, rank: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
     threading.Thread(target=_follow_parent, daemon=True).start()
-    os.environ.update(start.environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(start.size))
     # Libraries' chatter must not end up in what the parent prints as JSON.
     os.dup2(2, 1)
     lock = threading.Lock()
 
     def send(kind: str, word: Any) -> None:
+        # Bytes: as an object, a tensor would be sent as shared memory that ends with this process.
         with lock:
-            pipe.send((kind, word))
+            pipe.send_bytes(pickle.dumps((kind, word)))
 
     good = False
     try:
@@ -245,8 +272,15 @@ def _follow_parent() -> None:
 class _Watch:
     """Listens to all ranks until all are done, or one has failed and the others have said what they saw."""
 
-    def __init__(self, processes: Sequence[Any], pipes: Sequence[Connection], listen: Listener, grace_s: float):
-        self._processes, self._listen, self._grace_s = processes, listen, grace_s
+    def __init__(
+        self,
+        processes: Sequence[Any],
+        pipes: Sequence[Connection],
+        listen: Listener,
+        grace_s: float,
+        timeout_s: float | None,
+    ):
+        self._processes, self._listen, self._grace_s, self._timeout_s = processes, listen, grace_s, timeout_s
         self._open = {pipe: rank for rank, pipe in enumerate(pipes)}
         self._results: dict[int, Any] = {}
         self._failures: dict[int, str] = {}
@@ -254,7 +288,8 @@ class _Watch:
         self._died: dict[int, str] = {}
 
     def run(self) -> list[Any]:
-        deadline: float | None = None
+        end = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        deadline = end
         told = False
         while self._open and (deadline is None or time.monotonic() < deadline):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -263,16 +298,19 @@ class _Watch:
             if self._failures and not told:
                 # Those who wait for the failed rank have nothing to add.
                 told, deadline = True, time.monotonic() + min(1.0, self._grace_s)
-            elif self._died and deadline is None:
+            elif self._died and deadline is end:
                 deadline = time.monotonic() + self._grace_s
         if self._failures or self._died:
             raise self._verdict()
+        if self._open:
+            late = sorted(self._open.values())
+            raise RankError(late[0], f"ranks {late} did not finish within {self._timeout_s:g} s; give them more time")
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def _hear(self, pipe: Connection) -> None:
         rank = self._open[pipe]
         try:
-            kind, word = pipe.recv()
+            kind, word = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             del self._open[pipe]
             if rank not in self._results and rank not in self._failures:

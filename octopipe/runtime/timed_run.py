@@ -1,6 +1,6 @@
 """Timed runs: a plan executed for real, step after step, with a measured Timeline of each.
 
-Knows: how many steps make a measurement, when transfers arrive on a shared GPU. Does not know: processes (`ranks.py`)
+Knows: how many steps make a measurement, when transfers arrive on a shared GPU. Does not know: processes (`launch.py`)
 or what is done with the numbers (`validate.py`, `adapt.py`). All functions here are called by every rank together.
 """
 

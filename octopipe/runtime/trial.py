@@ -1,6 +1,6 @@
 """Trials: a model on this machine's ranks, profiled, or run under plans and timed.
 
-Knows: what a profile is made of, how plans are measured beside it. Does not know: processes (`ranks.py`) or what is
+Knows: what a profile is made of, how plans are measured beside it. Does not know: processes (`launch.py`) or what is
 done with the numbers (`validate.py`, `adapt.py`). All functions here are called by every rank together.
 """
 
@@ -292,16 +292,16 @@ def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profi
 
 def on_ranks(task: Any, nproc: int, job: Any, *, device: str, timeout_s: float = 900.0) -> list[Any]:
     """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS."""
+    from octopipe.runtime.launch import by_rank, run_ranks
     from octopipe.runtime.mps import Mps
-    from octopipe.runtime.ranks import run_ranks
 
     if device == "cpu":
-        return run_ranks(task, nproc, job, environment=STEADY_MEMORY, timeout_s=timeout_s)
+        return run_ranks(by_rank(task), nproc, job, environment=STEADY_MEMORY, timeout_s=timeout_s)
     # Counted without initialising CUDA here: a process that has done so before MPS started stays outside it.
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise OctoPipeError("no CUDA device here; use --device cpu")
     if gpus >= nproc:
-        return run_ranks(task, nproc, job, timeout_s=timeout_s)
+        return run_ranks(by_rank(task), nproc, job, timeout_s=timeout_s)
     with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
-        return run_ranks(task, nproc, job, environment=mps.environment, timeout_s=timeout_s)
+        return run_ranks(by_rank(task), nproc, job, environment=mps.environment, timeout_s=timeout_s)
