@@ -173,7 +173,6 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import plan_from_json
     from octopipe.runtime.trial import fidelity, profile_workload, run_plan
-    from octopipe.runtime.validate import hidden
     from octopipe.runtime.world import World
 
     world = World.make(None, None, None)
@@ -224,7 +223,6 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
                     "plain_ms": _full_load_ms(plan, profile, job["channel"]),
                     "measured_busy_ms": trial.timeline.busy_ms.tolist(),
                     "measured_bubble": trial.timeline.bubble_ratio,
-                    "overlap_by_transfers": hidden(trial.timeline)._asdict(),
                 }
                 with sink.open("a") as file:
                     file.write(json.dumps(row) + "\n")

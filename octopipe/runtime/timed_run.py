@@ -25,8 +25,7 @@ from octopipe.runtime.messages import Leaf
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.cuda_ipc import IpcTransport
-from octopipe.runtime.transports.lanes import CudaLane, Lane
-from octopipe.runtime.validate import TransferEnds
+from octopipe.runtime.transports.lanes import CudaLane
 from octopipe.runtime.workload import Workload
 from octopipe.runtime.world import World
 from octopipe.timeline import Timeline
@@ -45,8 +44,6 @@ class Trial:
     peak_bytes: tuple[float, ...]
     """Allocator's peak per rank; empty on a CPU."""
     loss: float
-    ends: TransferEnds | None = None
-    """Of the same step, where the transport knows them."""
 
     @property
     def step_ms(self) -> float:
@@ -93,7 +90,6 @@ class TimedRun:
         for p in self.pipe.parameters():
             p.grad = torch.zeros_like(p)
         self.timelines: list[Timeline] = []
-        self._ends: list[TransferEnds | None] = []
         self._wall_ms: list[float] = []
         self._loss = float("nan")
         self._peak = 0
@@ -114,19 +110,15 @@ class TimedRun:
         barrier(self.world)
         if timed:
             self._wall_ms.append(1e3 * (time.perf_counter() - began))
-            timeline, ends = _by_device(self.pipe, self.pipe.timeline())
-            self.timelines.append(timeline)
-            self._ends.append(ends)
+            self.timelines.append(_with_arrivals(self.pipe, self.pipe.timeline()))
             if self._cuda:
                 self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
 
     def trial(self) -> Trial:
         """What the timed steps showed (collective)."""
         spans = [t.makespan_ms for t in self.timelines]
-        middle = int(np.argsort(spans)[len(spans) // 2])
         return Trial(
-            timeline=self.timelines[middle],
-            ends=self._ends[middle],
+            timeline=self.timelines[int(np.argsort(spans)[len(spans) // 2])],
             steps_ms=tuple(spans),
             wall_ms=tuple(self._wall_ms),
             peak_bytes=tuple(float(p) for p in self.world.gather(self._peak)) if self._cuda else (),
@@ -158,28 +150,18 @@ def run_plan(
 
 
 class TimedIpc(IpcTransport):
-    """Also knows, by the device's clock, when each send left its rank and when each receive was posted and there."""
+    """Also knows when each transfer arrived, by the device's clock."""
 
     def __init__(self, world: World, device: torch.device, *, timeout_s: float):
         super().__init__(world, device, timeout_s=timeout_s)
-        self.events: dict[tuple[str, int], torch.cuda.Event] = {}
-
-    def _mark(self, what: str, slot: Slot, lane: Lane) -> None:
-        if isinstance(lane, CudaLane):
-            event = self.events[what, slot.number] = torch.cuda.Event(enable_timing=True)
-            event.record(lane.stream)
-
-    def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
-        work = super()._send_body(slot, tensor)
-        self._mark("sent", slot, self._senders[slot.peer].lane)
-        return work
+        self.arrivals: dict[int, torch.cuda.Event] = {}
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
-        lane = self._receivers[slot.peer].lane
-        lane.after_current()
-        self._mark("posted", slot, lane)
         result = super()._post_body(slot, leaf)
-        self._mark("arrived", slot, lane)
+        lane = self._receivers[slot.peer].lane
+        if isinstance(lane, CudaLane):
+            event = self.arrivals[slot.number] = torch.cuda.Event(enable_timing=True)
+            event.record(lane.stream)
         return result
 
 
@@ -209,27 +191,20 @@ def _transport(
     return (BlockingIpc if blocking else TimedIpc)(world, device, timeout_s=timeout_s)
 
 
-def _by_device(pipe: Pipeline, timeline: Timeline) -> tuple[Timeline, TransferEnds | None]:
-    """The timeline with the device's own times of transfers, where the transport has them (collective)."""
+def _with_arrivals(pipe: Pipeline, timeline: Timeline) -> Timeline:
+    """The timeline with the device's own arrival times, where the transport has them (collective)."""
     if not isinstance(pipe.transport, TimedIpc) or pipe.device.type != "cuda":
-        return timeline, None
+        return timeline
     first = pipe.recorder.events[0]  # the start of this rank's first op
     mine = np.flatnonzero(timeline.spans.rank == pipe.rank)
-    own: dict[tuple[str, int], float] = {}
-    if mine.size:
-        base = float(timeline.spans.start_ms[mine[0]])
-        own = {key: base + first.elapsed_time(event) for key, event in pipe.transport.events.items()}
+    base = float(timeline.spans.start_ms[mine[0]]) if mine.size else 0.0
+    own = {k: base + first.elapsed_time(event) for k, event in pipe.transport.arrivals.items()} if mine.size else {}
     t = timeline.transfers
-    made = timeline.spans.end_ms[t.producer].copy()
-    times = {"sent": made.copy(), "posted": made.copy(), "arrived": t.end_ms.copy()}
+    start, end = timeline.spans.end_ms[t.producer].copy(), t.end_ms.copy()
     for theirs in pipe.world.gather(own):
-        for (what, number), when in theirs.items():
-            times[what][number] = when
-    arrived = np.maximum(times["arrived"], made)
-    ends = TransferEnds(
-        sent_ms=np.clip(times["sent"], made, arrived), posted_ms=np.clip(times["posted"], made, arrived)
-    )
-    return replace(timeline, transfers=t._replace(start_ms=made, end_ms=arrived)), ends
+        for number, when in theirs.items():
+            end[number] = when
+    return replace(timeline, transfers=t._replace(start_ms=start, end_ms=np.maximum(end, start)))
 
 
 def barrier(world: World) -> None:

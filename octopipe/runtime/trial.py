@@ -266,7 +266,7 @@ def side_by_side(
 def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "directed") -> Fidelity:
     """A trial against its prediction."""
     predicted = predict(plan, profile, channel=channel)
-    return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms, ends=trial.ends)
+    return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
 
 
 def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
@@ -284,6 +284,11 @@ def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
 def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profile]:
     """`octopipe validate`, on every rank."""
     world, profile = World.make(None, None, None), job.profile
+    if job.work.compile_scans and not job.profile_again:
+        # All ranks compile at once; in the pipeline's first step each would wait for the one before it.
+        ring = _ring(job.work, world, job.work.place(world.rank))
+        del ring
+        free(job.work.place(world.rank))
     if job.profile_again:
         profile = profile_workload(job.work, world, state_factor=0.0, about=dict(profile.about))
     trial = run_plan(job.work, job.plan, world, profile, steps=job.steps, warm_up=job.warm_up, channel=job.channel)

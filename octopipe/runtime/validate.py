@@ -44,14 +44,6 @@ class Hidden(NamedTuple):
     """Overlap time over communication time."""
 
 
-class TransferEnds(NamedTuple):
-    """Per transfer, when its sender was done with it and from when its receiver took part: between the two a tensor
-    may lie in a buffer while both do other things."""
-
-    sent_ms: Floats
-    posted_ms: Floats
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fidelity:
     """What a comparison says."""
@@ -113,11 +105,10 @@ def compare(
     *,
     measured_bytes: Sequence[float] = (),
     step_ms: float | None = None,
-    ends: TransferEnds | None = None,
     worst: int = 5,
 ) -> Fidelity:
     """Compare two timelines of one program. `step_ms` replaces the measured timeline's own makespan (the median of
-    several steps, say); `measured_bytes` are the allocator's peaks per rank; `ends` sharpen the measured overlap."""
+    several steps, say); `measured_bytes` are the allocator's peaks per rank."""
     a, b = predicted.spans, measured.spans
     same = all(np.array_equal(getattr(a, n), getattr(b, n)) for n in ("rank", "stage", "kind", "micro_batch"))
     if not same:
@@ -153,30 +144,25 @@ def compare(
             )
             for i in by
         ),
-        measured_overlap=hidden(measured, ends),
+        measured_overlap=hidden(measured),
         predicted_overlap=hidden(predicted),
     )
 
 
-def hidden(timeline: Timeline, ends: TransferEnds | None = None, *, gap_ms: float = 0.05) -> Hidden:
-    """The overlap of a timeline; real ops stand microseconds apart, so that gaps below `gap_ms` count as compute.
-
-    A send lasts from its producer's end until its sender is done with it, a receive from when it is posted and its
-    tensor made until it is there; without `ends`, both as long as the transfer.
-    """
+def hidden(timeline: Timeline, gap_ms: float = 0.05) -> Hidden:
+    """The overlap of a timeline; real ops stand microseconds apart, so that gaps below `gap_ms` count as compute."""
     s, t = timeline.spans, timeline.transfers
     if t.source.size == 0:
         return Hidden(1.0, 1.0, 1.0)
     end = s.end_ms.copy()
     follows = (s.rank[1:] == s.rank[:-1]) & (s.start_ms[1:] - end[:-1] < gap_ms)
     end[:-1] = np.where(follows, np.maximum(s.start_ms[1:], end[:-1]), end[:-1])
-    sent, posted = (t.end_ms, t.start_ms) if ends is None else ends
-    starts, stops = np.concatenate([t.start_ms, posted]), np.concatenate([sent, t.end_ms])
-    took = stops - starts
+    took = np.concatenate([t.end_ms - t.start_ms] * 2)
     behind = np.zeros(took.size)
-    holder = np.concatenate([t.source, t.destination])
+    ends = np.concatenate([t.source, t.destination])
+    starts, stops = np.tile(t.start_ms, 2), np.tile(t.end_ms, 2)
     for rank in range(timeline.num_ranks):
-        mine, ops = holder == rank, s.rank == rank
+        mine, ops = ends == rank, s.rank == rank
         busy = _busy_before(s.start_ms[ops], end[ops])
         behind[mine] = busy(stops[mine]) - busy(starts[mine])
     slack = 1e-9 * (1.0 + took)

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     trial, profile = on_ranks(validate_task, plan.num_ranks, job, device=work.device)[0]
     name = str(plan.extra.get("system", "")) or "plan"
     predicted = predict(plan, profile, channel=args.channel, label=f"{name}, predicted")
-    found = compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms, ends=trial.ends)
+    found = compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
     if args.timelines:
         predicted.save(f"{args.timelines}.predicted.json")
         trial.timeline.save(f"{args.timelines}.measured.json")
