@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import pickle
+import random
 import resource
 import statistics
 import time
@@ -129,11 +130,12 @@ def timed(act: Callable[[], Any]) -> float:
 
 
 def rounds(acts: dict[str, Callable[[], Any]], count: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Milliseconds of every act in every round, acts in turn; the first rounds do not count."""
+    """Milliseconds of every act in every round, in an order drawn anew (who comes after whom matters: caches, memory);
+    the first rounds do not count."""
     times: dict[str, list[float]] = {name: [] for name in acts}
     for k in range(count + warm_up):
-        for name, act in acts.items():
-            ms = timed(act)
+        for name in random.Random(k).sample(list(acts), len(acts)):  # the same order on all ranks
+            ms = timed(acts[name])
             if k >= warm_up:
                 times[name].append(ms)
     return times
@@ -359,8 +361,8 @@ def _backwards(layers: list[nn.Module], x: Tensor, count: int) -> dict[str, floa
     }
     times: dict[str, list[float]] = {name: [] for name in acts}
     for k in range(count + 3):
-        for name, act in acts.items():
-            took = act()
+        for name in random.Random(k).sample(list(acts), len(acts)):
+            took = acts[name]()
             if k >= 3:  # gradients are there, as in every micro-batch but the first
                 times[name].append(took)
     out = {f"backward alone: {name} ms": round(1e3 * statistics.median(v), 3) for name, v in times.items()}
