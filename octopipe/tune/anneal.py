@@ -18,6 +18,7 @@ from numba import njit
 from octopipe.tune.kernels import (
     A_F,
     A_I,
+    ANY_PACE,
     B_F,
     B_I,
     BANK,
@@ -28,6 +29,7 @@ from octopipe.tune.kernels import (
     KIND_I,
     KIND_R,
     KIND_W,
+    LAPS,
     LOOK,
     MASK,
     NUM_GLOBALS,
@@ -64,6 +66,11 @@ FOCUS = 0.5
 HINTED = 0.4
 """How often a move of the order advances an op that another rank waited for."""
 MAX_HINTS = 64
+SLACK = 0.003
+"""How far, as a share of the step time, a schedule may fall behind the walker's pace before it is given up. Of the
+schedules that were accepted in the end hardly one was that late after any lap; of the others most were after two."""
+FULL_RACE = 0.05
+"""How often a schedule may run at any pace."""
 REPAIR = 40
 """Most migrations tried to rebalance the ranks after a structural move."""
 
@@ -522,14 +529,21 @@ def repair(p, st, rng, target, loads):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def judge(p, st, margin, cutoff, sc):  # type: ignore[no-untyped-def]
-    """Step time of a walker, or infinite when it exceeds the cutoff, does not fit or deadlocks."""
+def race(p, st, margin, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
+    """Step time of a walker; infinite when it exceeds the cutoff, falls behind the pace, does not fit or deadlocks."""
     n = st.size[0]
     if quick_bound(p, n, st.bounds, st.rank, st.recompute, sc.free) > cutoff:
         return np.inf
     return schedule(
-        p, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle, margin, cutoff, sc
-    )
+        p, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle, margin, cutoff,
+        pace_limit, sc,
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def judge(p, st, margin, cutoff, sc):  # type: ignore[no-untyped-def]
+    """As `race`, at any pace."""
+    return race(p, st, margin, cutoff, ANY_PACE, sc)
 
 
 @njit(cache=True, nogil=True)
@@ -548,6 +562,8 @@ def anneal(
     num_hints = 0
     hints = np.zeros((MAX_HINTS, 6), np.int32)
     where = np.zeros((2, st.rank.size, p.num_micro_batches), np.int32)
+    pace = np.full(LAPS, np.inf)
+    limit = np.full(LAPS, np.inf)
     for i in range(iterations):
         temperature = (hot + (cold - hot) * i / iterations) * best_ms
         copy_state(back, st)
@@ -562,9 +578,15 @@ def anneal(
         cutoff = current - temperature * np.log(max(uniform(rng), 1e-300))
         value = np.inf
         if move >= 7 or repair(p, st, rng, min(cap, cutoff), sc.free) <= max(cap, balance):
-            value = judge(p, st, margin, cutoff, sc)
+            late = p.num_ranks * (cutoff - current + SLACK * current)
+            if uniform(rng) < FULL_RACE:
+                late = np.inf
+            for lap in range(LAPS):
+                limit[lap] = pace[lap] + late
+            value = race(p, st, margin, cutoff, limit, sc)
         if value <= cutoff:
             current = value
+            pace[:] = sc.pace
             critical = sc.count[p.num_ranks]
             balance = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, sc.free)
             num_hints = diagnose(p, st, sc, where, hints)

@@ -18,12 +18,14 @@ plans may differ from run to run.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 
@@ -44,11 +46,18 @@ from octopipe.tune.starts import key_presets, limit_flight, shaped_state, shapes
 
 SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
-DRAW_UNTIL, WALK_UNTIL = 0.12, (0.35, 0.6, 0.85)
+DRAW_UNTIL, WALK_UNTIL = 0.15, (0.35, 0.55, 0.7)
 """Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
+POLISHED = 3
+"""Members of the elites whose orders a lane polishes in turn."""
 EXCHANGED = 2
 """Members of the elite that a lane shows the others."""
+SYSTEMS_UNTIL = 0.3
+"""Share of the budget after which no more published systems are built."""
+SWITCH_S = 5e-4
 POLL_S = 0.2
+GATHER_PAUSE = 20.0
+"""How much longer than making plans of what the lanes found is the pause before it is done again."""
 CLOSE = 0.01
 """How much slower than the best a finalist may be."""
 AT_BOUND = 1.0 + 2e-5
@@ -99,12 +108,13 @@ class BestSearch:
         self.stop = threading.Event()
         """Ends the search: the bound is reached, or somebody asked."""
         self.asked = False
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.log: list[Step] = []
         self.judged = 0
         self.phase_counts: dict[str, int] = {}
         self.best_plan: Plan | None = None
         self.best_timeline: Timeline | None = None
+        self.gather_at_s = 0.0
         self.seen_ms = float("inf")
         """The best any lane has seen; the best plan may lag behind it."""
         work_ms = loads_bound_ms(costs, num_ranks, num_micro_batches)
@@ -133,15 +143,18 @@ class BestSearch:
 
     def run(self) -> Found:
         interrupted = False
-        published: list[tuple[str, Plan]] = []
-        builder = threading.Thread(target=self._build_systems, args=(published,))
+        builder = threading.Thread(target=self._build_systems)
+        # Lanes need the interpreter for a moment between long calls without it: let the others give way sooner.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         try:
             self._first_plans()
             builder.start()
+            if self.iterations is not None:
+                # What a counted search finds must not depend on when the systems' plans are ready.
+                builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
                 self._together(pool, lambda lane: lane.draw(DRAW_UNTIL))
-                builder.join()
-                self._deal(published)
                 for until in WALK_UNTIL:
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
@@ -150,6 +163,8 @@ class BestSearch:
             interrupted = True
             self.stop.set()
             self._gather()
+        finally:
+            sys.setswitchinterval(interval)
         if builder.ident is not None:
             builder.join()
         if self.best_plan is None or self.best_timeline is None:
@@ -169,9 +184,12 @@ class BestSearch:
         tasks = [pool.submit(work, lane) for lane in self.lanes]
         try:
             while wait(tasks, timeout=POLL_S).not_done:
-                if self.iterations is None and not self.problem.has_buffers:
+                if self.iterations is None and not self.problem.has_buffers and self.elapsed() >= self.gather_at_s:
                     # Reserving more memory in the middle would make a counted search depend on timing.
+                    began = self.elapsed()
                     self._gather()
+                    # Building and simulating a plan holds up the lanes: a small share of the time at most.
+                    self.gather_at_s = self.elapsed() + GATHER_PAUSE * (self.elapsed() - began)
                 self._report()
         except KeyboardInterrupt:
             self.stop.set()
@@ -216,12 +234,13 @@ class BestSearch:
                 break
         return Start(float(best_value), name, state)
 
-    def _build_systems(self, published: list[tuple[str, Plan]]) -> None:
-        """Plans of the published systems that apply here; runs beside the lanes."""
+    def _build_systems(self) -> None:
+        """Plans of the published systems that apply here: candidates themselves, and starts for the lanes."""
         from octopipe.systems import build_plan, systems
 
-        for name in systems():
-            late = self.iterations is None and self.elapsed() > 0.2 * self.budget_s
+        scratch = make_scratch(self.problem, self.max_stages)
+        for number, name in enumerate(systems()):
+            late = self.iterations is None and self.elapsed() > SYSTEMS_UNTIL * self.budget_s
             if self.stop.is_set() or late:
                 return
             if name in SLOW_SYSTEMS:
@@ -232,16 +251,12 @@ class BestSearch:
                 )
             except (OctoPipeError, ImportError):
                 continue
-            published.append((name, plan))
-
-    def _deal(self, published: list[tuple[str, Plan]]) -> None:
-        """Published plans are candidates themselves, and starts for the lanes."""
-        found = []
-        for name, plan in published:
             self._consider_plan(plan)
             if usable(plan) and len(plan.stages) <= self.max_stages:
-                found.append(self._judged(name, state_from_plan(self.problem, self.max_stages, plan)))
-        self._hand_out(found)
+                state = state_from_plan(self.problem, self.max_stages, plan)
+                value = float(judge(self.problem, state, self.margin, np.inf, scratch))
+                if value < np.inf:
+                    self.lanes[number % len(self.lanes)].inbox.append(Start(value, name, state))
 
     def _judged(self, name: str, state: State) -> Start:
         return Start(float(judge(self.problem, state, self.margin, np.inf, self.scratch)), name, state)
@@ -267,11 +282,17 @@ class BestSearch:
             return
         # What transfers' buffers take beside what the orders alone say.
         margin = self.margin + (self._buffers() if self.problem.has_buffers else 0.0)
-        turn = {id(lane): best[k % len(best)] for k, lane in enumerate(self.lanes)}
+        # Every lane takes others: the best first, then the best of each size, the sizes in order of their best.
+        sizes: dict[int, list[Start]] = {}
+        for start in best:
+            sizes.setdefault(self.lanes[0].lottery.size(start), []).append(start)
+        queue = best[:1] + [s for group in zip_longest(*sizes.values()) for s in group if s and s is not best[0]]
+        turn = {id(lane): queue[k :: len(self.lanes)][:POLISHED] for k, lane in enumerate(self.lanes)}
         self._together(pool, lambda lane: lane.polish(turn[id(lane)], margin))
         for lane in self.lanes:
-            if lane.polished is not None and lane.polished[0] < self.best_ms:
-                plan = plan_of(self.problem, self.costs, lane.polished[1], lane.polished[2])
+            polished = lane.polished
+            if polished is not None and polished.best_ms < self.best_ms:
+                plan = plan_of(self.problem, self.costs, polished.best, polished.best_orders)
                 timeline = simulate(plan, self.costs)
                 if timeline.fits:
                     self._take(plan, timeline, "fixed orders")
@@ -320,12 +341,13 @@ class BestSearch:
             self._take(plan, timeline, str(plan.extra.get("system", "start")))
 
     def _take(self, plan: Plan, timeline: Timeline, name: str) -> None:
-        if timeline.step_ms >= self.best_ms:
-            return
-        if timeline.step_ms < self.seen_ms:
-            self._note(0, "start", name, self.seen_ms, timeline.step_ms)
-        first = self.best_plan is None
-        self.best_plan, self.best_timeline = plan, timeline
+        with self.lock:
+            if timeline.step_ms >= self.best_ms:
+                return
+            if timeline.step_ms < self.seen_ms:
+                self._note(0, "start", name, self.seen_ms, timeline.step_ms)
+            first = self.best_plan is None
+            self.best_plan, self.best_timeline = plan, timeline
         if timeline.step_ms <= self.lower_bound_ms * AT_BOUND:
             self.stop.set()
         if first:

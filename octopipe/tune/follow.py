@@ -18,6 +18,7 @@ from numba import njit
 
 from octopipe.tune.anneal import State, below, copy_state, make_state, pick, uniform
 from octopipe.tune.kernels import (
+    ANY_PACE,
     KIND_BITS,
     KIND_F,
     KIND_I,
@@ -41,6 +42,8 @@ ORDER_MOVES = (
     "move stage",
     "exchange stages",
 )
+RAN, RESTORED = -1.0, -2.0
+"""In place of an arrival, where a stage recomputes: its F has run; its R has."""
 ORDER_PHASES = ("partition", "partition", "schedule", "schedule", "schedule", "placement", "placement")
 
 
@@ -144,6 +147,8 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
                     sc.used[r] += hold
                     t += sc.f_ms[s, v]
                     sc.left[r] -= sc.f_ms[s, v]
+                    if st.recompute[s]:
+                        sc.arrive_f[s, m] = RAN
                     if s + 1 < stages:
                         q = st.rank[s + 1]
                         at = t
@@ -159,7 +164,7 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
                     at = sc.arrive_i[s, m]
                     if at == inf:
                         break
-                    if st.recompute[s] and sc.arrive_f[s, m] >= 0.0:
+                    if st.recompute[s] and sc.arrive_f[s, m] != RESTORED:
                         # Not restored by an R: only right after its own forward may it do without.
                         if i == 0 or orders.seq[r, i - 1] != (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
                             return inf
@@ -191,9 +196,9 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
                     sc.done[s] = t
                 else:
                     # R after its own F, which stands before it on this rank or nowhere.
-                    if sc.arrive_f[s, m] == inf or sc.arrive_i[s, m] < 0.0:
+                    if sc.arrive_f[s, m] != RAN or sc.arrive_i[s, m] < 0.0:
                         return inf
-                    sc.arrive_f[s, m] = -1.0 - sc.arrive_f[s, m]
+                    sc.arrive_f[s, m] = RESTORED
                     sc.used[r] += sc.full[s, v] - sc.hold[s, v]
                     if sc.used[r] > sc.limit[r]:
                         return inf
@@ -457,7 +462,7 @@ class Polisher:
         n = int(st.size[0])
         schedule(
             self.problem, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle,
-            self.margin, np.inf, self.scratch,
+            self.margin, np.inf, ANY_PACE, self.scratch,
         )  # fmt: skip
         take_orders(self.orders, self.scratch)
         for to in (self.state, self.best):

@@ -13,7 +13,7 @@ Rules of the list scheduler:
 - a stage keeps at most `flight` micro-batches between their F and their I;
 - F starts only if its activation fits beside a reserve for the later stages of its rank, so that the oldest
   micro-batch can always drain; a circle of waiting that remains is reported as an infinite makespan;
-- W, and R of stages that recompute, fill what is left.
+- W, and R of stages that recompute, fill what is left; a W with a key competes with F and I.
 """
 
 from __future__ import annotations
@@ -29,14 +29,36 @@ from octopipe.errors import OctoPipeError
 # Positions in the vector of searched numbers. Times are in units of a rank's mean work per micro-batch.
 A_F, B_F, A_I, B_I, C_I, LOOK, RHO, W_OVER, C_W, BANK, NUM_GLOBALS = range(11)
 """Key of F: A_F * m + B_F * (share of the forward chain before the stage) + offsets.
-Key of I: C_I + A_I * m + B_I * (share of the backward chain before it) + offsets. Key of W: C_W + m + offset.
+Key of I: C_I + A_I * m + B_I * (share of the backward chain before it) + offsets. Key of W: C_W + m + offset;
+from NEVER on a W only fills gaps.
 RHO: share of the later stages' activations of one micro-batch kept free; BANK: the same for every micro-batch
 that is on its way through the rank. W_OVER: how far a W may run into a known arrival."""
 
+NEVER = 1e6
+"""From here on a W has no key."""
 KIND_F, KIND_R, KIND_I, KIND_W = 0, 1, 2, 3
 """As plan.KINDS."""
 KIND_BITS, STAGE_BITS, MASK = 28, 14, (1 << 14) - 1
 """An op packed into 32 bits: kind << 28 | stage << 14 | micro-batch."""
+LAPS = 10
+"""A schedule's pace is read after every tenth of its ops."""
+ZERO: Any = np.uint64(0)
+ONE: Any = np.uint64(1)
+NONE: Any = np.uint64(1 << 62)
+
+AT_F, KEY_F, F_MS, HOLD, RESERVE, AT_I, KEY_I, I_MS, FREED, W_MS, TAIL, LATER, BASE_F, BASE_I, KEY_W = range(15)
+"""Columns of `Scratch.row`: when the next F can start (infinite: not yet), its key, time and memory, what must stay
+free beside it; the same of the next I and W; what the rank's later stages hold of one micro-batch; keys' common
+part; key of the next W (infinite while there is none)."""
+STAGE, NEXT_F, NEXT_I, NEXT_W, NEXT_R, FLIGHT, BEFORE, AFTER, RANK_BEFORE, RANK_AFTER = range(10)
+"""Columns of `Scratch.num`: the stage, the micro-batch that is next, the neighbours' slots and ranks."""
+FREE, USED, LEFT, OWED, LIMIT, WAY = range(6)
+"""Columns of `Scratch.mine`: since when the rank is free, bytes in use, work left, bytes that micro-batches on their
+way through the rank will still take, most bytes, F and I left plus the way of the last gradient back to stage 0."""
+FIRST, LENGTH, PENDING, IDLE = range(4)
+"""Columns of `Scratch.tally`: first slot, ops so far, W that could run, whether it waits."""
+
+ANY_PACE = np.full(LAPS, np.inf)
 
 
 class Problem(NamedTuple):
@@ -153,19 +175,17 @@ class Scratch(NamedTuple):
     """[S, V]: bytes F takes; `full` the whole activation, `tail` what stays from I until W."""
     full: Any
     tail: Any
-    reserve: Any
-    later: Any
-    """[S]: what the later stages of its rank hold of one micro-batch."""
-    key_f: Any
-    key_i: Any
+    row: Any
+    """[slot, 15]: what a decision reads of a stage's next ops; slots are stages sorted by rank."""
+    num: Any
+    """[slot, 10]: the same in whole numbers."""
+    mine: Any
+    """[R, 6]: a rank's time and memory; tally the same in whole numbers, with a row for the end."""
+    tally: Any
+    slot_of: Any
     arrive_f: Any
     """[S, M]: when the input (arrive_i: the gradient) is there; infinite while unknown."""
     arrive_i: Any
-    next_f: Any
-    """[S]: how many micro-batches have started; next_i, next_w, next_r likewise."""
-    next_i: Any
-    next_w: Any
-    next_r: Any
     on_rank: Any
     """[R, S]: the rank's stages in chain order."""
     count: Any
@@ -173,11 +193,8 @@ class Scratch(NamedTuple):
     clock: Any
     """[R]: when the rank decides next."""
     free: Any
-    idle: Any
     used: Any
     left: Any
-    owed: Any
-    """[R]: bytes that micro-batches on their way through the rank will still take."""
     channel: Any
     limit: Any
     done: Any
@@ -186,6 +203,8 @@ class Scratch(NamedTuple):
     length: Any
     end: Any
     """[R, ops]: when each op of seq ends."""
+    pace: Any
+    """[LAPS]: after each lap, the sum over ranks of their times if none idled any more."""
 
 
 def make_scratch(problem: Problem, max_stages: int) -> Scratch:
@@ -193,30 +212,23 @@ def make_scratch(problem: Problem, max_stages: int) -> Scratch:
     ints = np.int32
     return Scratch(  # type: ignore[call-arg]  # mypy cannot count what the generator gives
         *(np.zeros((s, v)) for _ in range(8)),
-        np.zeros(s),
-        np.zeros(s),
+        np.zeros((s, 15)),
+        np.zeros((s, 10), np.uint64),
+        np.zeros((r, 6)),
+        np.zeros((r + 1, 4), np.uint64),
+        np.zeros(s, np.uint64),
         np.zeros((s, m)),
         np.zeros((s, m)),
-        np.zeros((s, m)),
-        np.zeros((s, m)),
-        np.zeros(s, ints),
-        np.zeros(s, ints),
-        np.zeros(s, ints),
-        np.zeros(s, ints),
         np.zeros((r, s), ints),
         np.zeros(r + 1, ints),
-        np.zeros(r),
-        np.zeros(r),
-        np.zeros(r, np.bool_),
-        np.zeros(r),
-        np.zeros(r),
-        np.zeros(r),
+        *(np.zeros(r) for _ in range(4)),
         np.zeros((r, r)),
         np.zeros(r),
         np.zeros(s),
         np.zeros((r, 4 * s * m), ints),
         np.zeros(r, ints),
         np.zeros((r, 4 * s * m)),
+        np.zeros(LAPS),
     )
 
 
@@ -295,259 +307,376 @@ def quick_bound(p, stages, bounds, rank, recompute, seen):  # type: ignore[no-un
 
 
 @njit(cache=True, nogil=True)
-def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wiggle, margin, cutoff, sc):  # type: ignore[no-untyped-def]
-    """Build orders and return their step time; infinite on deadlock or as soon as it must exceed `cutoff`."""
-    ranks, M = p.num_ranks, p.num_micro_batches
+def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wiggle, margin, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
+    """Build orders and return their step time; infinite on deadlock or as soon as it must exceed `cutoff`.
+
+    `pace_limit`: give up as well where the pace after a lap is beyond this (infinite: never).
+
+    What a decision reads stands together in one row per stage, rows sorted by rank, and is renewed only when something
+    about that stage has changed. Indices are unsigned: numba then need not ask whether they count from the end.
+    """
     inf = np.inf
     if not price(p, stages, bounds, rank, recompute, margin, sc):
         return inf
-    whole_f = p.forward[0, p.num_layers]
-    whole_i = max(p.input[0, p.num_layers], 1e-12)
-    vary = 1 if p.variants > 1 else 0
-    for s in range(stages):
-        key_f = glob[B_F] * p.forward[0, bounds[s]] / max(whole_f, 1e-12) + offset[0, s]
-        key_i = glob[C_I] + glob[B_I] * (1.0 - p.input[0, bounds[s + 1]] / whole_i) + offset[1, s]
-        sc.next_f[s] = 0
-        sc.next_i[s] = 0
-        sc.next_w[s] = 0
-        sc.next_r[s] = 0
-        for m in range(M):
-            sc.arrive_f[s, m] = inf
-            sc.arrive_i[s, m] = inf
-            sc.key_f[s, m] = key_f + glob[A_F] * m + wiggle[0, s, m]
-            sc.key_i[s, m] = key_i + glob[A_I] * m + wiggle[1, s, m]
-    for m in range(M):
-        sc.arrive_f[0, m] = 0.0
-    for r in range(ranks):
-        sc.clock[r] = 0.0
-        sc.free[r] = 0.0
-        sc.idle[r] = True
-        sc.length[r] = 0
-        for q in range(ranks):
-            sc.channel[r, q] = 0.0
-        sc.owed[r] = 0.0
-        later = 0.0
-        again = 0.0
-        for k in range(sc.count[r] - 1, -1, -1):
-            s = sc.on_rank[r, k]
-            sc.later[s] = later
-            sc.reserve[s] = later * glob[RHO]
-            hold = 0.0
-            for v in range(p.variants):
-                hold = max(hold, sc.hold[s, v])
-                again = max(again, sc.full[s, v] - sc.hold[s, v])
-            later += hold
-        # A rank that recomputes must always be able to restore its hungriest stage.
-        sc.limit[r] -= again
-    remaining = 3 * stages * M
+    ranks, M, num_stages = np.uint64(p.num_ranks), np.uint64(p.num_micro_batches), np.uint64(stages)
+    row, num, clock, mine, tally = sc.row, sc.num, sc.clock, sc.mine, sc.tally
+    arrive_f, arrive_i, seq, ends = sc.arrive_f, sc.arrive_i, sc.seq, sc.end
+    vary = p.variants > 1
+    buffers = p.has_buffers
+    slope_f, slope_i = glob[A_F], glob[A_I]
+    _rows(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wiggle, sc)
+    total = 3 * stages * p.num_micro_batches
+    remaining = total
+    lap = ZERO
+    check = remaining_at(lap, total)
     look = glob[LOOK] * p.unit
     over = glob[W_OVER] * p.unit
+    bank = glob[BANK]
+    eager_w = glob[C_W] < NEVER
+    v = ZERO
     while remaining > 0:
-        r = 0
-        t = sc.clock[0]
-        for q in range(1, ranks):
-            if sc.clock[q] < t:
-                t = sc.clock[q]
+        r = ZERO
+        t = clock[ZERO]
+        for q in range(ONE, ranks):
+            if clock[q] < t:
+                t = clock[q]
                 r = q
-        if t == inf:
+        if t == inf or t + max(mine[r, LEFT], mine[r, WAY]) > cutoff:
             return inf
-        if t + sc.left[r] > cutoff:
-            return inf
+        if remaining == check:
+            # -- has it kept pace with the walker so far?
+            projected = 0.0
+            for q in range(ranks):
+                projected += max(mine[q, FREE], t) + mine[q, LEFT]
+            sc.pace[lap] = projected
+            if projected > pace_limit[lap]:
+                return inf
+            lap += ONE
+            check = remaining_at(lap, total)
         # -- look at the rank's candidates
-        ready_key, ready_s, ready_kind = inf, -1, 0
+        ready_key, ready, kind = inf, NONE, 0
         blocked_key = inf
         soon_key, soon_at = inf, inf
         next_at = inf
-        waiting_w = False
-        room = sc.limit[r] - sc.used[r]
-        for k in range(sc.count[r]):
-            s = sc.on_rank[r, k]
-            m = sc.next_f[s]
-            if m < M and m - sc.next_i[s] < flight[s]:
-                at = sc.arrive_f[s, m]
-                if at < inf:
-                    key = sc.key_f[s, m]
-                    hold = sc.hold[s, entry[m] * vary]
-                    owed = sc.owed[r] + (sc.later[s] if k == 0 else -hold)
-                    if hold + max(sc.reserve[s], glob[BANK] * owed) > room:
-                        if at <= t and key < blocked_key:
-                            blocked_key = key
-                    elif at <= t:
-                        if key < ready_key:
-                            ready_key, ready_s, ready_kind = key, s, KIND_F
-                    else:
-                        if at < next_at:
-                            next_at = at
-                        if at <= t + look and key < soon_key:
-                            soon_key, soon_at = key, at
-            m = sc.next_i[s]
-            if m < sc.next_f[s]:
-                at = sc.arrive_i[s, m]
-                if at < inf:
-                    key = sc.key_i[s, m]
-                    if at <= t:
-                        if key < ready_key:
-                            ready_key, ready_s, ready_kind = key, s, KIND_I
-                    else:
-                        if at < next_at:
-                            next_at = at
-                        if at <= t + look and key < soon_key:
-                            soon_key, soon_at = key, at
-                if sc.next_w[s] < m:
-                    waiting_w = True
-        chosen, kind = ready_s, ready_kind
+        room = mine[r, LIMIT] - mine[r, USED]
+        begin, stop = tally[r, FIRST], tally[r + ONE, FIRST]
+        w_key, w_slot = inf, NONE
+        if eager_w and tally[r, PENDING] > ZERO:
+            for k in range(begin, stop):
+                if row[k, KEY_W] < w_key:
+                    w_key, w_slot = row[k, KEY_W], k
+        for k in range(begin, stop):
+            at = row[k, AT_F]
+            if at < inf:
+                need, kept, key = row[k, HOLD], row[k, RESERVE], row[k, KEY_F]
+                if bank > 0.0:
+                    kept = max(kept, bank * (mine[r, OWED] + (row[k, LATER] if k == begin else -need)))
+                if need + kept > room:
+                    if at <= t and key < blocked_key:
+                        blocked_key = key
+                elif at <= t:
+                    if key < ready_key:
+                        ready_key, ready, kind = key, k, KIND_F
+                else:
+                    next_at = min(next_at, at)
+                    if at <= t + look and key < soon_key:
+                        soon_key, soon_at = key, at
+            at = row[k, AT_I]
+            if at < inf:
+                key = row[k, KEY_I]
+                if at <= t:
+                    if key < ready_key:
+                        ready_key, ready, kind = key, k, KIND_I
+                else:
+                    next_at = min(next_at, at)
+                    if at <= t + look and key < soon_key:
+                        soon_key, soon_at = key, at
+        chosen = ready
         if soon_key < ready_key:
-            chosen = -1
+            chosen = NONE
             next_at = soon_at
-        if chosen >= 0 and waiting_w and blocked_key < ready_key:
+        if chosen != NONE and blocked_key < ready_key and tally[r, PENDING] > ZERO:
             # The F this rank wants next lacks memory: make room for it.
             most = -1.0
-            for k in range(sc.count[r]):
-                s = sc.on_rank[r, k]
-                m = sc.next_w[s]
-                if m < sc.next_i[s] and sc.tail[s, entry[m] * vary] > most:
-                    most, chosen, kind = sc.tail[s, entry[m] * vary], s, KIND_W
-        elif chosen >= 0 and waiting_w and glob[C_W] < 1e6:
-            for k in range(sc.count[r]):
-                s = sc.on_rank[r, k]
-                m = sc.next_w[s]
-                if m < sc.next_i[s]:
-                    key = glob[C_W] + m + offset[2, s]
-                    if key < ready_key:
-                        ready_key, chosen, kind = key, s, KIND_W
-        if chosen < 0:
+            for k in range(begin, stop):
+                if num[k, NEXT_W] < num[k, NEXT_I] and row[k, TAIL] > most:
+                    most, chosen, kind = row[k, TAIL], k, KIND_W
+        elif chosen != NONE and w_key < ready_key:
+            chosen, kind = w_slot, KIND_W
+        if chosen == NONE:
             # -- a gap: the longest W (or R) that fits before the next arrival, else the one that overruns least
             best = -inf
             gap = next_at - t
-            for k in range(sc.count[r]):
-                s = sc.on_rank[r, k]
-                m = sc.next_w[s]
-                if m < sc.next_i[s]:
-                    ms = sc.w_ms[s, entry[m] * vary]
-                    if gap == inf:
-                        score = -m - offset[2, s]
-                    elif ms <= gap + 1e-9:
-                        score = ms
-                    elif ms <= gap + over:
-                        score = gap - ms
-                    else:
-                        continue
-                    if score > best:
-                        best, chosen, kind = score, s, KIND_W
-                if recompute[s]:
-                    m = sc.next_r[s]
-                    if m < sc.next_f[s] and m == sc.next_i[s]:
-                        ms = sc.f_ms[s, entry[m] * vary]
-                        more = sc.full[s, entry[m] * vary] - sc.hold[s, entry[m] * vary]
-                        if ms <= gap and more <= room and ms > best:
-                            best, chosen, kind = ms, s, KIND_R
-            if chosen < 0:
-                sc.clock[r] = next_at
-                sc.idle[r] = True
-                sc.free[r] = t
+            if tally[r, PENDING] > ZERO:
+                for k in range(begin, stop):
+                    if num[k, NEXT_W] < num[k, NEXT_I]:
+                        ms = row[k, W_MS]
+                        if gap == inf:
+                            score = -np.float64(num[k, NEXT_W]) - offset[2, num[k, STAGE]]
+                        elif ms <= gap + 1e-9:
+                            score = ms
+                        elif ms <= gap + over:
+                            score = gap - ms
+                        else:
+                            continue
+                        if score > best:
+                            best, chosen, kind = score, k, KIND_W
+            for k in range(begin, stop):
+                m = num[k, NEXT_R]
+                if m < num[k, NEXT_F] and m == num[k, NEXT_I] and recompute[num[k, STAGE]]:
+                    s = num[k, STAGE]
+                    if vary:
+                        v = np.uint64(entry[m])
+                    ms = sc.f_ms[s, v]
+                    if ms <= gap and sc.full[s, v] - sc.hold[s, v] <= room and ms > best:
+                        best, chosen, kind = ms, k, KIND_R
+            if chosen == NONE:
+                clock[r] = next_at
+                tally[r, IDLE] = ONE
+                mine[r, FREE] = t
                 continue
         # -- run it
-        s = chosen
+        k = chosen
+        s = num[k, STAGE]
+        n = tally[r, LENGTH]
         if kind == KIND_F:
-            m = sc.next_f[s]
-        elif kind == KIND_I:
-            m = sc.next_i[s]
-        elif kind == KIND_W:
-            m = sc.next_w[s]
-        else:
-            m = sc.next_r[s]
-        v = entry[m] * vary
-        n = sc.length[r]
-        if kind == KIND_I and recompute[s] and sc.next_r[s] == m:
-            # R right before its I, unless the forward was the very last thing this rank ran.
-            last = sc.seq[r, n - 1] if n > 0 else -1
-            if last != (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
-                sc.seq[r, n] = (KIND_R << KIND_BITS) | (s << STAGE_BITS) | m
-                t += sc.f_ms[s, v]
-                sc.end[r, n] = t
-                n += 1
-                if s + 1 < stages:
-                    sc.left[r] -= sc.f_ms[s, v]
-            sc.used[r] += sc.full[s, v] - sc.hold[s, v]
-            sc.next_r[s] += 1
-        sc.seq[r, n] = (kind << KIND_BITS) | (s << STAGE_BITS) | m
-        if kind == KIND_F:
-            end = t + sc.f_ms[s, v]
-            sc.left[r] -= sc.f_ms[s, v]
-            sc.used[r] += sc.hold[s, v]
-            sc.owed[r] += sc.later[s] if s == sc.on_rank[r, 0] else -sc.hold[s, v]
-            sc.next_f[s] += 1
+            m = num[k, NEXT_F]
+            ms = row[k, F_MS]
+            end = t + ms
+            mine[r, LEFT] -= ms
+            mine[r, WAY] -= ms
+            mine[r, USED] += row[k, HOLD]
+            mine[r, OWED] += row[k, LATER] if k == begin else -row[k, HOLD]
+            num[k, NEXT_F] = m + ONE
             remaining -= 1
-            if s + 1 < stages:
-                q = rank[s + 1]
+            if vary:
+                v = np.uint64(entry[m])
+            if s + ONE < num_stages:
+                q = num[k, RANK_AFTER]
                 at = end
                 if q != r:
-                    if sc.channel[r, q] > at:
-                        at = sc.channel[r, q]
-                    at += sc.hop_f[s, v]
+                    at = max(at, sc.channel[r, q]) + sc.hop_f[s, v]
                     sc.channel[r, q] = at
-                sc.arrive_f[s + 1, m] = at
-                if p.has_buffers:
-                    sc.used[q] += p.boundary[v, bounds[s + 1]]
-                if q != r and sc.idle[q]:
-                    wake = max(at, sc.free[q])
-                    if wake < sc.clock[q]:
-                        sc.clock[q] = wake
+                    if tally[q, IDLE] == ONE:
+                        clock[q] = min(clock[q], max(at, mine[q, FREE]))
+                arrive_f[s + ONE, m] = at
+                j = num[k, AFTER]
+                if num[j, NEXT_F] == m and m - num[j, NEXT_I] < num[j, FLIGHT]:
+                    row[j, AT_F] = at
+                if buffers:
+                    mine[q, USED] += p.boundary[v, bounds[s + ONE]]
             else:
-                sc.arrive_i[s, m] = end
-            if p.has_buffers:
-                sc.used[r] -= p.boundary[v, bounds[s]]
+                arrive_i[s, m] = end
+                if num[k, NEXT_I] == m:
+                    row[k, AT_I] = end
+            if buffers:
+                mine[r, USED] -= p.boundary[v, bounds[s]]
+            row[k, AT_F] = inf
+            following = m + ONE
+            if following < M:
+                row[k, KEY_F] = row[k, BASE_F] + slope_f * following + wiggle[0, s, following]
+                if vary:
+                    v = np.uint64(entry[following])
+                    row[k, F_MS] = sc.f_ms[s, v]
+                    row[k, HOLD] = sc.hold[s, v]
+                if following - num[k, NEXT_I] < num[k, FLIGHT]:
+                    row[k, AT_F] = arrive_f[s, following]
         elif kind == KIND_I:
-            end = t + sc.i_ms[s, v]
-            sc.left[r] -= sc.i_ms[s, v]
-            sc.used[r] += sc.tail[s, v] - sc.full[s, v]
-            sc.next_i[s] += 1
+            m = num[k, NEXT_I]
+            if vary:
+                v = np.uint64(entry[m])
+            if recompute[s] and num[k, NEXT_R] == m:
+                # R right before its I, unless the forward was the very last thing this rank ran.
+                last = np.int64(seq[r, n - ONE]) if n > ZERO else -1
+                if last != pack(KIND_F, s, m):
+                    seq[r, n] = pack(KIND_R, s, m)
+                    t += sc.f_ms[s, v]
+                    ends[r, n] = t
+                    n += ONE
+                    if s + ONE < num_stages:
+                        mine[r, LEFT] -= sc.f_ms[s, v]
+                mine[r, USED] += sc.full[s, v] - sc.hold[s, v]
+                num[k, NEXT_R] += ONE
+            ms = row[k, I_MS]
+            end = t + ms
+            mine[r, LEFT] -= ms
+            mine[r, WAY] -= ms
+            mine[r, USED] -= row[k, FREED]
+            num[k, NEXT_I] = m + ONE
+            if eager_w and num[k, NEXT_W] == m:
+                row[k, KEY_W] = glob[C_W] + m + offset[2, s]
+            tally[r, PENDING] += ONE
             remaining -= 1
-            if s > 0:
-                q = rank[s - 1]
+            if s > ZERO:
+                q = num[k, RANK_BEFORE]
                 at = end
                 if q != r:
-                    if sc.channel[r, q] > at:
-                        at = sc.channel[r, q]
-                    at += sc.hop_i[s, v]
+                    at = max(at, sc.channel[r, q]) + sc.hop_i[s, v]
                     sc.channel[r, q] = at
-                sc.arrive_i[s - 1, m] = at
-                if p.has_buffers:
-                    sc.used[q] += p.boundary[v, bounds[s]]
-                if q != r and sc.idle[q]:
-                    wake = max(at, sc.free[q])
-                    if wake < sc.clock[q]:
-                        sc.clock[q] = wake
-            if p.has_buffers and s + 1 < stages:
-                sc.used[r] -= p.boundary[v, bounds[s + 1]]
+                    if tally[q, IDLE] == ONE:
+                        clock[q] = min(clock[q], max(at, mine[q, FREE]))
+                arrive_i[s - ONE, m] = at
+                j = num[k, BEFORE]
+                if num[j, NEXT_I] == m:
+                    row[j, AT_I] = at
+                if buffers:
+                    mine[q, USED] += p.boundary[v, bounds[s]]
+            if buffers and s + ONE < num_stages:
+                mine[r, USED] -= p.boundary[v, bounds[s + ONE]]
+            row[k, AT_I] = inf
+            following = m + ONE
+            if following == M and k == begin:
+                mine[r, WAY] = -inf
+            if following < M:
+                row[k, KEY_I] = row[k, BASE_I] + slope_i * following + wiggle[1, s, following]
+                if vary:
+                    v = np.uint64(entry[following])
+                    row[k, I_MS] = sc.i_ms[s, v]
+                    row[k, FREED] = sc.full[s, v] - sc.tail[s, v]
+                if following < num[k, NEXT_F]:
+                    row[k, AT_I] = arrive_i[s, following]
+            # One micro-batch less between F and I: the next F may have waited for that.
+            following = num[k, NEXT_F]
+            if following < M and following - (m + ONE) < num[k, FLIGHT]:
+                row[k, AT_F] = arrive_f[s, following]
         elif kind == KIND_W:
-            end = t + sc.w_ms[s, v]
-            sc.left[r] -= sc.w_ms[s, v]
-            sc.used[r] -= sc.tail[s, v]
-            sc.next_w[s] += 1
+            m = num[k, NEXT_W]
+            ms = row[k, W_MS]
+            end = t + ms
+            mine[r, LEFT] -= ms
+            mine[r, USED] -= row[k, TAIL]
+            num[k, NEXT_W] = m + ONE
+            tally[r, PENDING] -= ONE
             remaining -= 1
-            if m == M - 1:
+            if eager_w:
+                following = m + ONE
+                row[k, KEY_W] = inf
+                if following < num[k, NEXT_I]:
+                    row[k, KEY_W] = glob[C_W] + following + offset[2, s]
+            if m + ONE == M:
                 sc.done[s] = end
+            elif vary:
+                v = np.uint64(entry[m + ONE])
+                row[k, W_MS] = sc.w_ms[s, v]
+                row[k, TAIL] = sc.tail[s, v]
         else:
+            m = num[k, NEXT_R]
+            if vary:
+                v = np.uint64(entry[m])
             end = t + sc.f_ms[s, v]
-            if s + 1 < stages:
-                sc.left[r] -= sc.f_ms[s, v]
-            sc.used[r] += sc.full[s, v] - sc.hold[s, v]
-            sc.next_r[s] += 1
-        sc.end[r, n] = end
-        sc.length[r] = n + 1
-        sc.clock[r] = end
-        sc.free[r] = end
-        sc.idle[r] = False
-    last = 0.0
+            if s + ONE < num_stages:
+                mine[r, LEFT] -= sc.f_ms[s, v]
+            mine[r, USED] += sc.full[s, v] - sc.hold[s, v]
+            num[k, NEXT_R] = m + ONE
+        seq[r, n] = pack(kind, s, m)
+        ends[r, n] = end
+        tally[r, LENGTH] = n + ONE
+        clock[r] = end
+        mine[r, FREE] = end
+        tally[r, IDLE] = ZERO
+    last_end = 0.0
     for r in range(ranks):
-        n = sc.length[r]
-        if n > 0 and sc.end[r, n - 1] > last:
-            last = sc.end[r, n - 1]
+        n = tally[r, LENGTH]
+        sc.length[r] = n
+        if n > ZERO and ends[r, n - ONE] > last_end:
+            last_end = ends[r, n - ONE]
             sc.count[ranks] = r
     if p.has_extras:
-        last = max(last, extras_end(p, stages, bounds, rank, sc))
-    return last
+        last_end = max(last_end, extras_end(p, stages, bounds, rank, sc))
+    return last_end
+
+
+@njit(cache=True, nogil=True)
+def remaining_at(lap, total):  # type: ignore[no-untyped-def]
+    """How many ops remain at the end of a lap; -1 after the last."""
+    return total - total * (np.int64(lap) + 1) // LAPS if lap < LAPS - 1 else -1
+
+
+@njit(cache=True, nogil=True)
+def pack(kind, s, m):  # type: ignore[no-untyped-def]
+    return (np.int64(kind) << KIND_BITS) | (np.int64(s) << STAGE_BITS) | np.int64(m)
+
+
+@njit(cache=True, nogil=True)
+def _rows(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wiggle, sc):  # type: ignore[no-untyped-def]
+    """Set up the rows of stages and ranks for `schedule`, after `price`."""
+    ranks, M, inf = p.num_ranks, p.num_micro_batches, np.inf
+    row, num, mine, tally = sc.row, sc.num, sc.mine, sc.tally
+    whole_f = max(p.forward[0, p.num_layers], 1e-12)
+    whole_i = max(p.input[0, p.num_layers], 1e-12)
+    v = entry[0] if p.variants > 1 else 0
+    k = 0
+    for r in range(ranks):
+        sc.clock[r] = 0.0
+        for q in range(ranks):
+            sc.channel[r, q] = 0.0
+        tally[r, FIRST] = k
+        tally[r, LENGTH] = 0
+        tally[r, PENDING] = 0
+        tally[r, IDLE] = 1
+        k += sc.count[r]
+        later = 0.0
+        again = 0.0
+        for i in range(sc.count[r] - 1, -1, -1):
+            s = sc.on_rank[r, i]
+            at = tally[r, FIRST] + np.uint64(i)
+            sc.slot_of[s] = at
+            num[at, STAGE] = s
+            row[at, LATER] = later
+            row[at, RESERVE] = later * glob[RHO]
+            most = 0.0
+            for w in range(p.variants):
+                most = max(most, sc.hold[s, w])
+                again = max(again, sc.full[s, w] - sc.hold[s, w])
+            later += most
+        mine[r, FREE] = 0.0
+        mine[r, USED] = sc.used[r]
+        mine[r, LEFT] = sc.left[r]
+        mine[r, OWED] = 0.0
+        # A rank that recomputes must always be able to restore its hungriest stage.
+        mine[r, LIMIT] = sc.limit[r] - again
+    tally[ranks, FIRST] = k
+    for s in range(stages):
+        at = sc.slot_of[s]
+        num[at, NEXT_F] = 0
+        num[at, NEXT_I] = 0
+        num[at, NEXT_W] = 0
+        num[at, NEXT_R] = 0
+        num[at, FLIGHT] = flight[s]
+        num[at, BEFORE] = sc.slot_of[max(s - 1, 0)]
+        num[at, AFTER] = sc.slot_of[min(s + 1, stages - 1)]
+        num[at, RANK_BEFORE] = rank[max(s - 1, 0)]
+        num[at, RANK_AFTER] = rank[min(s + 1, stages - 1)]
+        row[at, AT_F] = inf
+        row[at, AT_I] = inf
+        row[at, KEY_W] = inf
+        row[at, BASE_F] = glob[B_F] * p.forward[0, bounds[s]] / whole_f + offset[0, s]
+        row[at, BASE_I] = glob[C_I] + glob[B_I] * (1.0 - p.input[0, bounds[s + 1]] / whole_i) + offset[1, s]
+        row[at, KEY_F] = row[at, BASE_F] + wiggle[0, s, 0]
+        row[at, KEY_I] = row[at, BASE_I] + wiggle[1, s, 0]
+        row[at, F_MS] = sc.f_ms[s, v]
+        row[at, I_MS] = sc.i_ms[s, v]
+        row[at, W_MS] = sc.w_ms[s, v]
+        row[at, HOLD] = sc.hold[s, v]
+        row[at, TAIL] = sc.tail[s, v]
+        row[at, FREED] = sc.full[s, v] - sc.tail[s, v]
+        for m in range(M):
+            sc.arrive_f[s, m] = inf
+            sc.arrive_i[s, m] = inf
+    for m in range(M):
+        sc.arrive_f[0, m] = 0.0
+    row[sc.slot_of[0], AT_F] = 0.0
+    # The last gradient of a rank's lowest stage must still pass the stages below; the last W of stage 0 follows it.
+    for r in range(ranks):
+        mine[r, WAY] = 0.0
+    back = 0.0
+    for s in range(stages):
+        r = rank[s]
+        if p.variants == 1:
+            if s == sc.on_rank[r, 0]:
+                mine[r, WAY] += back + sc.hop_i[s, 0]
+            back += sc.i_ms[s, 0] + (sc.hop_i[s, 0] if s > 0 else sc.w_ms[0, 0])
+            mine[r, WAY] += M * (sc.f_ms[s, 0] + sc.i_ms[s, 0])
 
 
 @njit(cache=True, nogil=True)

@@ -5,7 +5,7 @@ best.py lets the lanes meet and judges what they found.
 
 Annealing one start gains most in its first few thousand moves and then rests, and what it comes to depends on the
 start; so a lane makes many walks of moderate length instead of a long one. A walk begins at a start not yet used
-(shapes of all sizes take turns) or at a member of the elite, heated up for a moment.
+or at a member of the elite, heated up for a moment, of the size from which most is hoped for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octopipe.tune.anneal import MOVES, PHASE_OF_MOVE, State, anneal, copy_state, judge, make_state
-from octopipe.tune.follow import ORDER_MOVES, ORDER_PHASES, Orders, Polisher
+from octopipe.tune.follow import ORDER_MOVES, ORDER_PHASES, Polisher
 from octopipe.tune.kernels import Problem, make_scratch
 from octopipe.tune.lottery import Lottery, Start, twin
 
@@ -25,13 +25,20 @@ HOT, COLD, KICK = 8e-4, 1e-4, 4e-3
 """Temperatures as shares of the step time: at a walk's begin and end, and to leave an elite's valley."""
 KICK_MOVES = 250
 POLISH_HOT, POLISH_COLD = 3e-4, 3e-5
-WALK_SHARE, PATIENCE = 0.07, 0.4
-"""Longest walk as a share of the lane's budget, and the share of it without improvement that ends it."""
-FRESH = 0.4
+TRIALS = 0.6
+"""Share of polishing in which all candidates take turns; the rest is the best one's."""
+WALK_MOVES, PATIENCE = 500, 0.5
+"""Longest walk in moves per stage, and the share of it without improvement that ends it."""
+FRESH = 0.6
 """How often a walk begins at an unused start once there is an elite."""
-ELITE, STARTS = 8, 16
-TURNS = 0.01
-"""How much worse a start may be to come before one of a size that was used once more often."""
+ELITE, ALIKE = 12, 3
+"""Most members of the elite, and those of one size. Structures of many stages take more moves to come
+into their own; a full elite of coarse ones would never let them."""
+HOPE, FINE, FADED = 0.006, 8, 0.0005
+"""What a first walk from a size may gain, as a share and per half round: structures of more stages begin further from
+what they come to. Halved by every walk in vain; when hope has faded, new starts are drawn."""
+REDRAW = 0.01
+"""Share of the budget for that."""
 CAPS = (float("inf"), 0.03, 0.01)
 """How far above the best possible load the busiest rank may be, by walk: a rank that is full leaves the others'
 orders without pressure, and a walk would rest there."""
@@ -85,79 +92,120 @@ class Lane:
         self.dice = np.random.default_rng((*seed, 2))
         self.rng = self.dice.integers(1, 1 << 62, 1).astype(np.uint64)
         self.state, self.back = make_state(problem, max_stages), make_state(problem, max_stages)
+        self.inbox: list[Start] = []
+        """Starts from outside; others may append at any time."""
         self.starts: list[Start] = []
         """Not yet walked from."""
         self.elite: list[Start] = []
-        self.used: dict[int, int] = {}
-        """How often starts of each size (half rounds over the ranks) were walked from."""
-        self.polished: tuple[float, State, Orders] | None = None
+        self.hope: dict[int, float] = {}
+        """By size (half rounds over the ranks): what walks gained of late, in ms."""
+        self.redrawn: dict[int, int] = {}
+        self.polishers: list[Polisher] = []
         self.log = np.zeros((64, 4))
         self.chunk = 50
 
     # -- phases ----------------------------------------------------------------------------------------
 
-    def draw(self, until: float) -> None:
-        """Draw starts until this share of the budget is spent."""
+    def draw(self, until: float, size: int | None = None) -> None:
+        """Draw starts, of one size or of all, until this share of the budget is spent."""
         first = self.lottery.draws
         while self.budget.share() < until:
             drawn = self.lottery.draws - first
             recompute = self.may_recompute and not self.lottery.starts and drawn >= 6 and not self.elite
-            self.lottery.draw(STARTS, recompute)
+            self.lottery.draw(recompute, size)
             self.budget.made += MOVES_PER_DRAW
-        self.starts += self.lottery.starts
-        self.lottery.starts = []
+        self.starts += self.lottery.take()
 
     def walk(self, until: float) -> None:
         """Walk until this share of the budget is spent."""
         while self.budget.share() < until:
-            fresh = self._fresh() if not self.elite or self.dice.random() < FRESH else None
-            if fresh is None and not self.elite:
-                self.draw(min(until, self.budget.share() + 0.02))
-                if not self.starts:
-                    continue
-                fresh = self._fresh()
+            size = self._next_size()
+            if size is None:
+                self.draw(min(until, self.budget.share() + REDRAW))
+                continue
+            known = self._best_of(size, self.elite)
+            if self._hope(size, known) < FADED * known < np.inf and self._best_of(size, self.starts) == np.inf:
+                # All that is known of this size leads nowhere any more: new ones.
+                self.draw(min(until, self.budget.share() + REDRAW), size)
+                self.redrawn[size] = self.redrawn.get(size, 0) + 1
+                self.hope[size] = HOPE * min(size, FINE) * known / (1 + 2 * self.redrawn[size])
             best = make_state(self.problem, self.max_stages)
             cap_ms = self.work_ms * (1.0 + CAPS[int(self.dice.integers(len(CAPS)))])
-            if fresh is not None:
-                copy_state(best, fresh.state)
-                name, value = fresh.name, fresh.step_ms
+            before = self._best_of(size, self.elite)
+            start = self._begin(size)
+            if start.used:
+                value = self._kick(start, best, cap_ms)
             else:
-                chosen = self.elite[int(self.dice.random() ** 2 * len(self.elite))]
-                name, value = chosen.name, self._kick(chosen, best, cap_ms)
-            self._keep(Start(self._anneal(best, value, cap_ms, until), name, best))
+                copy_state(best, start.state)
+                value = start.step_ms
+            reached = self._anneal(best, value, cap_ms, until)
+            self._keep(Start(reached, start.name, best, True))
+            gain = max(min(before, start.step_ms) - reached, 0.0) if before < np.inf else start.step_ms - reached
+            self.hope[size] = 0.5 * (self._hope(size, reached) + gain)
 
-    def polish(self, start: Start, margin: np.ndarray) -> None:
-        """Anneal this start's orders as they are for the rest of the budget."""
-        polisher = Polisher(self.problem, self.max_stages, self.scratch, margin, (int(self.rng[0] & 0xFFFF),))
-        if not polisher.begin(start.state):
-            return
+    def polish(self, starts: list[Start], margin: np.ndarray) -> None:
+        """Anneal the starts' orders as they are: each for a while, then the best for the rest of the budget."""
+        for start in starts:
+            seed = int(self.rng[0] & np.uint64(0xFFFF))
+            polisher = Polisher(self.problem, self.max_stages, self.scratch, margin, (seed, len(self.polishers)))
+            if polisher.begin(start.state):
+                self.polishers.append(polisher)
+        first = self.budget.share()
+        trials = (1.0 - first) * TRIALS / max(len(self.polishers), 1)
+        for polisher in self.polishers:
+            self._anneal_orders(polisher, self.budget.share() + trials, POLISH_HOT, POLISH_COLD)
+        if self.polishers:
+            best = min(self.polishers, key=lambda q: q.best_ms)
+            self._anneal_orders(best, 1.0, 0.5 * POLISH_HOT, 0.5 * POLISH_COLD)
+
+    @property
+    def polished(self) -> Polisher | None:
+        """What polishing made best."""
+        return min(self.polishers, key=lambda q: q.best_ms, default=None)
+
+    def _anneal_orders(self, polisher: Polisher, until: float, hot: float, cold: float) -> None:
         first, chunk = self.budget.share(), 200
-        while self.budget.share() < 1.0:
-            now = time.monotonic()
-            at = (self.budget.share() - first) / max(1.0 - first, 1e-9)
-            lines = polisher.run(chunk, POLISH_HOT * (POLISH_COLD / POLISH_HOT) ** at)
+        while (now := self.budget.share()) < until:
+            clock = time.monotonic()
+            lines = polisher.run(chunk, hot * (cold / hot) ** ((now - first) / max(until - first, 1e-9)))
             self.budget.made += chunk
             for i, move, before, after in lines:
                 self.note(int(i), ORDER_PHASES[int(move)], ORDER_MOVES[int(move)], before, after)
             self.note(chunk, "", "", np.inf, np.inf)
             if self.budget.moves is None:
-                chunk = int(min(max(chunk * CHUNK_S / max(time.monotonic() - now, 1e-6), 10), 20000))
-        self.polished = (polisher.best_ms, polisher.best, polisher.best_orders)
+                chunk = int(min(max(chunk * CHUNK_S / max(time.monotonic() - clock, 1e-6), 10), 20000))
 
     # -- one walk --------------------------------------------------------------------------------------
 
-    def _fresh(self) -> Start | None:
-        """An unused start: the best, sizes taking turns."""
-        if not self.starts:
-            return None
+    def _next_size(self) -> int | None:
+        """The size of structure from which the next walk promises most: the best of it, less what one may hope for."""
+        while self.inbox:
+            self.starts.append(self.inbox.pop())
+        best: dict[int, float] = {}
+        for start in (*self.starts, *self.elite):
+            size = self.lottery.size(start)
+            best[size] = min(best.get(size, np.inf), start.step_ms)
+        return min(best, key=lambda k: best[k] - self._hope(k, best[k]), default=None)
 
-        def size(start: Start) -> int:
-            return int(2 * start.state.size[0]) // self.problem.num_ranks
+    def _hope(self, size: int, step_ms: float) -> float:
+        return self.hope.get(size, HOPE * min(size, FINE) * step_ms)
 
-        chosen = min(self.starts, key=lambda s: s.step_ms * (1.0 + TURNS * self.used.get(size(s), 0)))
-        self.starts = [s for s in self.starts if s is not chosen]
-        self.used[size(chosen)] = self.used.get(size(chosen), 0) + 1
-        return chosen
+    def _best_of(self, size: int, starts: list[Start]) -> float:
+        return min((s.step_ms for s in starts if self.lottery.size(s) == size), default=np.inf)
+
+    def _begin(self, size: int) -> Start:
+        """Where a walk begins: at the best unused start of this size, or at a member of the elite."""
+        elite = [s for s in self.elite if self.lottery.size(s) == size]
+        if elite:
+            # A start so far behind that no walk was ever seen to make up for it is not worth one.
+            least = elite[0].step_ms / (1.0 - HOPE * min(size, FINE))
+            self.starts = [s for s in self.starts if self.lottery.size(s) != size or s.step_ms < least]
+        fresh = [s for s in self.starts if self.lottery.size(s) == size]
+        if fresh and (not elite or self.dice.random() < FRESH):
+            chosen = min(fresh, key=lambda s: s.step_ms)
+            self.starts = [s for s in self.starts if s is not chosen]
+            return chosen
+        return elite[int(self.dice.random() ** 2 * len(elite))]
 
     def _kick(self, chosen: Start, best: State, cap_ms: float) -> float:
         """Leave an elite's valley: a short, hot walk; where it ends is where the next walk begins."""
@@ -176,10 +224,10 @@ class Lane:
         st = self.state
         copy_state(st, best)
         current = best_ms = min(value, 1e18)
-        begin = improved = self.budget.share()
-        end = min(begin + WALK_SHARE, until)
-        while (now := self.budget.share()) < end and now - improved < PATIENCE * WALK_SHARE:
-            temperature = HOT * (COLD / HOT) ** ((now - begin) / WALK_SHARE)
+        made = improved = 0
+        length = max(WALK_MOVES * int(st.size[0]), 4000)
+        while made < length and made - improved < PATIENCE * length and self.budget.share() < until:
+            temperature = HOT * (COLD / HOT) ** (made / length)
             clock = time.monotonic()
             chunk = self.chunk if self.budget.moves is None else 200
             current, after, lines = anneal(
@@ -187,30 +235,39 @@ class Lane:
                 temperature, current, best_ms, self.may_recompute, 0.5, cap_ms, self.log,
             )  # fmt: skip
             self.budget.made += chunk
+            made += chunk
             for i, move, before, then in self.log[:lines]:
                 self.note(int(i), PHASE_OF_MOVE[int(move)], MOVES[int(move)], before, then)
             self.note(chunk, "", "", np.inf, np.inf)
             if after < best_ms * (1.0 - 1e-5):
-                improved = self.budget.share()
+                improved = made
             best_ms = after
             self.chunk = int(min(max(chunk * CHUNK_S / max(time.monotonic() - clock, 1e-6), 10), 5000))
         return float(best_ms) if best_ms < 1e17 else float("inf")
 
     def _keep(self, start: Start) -> None:
-        if start.step_ms < np.inf and all(start.step_ms != e.step_ms for e in self.elite):
-            self.elite = sorted([*self.elite, start], key=lambda e: e.step_ms)[:ELITE]
+        if start.step_ms == np.inf or any(start.step_ms == e.step_ms for e in self.elite):
+            return
+        kept: list[Start] = []
+        alike: dict[int, int] = {}
+        for other in sorted([*self.elite, start], key=lambda e: e.step_ms):
+            size = self.lottery.size(other)
+            if alike.get(size, 0) < ALIKE and len(kept) < ELITE:
+                alike[size] = alike.get(size, 0) + 1
+                kept.append(other)
+        self.elite = kept
 
     def adopt(self, starts: list[Start]) -> None:
         """Take other lanes' elite in, by copy."""
         for start in starts:
-            self._keep(Start(start.step_ms, start.name, twin(self.problem, self.max_stages, start.state)))
+            self._keep(start._replace(state=twin(self.problem, self.max_stages, start.state)))
 
     def rejudge(self) -> None:
         """After more memory was reserved: judge the elite and the starts again, drop what does not fit."""
 
         def again(start: Start) -> Start:
             value = float(judge(self.problem, start.state, self.margin, np.inf, self.scratch))
-            return Start(value, start.name, start.state)
+            return start._replace(step_ms=value)
 
         self.elite = sorted((s for s in map(again, self.elite) if s.step_ms < np.inf), key=lambda s: s.step_ms)
         self.starts = [s for s in map(again, self.starts) if s.step_ms < np.inf]

@@ -3,7 +3,7 @@
 Knows: how to draw a structure (stages, directions of the rounds, an even partition) and a set of priorities, and
 that priorities which served one structure well are worth trying on the next. Does not know: annealing.
 
-A draw costs one list scheduling, and most die at the cutoff long before its end.
+A draw costs some twenty list schedulings, most of which die at the cutoff long before their end.
 """
 
 from __future__ import annotations
@@ -11,14 +11,34 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 
 from octopipe.tune.anneal import State, copy_state, fit_flight, judge, make_state
-from octopipe.tune.kernels import A_F, A_I, B_F, B_I, BANK, C_I, C_W, LOOK, NUM_GLOBALS, RHO, W_OVER, Problem, Scratch
-from octopipe.tune.starts import NEVER, limit_flight, partition_evenly
+from octopipe.tune.kernels import (
+    A_F,
+    A_I,
+    B_F,
+    B_I,
+    BANK,
+    C_I,
+    C_W,
+    LOOK,
+    NEVER,
+    NUM_GLOBALS,
+    RHO,
+    W_OVER,
+    Problem,
+    Scratch,
+)
+from octopipe.tune.starts import limit_flight, partition_evenly
 
+KEPT = 4
+"""Starts kept of one size."""
 KEYS_KEPT = 6
-KEYS_DRAWN = 14
-"""Per structure: the best priorities so far, and new ones."""
+KEYS_NEAR, KEYS_DRAWN = 8, 8
+"""Per structure: the best priorities so far, some like them, and new ones."""
+AGAIN = 0.6
+"""How often a shape among the best is drawn again."""
 BALANCE = 4000
 """Moves of the partition's own annealing."""
 
@@ -39,6 +59,8 @@ class Start(NamedTuple):
     step_ms: float
     name: str
     state: State
+    used: bool = False
+    """It was walked from, or is what a walk came to."""
 
 
 def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
@@ -63,33 +85,48 @@ def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
     return Keys(glob, 3, 10 ** lot.uniform(0, 0.5), lot.uniform(0.5, 3.0))
 
 
-def use_keys(problem: Problem, st: State, keys: Keys) -> None:
+@njit(cache=True, nogil=True)
+def use_keys(p, st, glob, rule, a, b):  # type: ignore[no-untyped-def]
     """Set a state's priorities; offsets of stages and ops are cleared."""
-    n = int(st.size[0])
-    st.glob[:] = keys.glob
+    n = st.size[0]
+    st.glob[:] = glob
     st.offset[:, :n] = 0.0
     st.wiggle[:, :n] = 0.0
-    st.flight[:] = problem.num_micro_batches
-    if keys.rule == 1:
-        st.flight[:n] = int(np.clip(keys.a, 1, problem.num_micro_batches))
-    elif keys.rule == 2:
-        for rank in range(problem.num_ranks):
-            fit_flight(problem, st, rank, keys.a)
-    elif keys.rule == 3:
-        limit_flight(problem, st, keys.a, keys.b)
+    st.flight[:] = p.num_micro_batches
+    if rule == 1:
+        st.flight[:n] = min(max(int(a), 1), p.num_micro_batches)
+    elif rule == 2:
+        for rank in range(p.num_ranks):
+            fit_flight(p, st, rank, a)
+    elif rule == 3:
+        limit_flight(p, st, a, b)
 
 
-def draw_ranks(problem: Problem, max_stages: int, lot: np.random.Generator) -> tuple[str, list[int]]:
+@njit(cache=True, nogil=True)
+def try_keys(p, st, globs, rules, a, b, margin, cutoff, sc):  # type: ignore[no-untyped-def]
+    """The best of many priorities for a structure: (its number or -1, step time); all in one call, so that threads
+    do not wait for each other's turn in between."""
+    best, chosen = cutoff, -1
+    for i in range(rules.size):
+        use_keys(p, st, globs[i], rules[i], a[i], b[i])
+        value = judge(p, st, margin, best, sc)
+        if value < best:
+            best, chosen = value, i
+    if chosen >= 0:
+        use_keys(p, st, globs[chosen], rules[chosen], a[chosen], b[chosen])
+    return chosen, best
+
+
+def draw_shape(problem: Problem, max_stages: int, lot: np.random.Generator) -> tuple[int, str]:
+    """A number of stages and a way round the ranks."""
+    rounds = lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8])
+    stages = round(problem.num_ranks * rounds + lot.integers(-1, 2) * (lot.random() < 0.4))
+    return int(np.clip(stages, 1, max_stages)), ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
+
+
+def go_round(problem: Problem, stages: int, kind: str, lot: np.random.Generator) -> list[int]:
     """Stages' ranks: rounds over all ranks, up or down, the last one perhaps cut short."""
     ranks = problem.num_ranks
-    stages = int(
-        np.clip(
-            round(ranks * lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8]) + lot.integers(-1, 2) * (lot.random() < 0.4)),
-            1,
-            max_stages,
-        )
-    )
-    kind = ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
     out: list[int] = []
     while len(out) < stages:
         number = len(out) // ranks
@@ -98,7 +135,25 @@ def draw_ranks(problem: Problem, max_stages: int, lot: np.random.Generator) -> t
     out = out[:stages]
     if len(set(out)) < min(ranks, stages):
         out = [s % ranks for s in range(stages)]
-    return f"{stages} stages, {kind}", out
+    return out
+
+
+def near(keys: Keys, lot: np.random.Generator) -> Keys:
+    """The same priorities, a little different."""
+    glob = keys.glob.copy()
+    for k in (A_F, A_I):
+        glob[k] *= 10 ** lot.normal(0.0, 0.12)
+    for k in (B_F, B_I, C_I):
+        glob[k] += lot.normal(0.0, 0.5)
+    if lot.random() < 0.5:
+        glob[LOOK] = max(0.0, glob[LOOK] + lot.normal(0.0, 0.01))
+    if lot.random() < 0.5:
+        glob[RHO] = np.clip(glob[RHO] + lot.normal(0.0, 0.15), 0.0, 1.0)
+    if lot.random() < 0.3:
+        glob[W_OVER] = lot.uniform(0, 0.1)
+    spread = {0: 0.0, 1: 1.0, 2: 0.06, 3: 0.1}[keys.rule]
+    a = keys.a + lot.normal(0.0, spread) if spread else 0.0
+    return Keys(glob, keys.rule, a, keys.b + (lot.normal(0.0, 0.3) if keys.rule == 3 else 0.0))
 
 
 class Lottery:
@@ -110,12 +165,23 @@ class Lottery:
         self.keys: list[tuple[float, Keys]] = []
         self.starts: list[Start] = []
         self.draws = 0
+        self.shapes: dict[str, tuple[int, str]] = {}
 
-    def draw(self, keep: int, recompute: bool) -> None:
-        """One structure under old and new priorities."""
+    def draw(self, recompute: bool, size: int | None = None) -> None:
+        """One structure under old and new priorities; of the given size (half rounds over the ranks)."""
         self.draws += 1
         st = make_state(self.problem, self.max_stages)
-        name, ranks = draw_ranks(self.problem, self.max_stages, self.lot)
+        shape = draw_shape(self.problem, self.max_stages, self.lot)
+        if size is not None:
+            width = self.problem.num_ranks
+            low, high = -(-size * width // 2), min(((size + 1) * width - 1) // 2, self.max_stages)
+            shape = (int(self.lot.integers(low, max(low, min(high, low + 2)) + 1)), shape[1])
+        elif self.starts and self.lot.random() < AGAIN:
+            # Shapes that did well are worth another try; the best most of all.
+            shape = self.shapes[self.starts[int(self.lot.random() ** 2 * len(self.starts))].name]
+        name = f"{shape[0]} stages, {shape[1]}"
+        self.shapes[name] = shape
+        ranks = go_round(self.problem, *shape, self.lot)
         partition_evenly(
             self.problem,
             st,
@@ -127,36 +193,42 @@ class Lottery:
             iterations=BALANCE,
         )
         st.recompute[: int(st.size[0])] = recompute
-        # Keys are kept per structure they were tried on, so a start far from the best may still use them up.
-        bar = self.starts[-1].step_ms if len(self.starts) >= keep else np.inf
-        best_ms, best_keys = bar, None
-        tries = [k for _, k in self.keys] + [draw_keys(self.problem, self.lot) for _ in range(KEYS_DRAWN)]
-        for keys in tries:
-            use_keys(self.problem, st, keys)
-            value = float(judge(self.problem, st, self.margin, best_ms, self.scratch))
-            if value < best_ms:
-                best_ms, best_keys = value, keys
-        if best_keys is None:
+        alike = [s for s in self.starts if self.size(s) == self.size(Start(0.0, name, st))]
+        bar = alike[-1].step_ms if len(alike) >= KEPT else np.inf
+        tries = [k for _, k in self.keys]
+        if tries:
+            tries += [near(tries[int(self.lot.integers(len(tries)))], self.lot) for _ in range(KEYS_NEAR)]
+        tries += [draw_keys(self.problem, self.lot) for _ in range(KEYS_DRAWN)]
+        chosen, best_ms = try_keys(
+            self.problem, st, np.array([k.glob for k in tries]), np.array([k.rule for k in tries]),
+            np.array([k.a for k in tries]), np.array([k.b for k in tries]), self.margin, bar, self.scratch,
+        )  # fmt: skip
+        if chosen < 0:
             return
-        use_keys(self.problem, st, best_keys)
+        best_keys = tries[chosen]
         if all(k is not best_keys for _, k in self.keys):
             self.keys.append((best_ms, best_keys))
         self.keys = sorted(((min(v, best_ms) if k is best_keys else v, k) for v, k in self.keys), key=lambda x: x[0])[
             :KEYS_KEPT
         ]
-        self._keep(Start(best_ms, name, st), keep)
+        self._keep(Start(float(best_ms), name, st))
 
-    def _keep(self, start: Start, keep: int) -> None:
-        """Keep the best, at most three of one shape."""
+    def size(self, start: Start) -> int:
+        """Half rounds over the ranks."""
+        return int(2 * start.state.size[0]) // self.problem.num_ranks
+
+    def take(self) -> list[Start]:
+        """What was kept, which is then forgotten."""
+        taken, self.starts = self.starts, []
+        return taken
+
+    def _keep(self, start: Start) -> None:
+        """Keep the best few of every size."""
         if any(s.step_ms == start.step_ms for s in self.starts):
             return
-        alike = [s for s in self.starts if s.name == start.name]
-        if len(alike) >= 3:
-            worst = max(alike, key=lambda s: s.step_ms)
-            if worst.step_ms <= start.step_ms:
-                return
-            self.starts = [s for s in self.starts if s is not worst]
-        self.starts = sorted([*self.starts, start], key=lambda s: s.step_ms)[:keep]
+        alike = sorted([s for s in self.starts if self.size(s) == self.size(start)] + [start], key=lambda s: s.step_ms)
+        others = [s for s in self.starts if self.size(s) != self.size(start)]
+        self.starts = sorted(others + alike[:KEPT], key=lambda s: s.step_ms)
 
 
 def twin(problem: Problem, max_stages: int, st: State) -> State:

@@ -15,9 +15,8 @@ from numba import njit
 
 from octopipe.plan import Plan
 from octopipe.tune.anneal import State, below, make_state, migrate, shift, uniform
-from octopipe.tune.kernels import C_W, KIND_F, KIND_I, LOOK, RHO, W_OVER, Problem, quick_bound
+from octopipe.tune.kernels import C_W, KIND_F, KIND_I, LOOK, NEVER, RHO, W_OVER, Problem, quick_bound
 
-NEVER = 1e9
 LITTLE = 1.3
 """How much longer than without any wait a micro-batch is assumed to be under way."""
 
@@ -60,33 +59,46 @@ def shaped_state(problem: Problem, max_stages: int, num_stages: int, wave: bool,
 
 
 def partition_evenly(
-    problem: Problem, st: State, ranks: list[int], *, seed: int, even: float, tilt: float, rising: bool, iterations: int
+    problem: Problem,
+    st: State,
+    ranks: list[int],
+    *,
+    seed: int,
+    even: float,
+    tilt: float,
+    rising: bool,
+    iterations: int,
+    sizes: np.ndarray | None = None,
 ) -> None:
     """Give stages on these ranks their layers: cut at equal work, then annealed on the imbalance.
 
-    `even` weighs unequal stages: ranks hand micro-batches on in step where stages take equally long, and of all
-    that was tried this made starts better by most; `tilt` is how much their I counts beside their F. `rising`: early
-    stages are taken to hold more micro-batches.
+    `even` weighs stages that differ from their wanted sizes (all the same unless said): ranks hand micro-batches on in
+    step where stages take equally long, and of all that was tried this made starts better by most; `tilt` is how much
+    their I counts beside their F. `rising`: early stages are taken to hold more micro-batches.
     """
     layers, num_stages = problem.num_layers, len(ranks)
     share = problem.total / max(problem.total[-1], 1e-300)
+    wanted = np.ones(num_stages) if sizes is None else np.asarray(sizes, np.float64)
+    wanted = wanted / wanted.sum()
+    reach = np.cumsum(wanted)
     bounds = [0]
     for s in range(1, num_stages):
-        cut = int(np.argmin(np.abs(share - s / num_stages)))
+        cut = int(np.argmin(np.abs(share - reach[s - 1])))
         bounds.append(min(max(cut, bounds[-1] + 1), layers - (num_stages - s)))
     st.size[0] = num_stages
     st.bounds[: num_stages + 1] = [*bounds, layers]
     st.rank[:num_stages] = ranks
-    balance(problem, st, np.array([seed * 7919 + 88172645463325252], np.uint64), iterations, even, tilt, rising)
+    balance(problem, st, np.array([seed * 7919 + 88172645463325252], np.uint64), iterations, even, tilt, rising, wanted)
 
 
-def limit_flight(problem: Problem, st: State, slack: float, more: float) -> None:
+@njit(cache=True, nogil=True)
+def limit_flight(p, st, slack, more):  # type: ignore[no-untyped-def]
     """Micro-batches in flight per stage after Little's law: time from F to I over the time per micro-batch."""
-    n = int(st.size[0])
-    first = st.bounds[:n]
-    way = problem.forward[0, -1] - problem.forward[0, first] + problem.input[0, -1] - problem.input[0, first]
-    most = problem.num_micro_batches
-    st.flight[:n] = np.clip((more + slack * way / problem.unit).astype(np.int64), 1, most)
+    last = p.num_layers
+    for s in range(st.size[0]):
+        a = st.bounds[s]
+        way = p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a]
+        st.flight[s] = min(max(int(more + slack * way / p.unit), 1), p.num_micro_batches)
 
 
 def neutral_keys(st: State) -> None:
@@ -94,7 +106,7 @@ def neutral_keys(st: State) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _imbalance(p, st, loads, held, even, tilt, rising):  # type: ignore[no-untyped-def]
+def _imbalance(p, st, loads, held, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
     """The work bound, plus what memory exceeds, plus a little for uneven stages.
 
     Memory after Little's law: a stage holds as many micro-batches as pass while one goes from its F to its I.
@@ -109,20 +121,20 @@ def _imbalance(p, st, loads, held, even, tilt, rising):  # type: ignore[no-untyp
         flight = min(1.0 + LITTLE * way / p.unit if rising else p.num_ranks, p.num_micro_batches)
         hold = p.boundary[0, a] if st.recompute[s] else p.activation[0, z] - p.activation[0, a]
         held[st.rank[s]] += p.static[z] - p.static[a] + hold * flight + p.stash[0, z] - p.stash[0, a]
-        uneven += (p.forward[0, z] - p.forward[0, a] + tilt * (p.input[0, z] - p.input[0, a])) ** 2
+        uneven += (p.forward[0, z] - p.forward[0, a] + tilt * (p.input[0, z] - p.input[0, a])) ** 2 / wanted[s]
     for r in range(p.num_ranks):
         if held[r] > p.capacity[r]:
             value *= 1.0 + (held[r] / p.capacity[r] - 1.0) * 0.5
     whole = p.forward[0, last] + tilt * p.input[0, last]
-    return value * (1.0 + even * (np.sqrt(uneven * st.size[0]) / max(whole, 1e-12) - 1.0))
+    return value * (1.0 + even * (np.sqrt(uneven) / max(whole, 1e-12) - 1.0))
 
 
 @njit(cache=True, nogil=True)
-def balance(p, st, rng, iterations, even, tilt, rising):  # type: ignore[no-untyped-def]
+def balance(p, st, rng, iterations, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
     """Anneal the boundaries on the imbalance; stages keep their ranks."""
     loads, held = np.zeros(p.num_ranks), np.zeros(p.num_ranks)
     n = st.size[0]
-    current = _imbalance(p, st, loads, held, even, tilt, rising)
+    current = _imbalance(p, st, loads, held, even, tilt, rising, wanted)
     best, kept, back = current, st.bounds.copy(), st.bounds.copy()
     for i in range(iterations):
         for s in range(n + 1):
@@ -132,7 +144,7 @@ def balance(p, st, rng, iterations, even, tilt, rising):  # type: ignore[no-unty
             moved = (migrate(st, rng) if uniform(rng) < 0.6 else shift(st, rng)) or moved
         if not moved:
             continue
-        value = _imbalance(p, st, loads, held, even, tilt, rising)
+        value = _imbalance(p, st, loads, held, even, tilt, rising, wanted)
         heat = best * 0.02 * (1.0 - i / iterations) ** 2
         if value <= current - heat * np.log(max(uniform(rng), 1e-300)):
             current = value
