@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from octopipe.bounds import lower_bound_ms
 from octopipe.compare import compare
 from octopipe.cost import CostTable
 from octopipe.resolve import resolve_costs
@@ -53,27 +52,27 @@ def units(name: str, ranks: int, p2p_ms: float, cap_units: float | None = None) 
 
 def gaps(budget_s: float) -> None:
     print(f"\n### Gap to the proven bound ({budget_s:g} s)\n")
-    print("| case | bound ms | k = 1.5 ms | gap | target | k = 1.0 ms | gap | target |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    print("| case | k = 1.5: bound ms | ms | gap | target | k = 1.0: bound ms | ms | gap | target |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for name, ranks, micro_batches, p2p_ms, *targets in GAPS:
         cells = []
-        bound = 0.0
         for k, target in zip((1.5, 1.0), targets):
             costs = units(name, ranks, p2p_ms)
             costs = costs.replace(rank_memory_bytes=(k * costs.num_layers * GIB,))
-            bound = lower_bound_ms(costs, ranks, micro_batches)
-            result = tune(costs, ranks, micro_batches, budget_s=budget_s)
+            # The problem these targets were set for: every layer on one rank, nothing recomputed.
+            result = tune(costs, ranks, micro_batches, budget_s=budget_s, recompute=False, copies=False)
             assert simulate(result.plan, costs).fits
             mark = "✓" if result.gap <= target else "✗"
-            cells += [f"{result.step_ms:.1f}", f"{100 * result.gap:.2f} %", f"{100 * target:.1f} % {mark}"]
-        print(f"| {name} R{ranks} M{micro_batches} | {bound:.2f} | " + " | ".join(cells) + " |", flush=True)
+            cells += [f"{result.lower_bound_ms:.1f}", f"{result.step_ms:.1f}"]
+            cells += [f"{100 * result.gap:.2f} %", f"{100 * target:.1f} % {mark}"]
+        print(f"| {name} R{ranks} M{micro_batches} | " + " | ".join(cells) + " |", flush=True)
 
 
 def systems(budget_s: float, caps: tuple[float, ...]) -> None:
     for k in caps:
         print(f"\n### Against every system: pp 8, transfers 0.3 ms, memory as 1F1B needs x {k:g} ({budget_s:g} s)\n")
-        print("| model | M | 1F1B ms | best system | ms | tuned ms | over 1F1B | over the best | gap |")
-        print("|---|--:|--:|---|--:|--:|--:|--:|--:|")
+        print("| model | M | 1F1B ms | best system | ms | tuned ms | layers twice | over 1F1B | over the best | gap |")
+        print("|---|--:|--:|---|--:|--:|--:|--:|--:|--:|")
         hybrid_speedups, lost = [], []
         for path in sorted(PROFILES.glob("*.json")):
             for micro_batches in (8, 16):
@@ -92,7 +91,8 @@ def systems(budget_s: float, caps: tuple[float, ...]) -> None:
                     lost.append(f"{path.stem} M{micro_batches}")
                 print(
                     f"| {path.stem} | {micro_batches} | {first.step_ms:.1f} | {best.system} | {best.step_ms:.1f} | "
-                    f"{result.step_ms:.1f} | {over:.2f}x | {ahead:.3f}x | {100 * result.gap:.1f} % |",
+                    f"{result.step_ms:.1f} | {len(result.plan.replicas()) or ''} | {over:.2f}x | {ahead:.3f}x | "
+                    f"{100 * result.gap:.1f} % |",
                     flush=True,
                 )
         print(f"\nMean over 1F1B on Nemotron-H and Jamba at 8 micro-batches: {statistics.mean(hybrid_speedups):.2f}x.")

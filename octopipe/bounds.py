@@ -1,7 +1,7 @@
 """Proven lower bounds on the step time of any plan: what no partition, placement or order can beat.
 
-Knows: the costs, the number of ranks and micro-batches. Does not know: any plan, or the memory limit (which
-can only slow a plan down, so every bound stays valid under it).
+Knows: the costs, the number of ranks and micro-batches. Does not know: any plan. Only *ramp* knows the memory limit
+(which can only slow a plan down, so the others stay valid under it).
 
 Notation: layer l has work w(l) over all micro-batches (its optimizer update included); P(l) is the forward time
 of the smallest micro-batch through the layers before l, on the fastest rank; c the shortest transfer. A plan
@@ -14,10 +14,9 @@ below that speak of "the rank of a layer" do not cover them, so they are left ou
   most L-1-l first appear after layer l, so both ways cross at least R-1-(L-1-l) times between ranks.
 - *heads*: let ranks be numbered in the order in which the chain first reaches them. Rank j is reached after at
   least j layers and j transfers, so it idles P(j) + jc at first. Sum over ranks: T >= work + mean idle time.
-- *ramp*: op i of the chain F(0) .. F(L-1), I(L-1) .. I(0) starts for the j-th time no earlier than op i-1 has
-  ended for the j-th time, nor before op i (one layer: one rank) has ended for the (j-1)-th time. So by time u
-  only so much work can have been done, W of finished I included; the rest of the ranks' time was idle. What a
-  rank idles after u because it has not been reached yet is added to that.
+- *ramp*: by time u only so much work can have been done: the first gradient waits for the whole forward chain, later
+  ones for each other, and F without gradients fills the memory. The rest of the ranks' time was idle. What a rank
+  idles after u because it has not been reached yet is added to that. The proof is in `ramp.py`.
 - *loads*: layers cannot be cut: the smallest possible maximum over ranks of (head + work of whole layers),
   where the rank that is reached first holds layer 0. Found by dealing layers of equal work out rank by rank
   (dynamic programming over how many of each kind are dealt), exact to a hundred-thousandth.
@@ -35,6 +34,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from octopipe.cost import CostTable
+from octopipe.ramp import Ramp
 
 Array = NDArray[np.float64]
 _MAX_STATES = 60_000
@@ -49,8 +49,8 @@ class Bound(NamedTuple):
     ms: float
 
 
-def bounds(costs: CostTable, num_ranks: int, num_micro_batches: int) -> tuple[Bound, ...]:
-    """Every bound, the strongest first."""
+def bounds(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> tuple[Bound, ...]:
+    """Every bound, the strongest first; those without `recompute` hold for plans that do not recompute alone."""
     work = work_bound_ms(costs, num_ranks, num_micro_batches)
     # With a rank unused the slowest one is left out at best.
     cap = _work_over(costs, num_micro_batches, sorted(_slow(costs, num_ranks))[: num_ranks - 1])
@@ -58,15 +58,15 @@ def bounds(costs: CostTable, num_ranks: int, num_micro_batches: int) -> tuple[Bo
         Bound("work", work),
         Bound("chain", max(chain_bound_ms(costs, num_ranks, num_micro_batches), work)),
         Bound("heads", min(heads_bound_ms(costs, num_ranks, num_micro_batches), cap)),
-        Bound("ramp", min(ramp_bound_ms(costs, num_ranks, num_micro_batches), cap)),
+        Bound("ramp", min(ramp_bound_ms(costs, num_ranks, num_micro_batches, recompute), cap)),
         Bound("loads", min(loads_bound_ms(costs, num_ranks, num_micro_batches), cap)),
     ]
     return tuple(sorted(found, key=lambda b: -b.ms))
 
 
-def lower_bound(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Bound:
+def lower_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> Bound:
     """The strongest bound, with its name."""
-    return bounds(costs, num_ranks, num_micro_batches)[0]
+    return bounds(costs, num_ranks, num_micro_batches, recompute)[0]
 
 
 def lower_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
@@ -104,29 +104,18 @@ def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> 
 
 def heads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
     """Work plus the mean time until the ranks are first reached (all ranks used)."""
-    return _with_idle(costs, num_ranks, num_micro_batches, lambda u: 0.0, np.zeros(1))
+    rates = np.sort(1.0 / np.array(_slow(costs, num_ranks)))[::-1]
+    work = float(_layer_work(costs, num_micro_batches).sum())
+    return float((work + (rates * _heads(costs, num_ranks)).sum()) / rates.sum())
 
 
-def ramp_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """Work plus the idle time that the first micro-batches' slow progress forces (all ranks used)."""
-    slow = min(_slow(costs, num_ranks))
-    size = _sizes(costs, num_micro_batches)
-    least, most = size.min(axis=0), size.max(axis=0)
-    steps = np.concatenate((costs.forward_ms, costs.input_ms[::-1]))
-    least_ms = slow * steps * np.concatenate((least, least[::-1]))
-    most_work = steps * np.concatenate((most, most[::-1]))
-    start = _first_starts(least_ms, num_micro_batches)
-    layers = costs.num_layers
-    # W of layer l may follow its I at once: it starts when op 2L-1-l of the chain has ended.
-    i_end = (start[layers:] + least_ms[layers:, None])[::-1]
-    all_start = np.concatenate((start, i_end))
-    all_work = np.concatenate((most_work, costs.weight_ms * most))
-
-    def done(u: float) -> float:
-        return float(np.clip((u - all_start) / slow, 0.0, all_work[:, None]).sum())
-
-    horizon = float(all_start.max())
-    return _with_idle(costs, num_ranks, num_micro_batches, done, np.linspace(0.0, horizon, 400))
+def ramp_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> float:
+    """Work plus the idle time that the start-up forces (all ranks used)."""
+    # The fastest ranks may be the first to be reached: pairing large rates with small heads idles least.
+    rates = np.sort(1.0 / np.array(_slow(costs, num_ranks)))[::-1]
+    work = float(_layer_work(costs, num_micro_batches).sum())
+    ramp = Ramp(costs, num_ranks, num_micro_batches, _hop_ms(costs, num_ranks), recompute)
+    return ramp.bound_ms(work, rates, _heads(costs, num_ranks))
 
 
 def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
@@ -206,33 +195,6 @@ def _heads(costs: CostTable, num_ranks: int) -> Array:
     least = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor.min(axis=0)
     before = np.concatenate(([0.0], np.cumsum(least * costs.forward_ms)))[:num_ranks]
     return min(_slow(costs, num_ranks)) * before + np.arange(num_ranks) * _hop_ms(costs, num_ranks)
-
-
-def _first_starts(least_ms: Array, num_micro_batches: int) -> Array:
-    """[op of the chain, j]: no earlier does the op start for the j-th time."""
-    start = np.empty((least_ms.size, num_micro_batches))
-    ready = np.zeros(num_micro_batches)
-    for i, took in enumerate(least_ms):
-        # start[j] = max(ready[j], start[j-1] + took), for all j at once.
-        lag = took * np.arange(num_micro_batches)
-        start[i] = np.maximum.accumulate(ready - lag) + lag
-        ready = start[i] + took
-    return start
-
-
-def _with_idle(costs: CostTable, num_ranks: int, num_micro_batches: int, done, times: Array) -> float:  # type: ignore[no-untyped-def]
-    """T with T * speed >= work + (idle until u) + (idle of ranks not yet reached after u), the best u."""
-    rate = np.sort(1.0 / np.array(_slow(costs, num_ranks)))[::-1]
-    heads = _heads(costs, num_ranks)
-    work = float(_layer_work(costs, num_micro_batches).sum())
-    # The fastest ranks may be the first to be reached: pairing large rates with small heads idles least.
-    idle = max(
-        max(rate.sum() * u - done(float(u)), 0.0) + float((rate * np.maximum(heads - u, 0.0)).sum())
-        if u > 0
-        else float((rate * heads).sum())
-        for u in times
-    )
-    return float((work + idle) / rate.sum())
 
 
 def _dealable(

@@ -15,6 +15,7 @@ ROOMS = [
     ["plan", "plan_file", "price"],
     ["_engine", "lower"],
     ["timeline"],
+    ["ramp"],
     ["simulate", "bounds", "contention", "hide"],
     ["systems", "compare"],
     ["tune"],

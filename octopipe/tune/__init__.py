@@ -15,7 +15,7 @@ import types
 from functools import cache
 from typing import Any, Literal
 
-from octopipe.bounds import lower_bound
+from octopipe.bounds import lower_bound, work_bound_ms
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
@@ -48,16 +48,19 @@ def tune(
     iterations: int | None = None,
     progress: Callback | None = None,
     recompute: bool = True,
+    copies: bool = True,
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
+    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
     `iterations` (moves per worker) instead of time makes the result depend on seed and workers alone.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     if method == "best":
         _compile()
     began = time.monotonic()
-    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches)
+    recomputes = recompute or (start is not None and any(s.recompute for s in start.stages))
+    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches, recomputes)
     optimal = False
     setting = (costs, num_ranks, num_micro_batches)
     if method == "exact":
@@ -74,6 +77,7 @@ def tune(
             iterations=iterations,
             start=start,
             recompute=recompute,
+            copies=copies,
             lower_bound_ms=bound,
             progress=progress,
         ).run()
@@ -94,6 +98,9 @@ def tune(
         chosen, mean_ms = most_robust(getattr(found, "finalists", []) or [chosen], costs, seed=seed)
         timeline = simulate(chosen, costs)
     step_ms = timeline.step_ms
+    if chosen.replicas():
+        # The other arguments speak of the one rank of a layer.
+        bound_name, bound = "work", work_bound_ms(costs, num_ranks, num_micro_batches)
     plan = chosen.with_extra(
         system="octopipe",
         step_ms=step_ms,
@@ -134,6 +141,7 @@ def _compile() -> None:
         iterations=8,
         start=None,
         recompute=True,
+        copies=True,
         lower_bound_ms=0.0,
         progress=None,
     ).run()

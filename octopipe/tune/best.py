@@ -36,22 +36,32 @@ from octopipe.plan import Plan
 from octopipe.simulate import simulate
 from octopipe.timeline import Timeline
 from octopipe.tune.anneal import State, judge
+from octopipe.tune.copies import Copies, improvable
 from octopipe.tune.encode import plan_of
 from octopipe.tune.kernels import Problem, make_problem, make_scratch
 from octopipe.tune.lane import Budget, Lane
-from octopipe.tune.lottery import Start
+from octopipe.tune.lottery import Start, twin
 from octopipe.tune.memory import explain_misfit
 from octopipe.tune.result import Callback, Progress, Step
 from octopipe.tune.starts import key_presets, limit_flight, shaped_state, shapes, state_from_plan, usable
 
 SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
+COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
+"""Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
 DRAW_UNTIL, WALK_UNTIL = 0.15, (0.35, 0.55, 0.7)
 """Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
 POLISHED = 3
 """Members of the elites whose orders a lane polishes in turn."""
 EXCHANGED = 2
 """Members of the elite that a lane shows the others."""
+COPIES_HOT, COPIES_COLD = 2e-3, 5e-5
+COPIES_TRIAL, COPIES_CHUNK = 5000, 2000
+COPIES_UNTIL, COPIES_CLOSE, COPIES_ROOM = 0.95, 1.03, 0.96
+"""Until when a plan with copies of layers is improved, how much slower than the lanes' best it may be to go on, and the
+share of memory it may fill where tensors between stages take some."""
+FIRST_UNTIL, DRAW_AT_LEAST = 0.1, 0.08
+"""Shares of the budget: the end of preset starts, the least for drawing others."""
 SYSTEMS_UNTIL = 0.3
 """Share of the budget after which no more published systems are built."""
 SWITCH_S = 5e-4
@@ -93,13 +103,16 @@ class BestSearch:
         iterations: int | None,
         start: Plan | None,
         recompute: bool,
+        copies: bool,
         lower_bound_ms: float,
         progress: Callback | None,
     ) -> None:
+        self.copies = copies
         self.began = time.monotonic()
         self.costs, self.budget_s, self.seed, self.progress = costs, budget_s, seed, progress
         self.problem: Problem = make_problem(costs, num_ranks, num_micro_batches)
         self.iterations, self.start, self.lower_bound_ms = iterations, start, lower_bound_ms
+        self.recompute = recompute
         self.may_recompute = recompute and self.problem.has_limit
         layers = self.problem.num_layers
         self.max_stages = min(layers, max(10 * num_ranks, 24, len(start.stages) if start else 0))
@@ -154,7 +167,7 @@ class BestSearch:
                 # What a counted search finds must not depend on when the systems' plans are ready.
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
-                self._together(pool, lambda lane: lane.draw(DRAW_UNTIL))
+                self._together(pool, lambda lane: lane.draw(max(DRAW_UNTIL, lane.budget.share() + DRAW_AT_LEAST)))
                 for until in WALK_UNTIL:
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
@@ -210,9 +223,11 @@ class BestSearch:
         for stages, wave in shapes(self.problem, self.max_stages):
             name = f"{stages} stages, {'wave' if wave else 'loop'}"
             found.append(self._keyed(name, shaped_state(self.problem, self.max_stages, stages, wave, self.seed)))
-            self._consider(found[-1])
-            if self.iterations is None and self.elapsed() > 0.3 * self.budget_s and self.best_plan is not None:
+            if self.best_plan is None:
+                self._consider(found[-1])
+            if self.iterations is None and self.elapsed() > FIRST_UNTIL * self.budget_s and self.best_plan is not None:
                 break
+        self._consider(min(found, key=lambda s: s.step_ms))
         self._hand_out(found)
 
     def _keyed(self, name: str, state: State) -> Start:
@@ -239,10 +254,13 @@ class BestSearch:
         from octopipe.systems import build_plan, systems
 
         scratch = make_scratch(self.problem, self.max_stages)
-        for number, name in enumerate(systems()):
+        with_copies: list[tuple[str, Plan]] = []
+        if self.start is not None and self.copies and improvable(self.start):
+            with_copies.append(("start", self.start))
+        for number, name in enumerate(sorted(systems(), key=lambda n: n not in COPYING_SYSTEMS)):
             late = self.iterations is None and self.elapsed() > SYSTEMS_UNTIL * self.budget_s
             if self.stop.is_set() or late:
-                return
+                break
             if name in SLOW_SYSTEMS:
                 continue
             try:
@@ -252,20 +270,54 @@ class BestSearch:
             except (OctoPipeError, ImportError):
                 continue
             self._consider_plan(plan)
+            if self.copies and improvable(plan):
+                with_copies.append((name, plan))
             if usable(plan) and len(plan.stages) <= self.max_stages:
                 state = state_from_plan(self.problem, self.max_stages, plan)
                 value = float(judge(self.problem, state, self.margin, np.inf, scratch))
                 if value < np.inf:
                     self.lanes[number % len(self.lanes)].inbox.append(Start(value, name, state))
+        self._improve_copies(with_copies)
+
+    def _improve_copies(self, plans: list[tuple[str, Plan]]) -> None:
+        """Anneal the best plan that holds layers twice, as long as it can compete."""
+        if self.problem.variants > 1:
+            return
+        room = COPIES_ROOM if self.problem.has_buffers else 1.0
+        problem = self.problem._replace(capacity=self.problem.capacity * room)
+        walks = [(name, Copies(plan, problem, self.seed)) for name, plan in plans]
+        walks = [(name, walk) for name, walk in walks if walk.best_ms < np.inf]
+        for _, walk in walks:
+            walk.run(COPIES_TRIAL, COPIES_HOT)
+        if not walks:
+            return
+        name, walk = min(walks, key=lambda w: w[1].best_ms)
+        first, done = self.elapsed() / self.budget_s, 0.0
+        moves = 0
+        while done < 1.0 and not self.stop.is_set():
+            if done > 0.3 and walk.best_ms > COPIES_CLOSE * self.seen_ms:
+                break
+            walk.run(COPIES_CHUNK, COPIES_HOT * (COPIES_COLD / COPIES_HOT) ** done)
+            moves += COPIES_CHUNK
+            if self.iterations is None:
+                done = (self.elapsed() / self.budget_s - first) / max(COPIES_UNTIL - first, 1e-9)
+            else:
+                done = moves / max(self.iterations, 1)
+        if walk.best_ms < self.best_ms:
+            plan = walk.best_plan()
+            timeline = simulate(plan, self.costs)
+            if timeline.fits:
+                self._take(plan, timeline, f"{name}, improved")
 
     def _judged(self, name: str, state: State) -> Start:
         return Start(float(judge(self.problem, state, self.margin, np.inf, self.scratch)), name, state)
 
     def _hand_out(self, starts: list[Start]) -> None:
-        """Deal starts to the lanes, the best first."""
-        runs = sorted((s for s in starts if s.step_ms < np.inf), key=lambda s: s.step_ms)
-        for i, start in enumerate(runs):
-            self.lanes[i % len(self.lanes)].starts.append(start)
+        """Give every lane its own copy of the starts that run; what each makes of them differs."""
+        for start in starts:
+            if start.step_ms < np.inf:
+                for lane in self.lanes:
+                    lane.inbox.append(start._replace(state=twin(self.problem, self.max_stages, start.state)))
 
     def _exchange(self) -> None:
         best = [lane.elite[:EXCHANGED] for lane in self.lanes]
@@ -333,8 +385,10 @@ class BestSearch:
         return reserved
 
     def _consider_plan(self, plan: Plan) -> None:
-        """A plan from elsewhere; one that holds layers twice is no answer (and the bounds do not cover it)."""
-        if len(plan.routes) > 1 or plan.replicas():
+        """A plan from elsewhere."""
+        if not self.copies and plan.replicas():
+            return
+        if not self.recompute and plan is not self.start and any(stage.recompute for stage in plan.stages):
             return
         timeline = simulate(plan, self.costs)
         if timeline.fits and timeline.step_ms < self.best_ms:
@@ -348,7 +402,7 @@ class BestSearch:
                 self._note(0, "start", name, self.seen_ms, timeline.step_ms)
             first = self.best_plan is None
             self.best_plan, self.best_timeline = plan, timeline
-        if timeline.step_ms <= self.lower_bound_ms * AT_BOUND:
+        if timeline.step_ms <= self.lower_bound_ms * AT_BOUND and not plan.replicas():
             self.stop.set()
         if first:
             self._report()  # a first plan is there within a second or two: say so at once

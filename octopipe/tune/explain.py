@@ -52,6 +52,9 @@ def _heaviest(plan: Plan, costs: CostTable) -> list[str]:
     name = _NAMES.get(costs.symbols[k], f"{costs.symbols[k]!r}")
     known = f"the {name} layer" if costs.symbols.count(costs.symbols[k]) == 1 else f"{name} layer {k}"
     words = f"{known} is {100.0 * layer_ms[k] / total:.0f} % of all work and cannot be split"
+    holders = plan.replicas().get(k, ())
+    if len(holders) > 1:
+        return [f"{words}; ranks {' and '.join(map(str, holders))} hold a copy of it each and share its work"]
     rank = next(s.rank for s in plan.stages if s.first <= k < s.stop)
     fair = total / sum(1.0 / costs.slowdown(r) for r in range(plan.num_ranks))
     if layer_ms[k] * costs.slowdown(rank) > fair:

@@ -53,7 +53,7 @@ def shaped_state(problem: Problem, max_stages: int, num_stages: int, wave: bool,
     """A balanced start of this shape, with neutral keys."""
     st = make_state(problem, max_stages)
     ranks = place(num_stages, problem.num_ranks, wave)
-    partition_evenly(problem, st, ranks, seed=seed, even=4.0, tilt=1.0, rising=True, iterations=6000)
+    partition_evenly(problem, st, ranks, seed=seed, even=4.0, tilt=1.0, rising=True, iterations=3000)
     neutral_keys(st)
     return st
 

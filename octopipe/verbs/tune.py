@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--start", metavar="PLAN", help="warm start: a plan file for this model and setting")
     parser.add_argument("--robust", action="store_true", help="best mean over jittered layer times")
+    parser.add_argument("--no-copies", action="store_true", help="never hold a layer on more than one rank")
     parser.add_argument("--no-recompute", action="store_true", help="never recompute activations to save memory")
     parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
     parser.add_argument("--iterations", type=whole_number, help="moves per worker: reproducible on any machine")
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
             workers=args.workers,
             iterations=args.iterations,
             recompute=not args.no_recompute,
+            copies=not args.no_copies,
             progress=show,
         )
     if args.output:
@@ -160,6 +162,8 @@ def _tell(result: TuneResult, output: str | None) -> None:
     plan = result.plan
     kept = sum(bool(s.recompute) for s in plan.stages)
     again = f", {kept} of them recompute" if kept else ""
+    if copied := len(plan.replicas()):
+        again += f", {copied} layers on two ranks each"
     out.print(
         f"{len(plan.stages)} stages on {plan.num_ranks} ranks{again}; "
         f"{result.iterations:,} moves in {result.seconds:.1f} s, method {result.method}"

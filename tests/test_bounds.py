@@ -1,0 +1,90 @@
+"""Proven bounds: below every plan that was ever found, and strong where a closed form says how strong."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from octopipe.bounds import bounds, lower_bound_ms, ramp_bound_ms
+from octopipe.compare import compare
+from octopipe.cost import CostTable
+from octopipe.errors import DoesNotFitError, OctoPipeError
+from octopipe.simulate import simulate
+from octopipe.systems import build_plan, systems
+from octopipe.tune import tune
+
+GIB = float(1 << 30)
+
+
+def limited(seed: int) -> tuple[CostTable, int, int]:
+    """Layers of very different times and memory, a limit somewhere near what 1F1B needs, perhaps a heavy head."""
+    lot = np.random.default_rng(seed)
+    layers, ranks = int(lot.integers(4, 12)), int(lot.integers(2, 5))
+    micro_batches = int(lot.integers(1, 9))
+    head = np.where(np.arange(layers) == layers - 1, lot.choice([1.0, 4.0]), 1.0)
+    costs = CostTable.uniform(num_layers=layers, p2p_ms=float(lot.choice([0.0, 0.4]))).replace(
+        forward_ms=lot.uniform(0.2, 3.0, layers) * head,
+        input_ms=lot.uniform(0.2, 4.0, layers) * head,
+        weight_ms=lot.uniform(0.0, 2.0, layers) * head,
+        activation_bytes=lot.uniform(0.5, 2.0, layers) * GIB,
+        stash_bytes=lot.uniform(0.1, 0.5, layers) * GIB,
+        static_bytes=lot.uniform(0.0, 1.0, layers) * GIB,
+    )
+    need = float(simulate(build_plan("1f1b", costs, ranks, micro_batches), costs).peak_bytes.max())
+    return costs.replace(rank_memory_bytes=(need * float(lot.uniform(0.7, 1.6)),)), ranks, micro_batches
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_plan_under_a_memory_limit_is_below_any_bound(seed: int, recompute: bool) -> None:
+    costs, ranks, micro_batches = limited(seed)
+    try:
+        found = tune(
+            costs, ranks, micro_batches, iterations=600, workers=1, recompute=recompute, copies=False, seed=seed
+        )
+    except DoesNotFitError:
+        return
+    for bound in bounds(costs, ranks, micro_batches, recompute):
+        assert bound.ms <= found.step_ms * (1 + 1e-9), bound
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_published_plan_with_single_copies_is_below_any_bound(seed: int) -> None:
+    costs, ranks, micro_batches = limited(100 + seed)
+    for name in systems():
+        if name == "tessel":
+            continue
+        try:
+            plan = build_plan(name, costs, ranks, micro_batches)
+        except OctoPipeError:
+            continue  # a system that does not apply here
+        timeline = simulate(plan, costs)
+        if timeline.fits and not plan.replicas():
+            for bound in bounds(costs, ranks, micro_batches):
+                assert bound.ms <= timeline.step_ms * (1 + 1e-9), (name, bound)
+
+
+def test_memory_raises_the_bound_where_activations_of_the_start_up_do_not_fit() -> None:
+    costs = CostTable.uniform(num_layers=32, activation_bytes=GIB).replace(stash_bytes=np.full(32, 0.6 * GIB))
+    tight = costs.replace(rank_memory_bytes=(12 * GIB,))
+    assert ramp_bound_ms(tight, 8, 16, recompute=False) > 1.02 * ramp_bound_ms(costs, 8, 16)
+    assert ramp_bound_ms(tight, 8, 16, recompute=True) <= ramp_bound_ms(tight, 8, 16, recompute=False)
+
+
+def test_one_micro_batch_takes_the_whole_chain() -> None:
+    """Closed form: with one micro-batch F and I run one after another, hops between ranks beside them."""
+    costs = CostTable.uniform(num_layers=4, p2p_ms=0.5)
+    f, i = costs.forward_ms.sum(), costs.input_ms.sum()
+    assert lower_bound_ms(costs, 4, 1) >= f + i - costs.input_ms[0] - 1e-9
+
+
+def test_bounds_of_random_settings_are_ordered_and_positive() -> None:
+    lot = random.Random(1)
+    for _ in range(10):
+        costs, ranks, micro_batches = limited(lot.randrange(1000))
+        found = bounds(costs, ranks, micro_batches)
+        assert [b.ms for b in found] == sorted((b.ms for b in found), reverse=True)
+        assert found[-1].ms > 0
+        assert compare(costs, ranks, micro_batches, names=["1f1b"]).lower_bound_ms == found[0].ms
