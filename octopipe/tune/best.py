@@ -167,7 +167,7 @@ class BestSearch:
                 # What a counted search finds must not depend on when the systems' plans are ready.
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
-                self._together(pool, lambda lane: lane.draw(max(DRAW_UNTIL, lane.budget.share() + DRAW_AT_LEAST)))
+                self._together(pool, self._draw)
                 for until in WALK_UNTIL:
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
@@ -191,6 +191,9 @@ class BestSearch:
             phase_iterations=self.phase_counts,
             finalists=self._finalists(),
         )
+
+    def _draw(self, lane: Lane) -> None:
+        lane.draw(min(max(DRAW_UNTIL, lane.budget.share() + DRAW_AT_LEAST), 1.0))
 
     def _together(self, pool: ThreadPoolExecutor, work: Callable[[Lane], None]) -> None:
         """Let every lane do its work; meanwhile report, and turn what they find into plans."""
