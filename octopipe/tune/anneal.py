@@ -410,7 +410,10 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
     elif k == B_F or k == B_I or k == C_I:
         st.glob[k] += bell(rng) * (1.0 if uniform(rng) < 0.5 else 0.2) * st.glob[A_F if k == B_F else A_I]
     elif k == LOOK:
-        st.glob[k] = 0.0 if uniform(rng) < 0.2 else abs(st.glob[k] + 0.01 * bell(rng))
+        if uniform(rng) < 0.15:
+            st.glob[k] = 0.5 * uniform(rng)
+        else:
+            st.glob[k] = 0.0 if uniform(rng) < 0.2 else abs(st.glob[k] + 0.01 * bell(rng))
     elif k == RHO:
         st.glob[k] = 1.0 if uniform(rng) < 0.2 else min(1.0, max(0.0, st.glob[k] + 0.2 * bell(rng)))
     elif k == BANK:

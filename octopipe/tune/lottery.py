@@ -70,7 +70,7 @@ def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
     glob[A_F], glob[A_I] = 10 ** lot.uniform(-1, 1), 10 ** lot.uniform(-1, 1)
     glob[B_F], glob[B_I] = lot.uniform(-2 * r, 4 * r), lot.uniform(-2 * r, 4 * r)
     glob[C_I] = -1e3 if lot.random() < 0.5 else lot.uniform(-2 * r, 2 * r)
-    glob[LOOK] = 0.0 if lot.random() < 0.5 else lot.uniform(0, 0.05)
+    glob[LOOK] = 0.0 if lot.random() < 0.5 else lot.uniform(0, 0.05 if lot.random() < 0.8 else 0.5)
     glob[RHO] = 1.0 if lot.random() < 0.5 else lot.random()
     glob[W_OVER] = 10.0 if lot.random() < 0.25 else lot.uniform(0, 0.1)
     glob[C_W] = NEVER
