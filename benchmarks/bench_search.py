@@ -66,7 +66,8 @@ def search_cost(seeds: int, first: int, iterations: int, budget_s: float) -> Non
     costs, source = scaled()
     bound = lower_bound(costs, RANKS, MICRO_BATCHES)
     print(f"## Search cost: {costs.model}, pp {RANKS}, {MICRO_BATCHES} micro-batches, {source}\n")
-    print(f"Lower bound {bound.ms:.1f} ms ({bound.name}). Seeds {first} to {first + seeds - 1}; step times in ms as mean (range).\n")
+    print(f"Lower bound {bound.ms:.1f} ms ({bound.name}). Seeds {first} to {first + seeds - 1}; ", end="")
+    print("step times in ms as mean (range).\n")
     # Compile before the clock runs.
     IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, seed=0, iterations=8).run()
     kinds = {"Algorithm 1": IterativeSearch, "random": RandomSearch}
