@@ -49,9 +49,9 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, WALK_UNTIL = 0.15, (0.35, 0.55, 0.7)
+DRAW_UNTIL, WALK_UNTIL = 0.12, (0.3, 0.45, 0.6)
 """Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
-POLISHED = 3
+POLISHED = 6
 """Members of the elites whose orders a lane polishes in turn."""
 EXCHANGED = 2
 """Members of the elite that a lane shows the others."""
@@ -331,7 +331,7 @@ class BestSearch:
 
     def _polish(self, pool: ThreadPoolExecutor) -> None:
         """The best of all elites, one per lane, with their orders fixed."""
-        elite: dict[float, Start] = {s.step_ms: s for lane in self.lanes for s in lane.elite}
+        elite: dict[float, Start] = {s.promise_ms: s for lane in self.lanes for s in lane.elite}
         best = [elite[ms] for ms in sorted(elite)]
         if not best or self.best_plan is None:
             return
@@ -371,6 +371,12 @@ class BestSearch:
     def _consider(self, start: Start) -> bool:
         """Judge a start by the simulator; True where it did not fit after all and more memory was reserved."""
         reserved = False
+        if start.woven is not None and start.woven.step_ms < self.best_ms:
+            plan = plan_of(self.problem, self.costs, start.woven.state, start.woven.orders)
+            timeline = simulate(plan, self.costs)
+            if timeline.fits:
+                self._take(plan, timeline, start.name)
+                return False
         for _ in range(4):
             if start.step_ms >= self.best_ms:
                 break

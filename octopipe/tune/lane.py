@@ -20,13 +20,17 @@ from octopipe.tune.anneal import MOVES, PHASE_OF_MOVE, State, anneal, copy_state
 from octopipe.tune.follow import ORDER_MOVES, ORDER_PHASES, Polisher
 from octopipe.tune.kernels import Problem, make_scratch
 from octopipe.tune.lottery import Lottery, Start, twin
+from octopipe.tune.weave import WORD_MOVES, WORD_PHASES, Weaver
 
 HOT, COLD, KICK = 8e-4, 1e-4, 4e-3
 """Temperatures as shares of the step time: at a walk's begin and end, and to leave an elite's valley."""
 KICK_MOVES = 250
 POLISH_HOT, POLISH_COLD = 3e-4, 3e-5
-TRIALS = 0.6
-"""Share of polishing in which all candidates take turns; the rest is the best one's."""
+WEAVE_HOT, WEAVE_COLD = 4e-4, 3e-5
+WEAVE_MOVES = 300
+"""Moves per stage of the order of F and I after each walk."""
+ORDERS = 0.06
+"""Share of the budget in which the winner's full orders are annealed."""
 WALK_MOVES, PATIENCE = 500, 0.5
 """Longest walk in moves per stage, and the share of it without improvement that ends it."""
 FRESH = 0.6
@@ -100,7 +104,9 @@ class Lane:
         self.hope: dict[int, float] = {}
         """By size (half rounds over the ranks): what walks gained of late, in ms."""
         self.redrawn: dict[int, int] = {}
-        self.polishers: list[Polisher] = []
+        self.weaver = Weaver(problem, max_stages, self.scratch, margin, (*seed, 3), may_recompute)
+        self.woven: Weaver | None = None
+        self.polished: Polisher | None = None
         self.log = np.zeros((64, 4))
         self.chunk = 50
 
@@ -138,30 +144,53 @@ class Lane:
             else:
                 copy_state(best, start.state)
                 value = start.step_ms
-            reached = self._anneal(best, value, cap_ms, until)
-            self._keep(Start(reached, start.name, best, True))
-            gain = max(min(before, start.step_ms) - reached, 0.0) if before < np.inf else start.step_ms - reached
+            came_to = self._weave(Start(self._anneal(best, value, cap_ms, until), start.name, best, True), until)
+            reached = came_to.promise_ms
+            self._keep(came_to)
+            gain = max(min(before, start.promise_ms) - reached, 0.0) if before < np.inf else start.step_ms - reached
             self.hope[size] = 0.5 * (self._hope(size, reached) + gain)
 
     def polish(self, starts: list[Start], margin: np.ndarray) -> None:
-        """Anneal the starts' orders as they are: each for a while, then the best for the rest of the budget."""
+        """Race the starts with their order of F and I kept: half of them drop out after every round. The winner's
+        orders are then annealed as they are, every W in its place."""
+        weavers: list[Weaver] = []
         for start in starts:
-            seed = int(self.rng[0] & np.uint64(0xFFFF))
-            polisher = Polisher(self.problem, self.max_stages, self.scratch, margin, (seed, len(self.polishers)))
-            if polisher.begin(start.state):
-                self.polishers.append(polisher)
-        first = self.budget.share()
-        trials = (1.0 - first) * TRIALS / max(len(self.polishers), 1)
-        for polisher in self.polishers:
-            self._anneal_orders(polisher, self.budget.share() + trials, POLISH_HOT, POLISH_COLD)
-        if self.polishers:
-            best = min(self.polishers, key=lambda q: q.best_ms)
-            self._anneal_orders(best, 1.0, 0.5 * POLISH_HOT, 0.5 * POLISH_COLD)
+            seed = (int(self.rng[0] & np.uint64(0xFFFF)), len(weavers))
+            weaver = Weaver(self.problem, self.max_stages, self.scratch, margin, seed, self.may_recompute)
+            if (start.woven is not None and weaver.resume(start.woven)) or weaver.begin(start.state):
+                weavers.append(weaver)
+        if not weavers:
+            return
+        self.woven = weavers[0]
+        rounds = len(weavers).bit_length()
+        per_round = (1.0 - ORDERS - self.budget.share()) / rounds
+        for _ in range(rounds):
+            began = self.budget.share()
+            for k, weaver in enumerate(weavers):
+                self._anneal_words(weaver, began + per_round * (k + 1) / len(weavers))
+            weavers = sorted(weavers, key=lambda w: w.best_ms)[: max(len(weavers) // 2, 1)]
+            self.woven = min(self.woven, weavers[0], key=lambda w: w.best_ms)
+        seed = (int(self.rng[0] & np.uint64(0xFFFF)), 99)
+        polisher = Polisher(self.problem, self.max_stages, self.scratch, margin, seed)
+        woven = self.woven.result()
+        if polisher.follow(woven.state, woven.orders):
+            self.polished = polisher
+            self._anneal_orders(polisher, 1.0, POLISH_HOT, POLISH_COLD)
 
-    @property
-    def polished(self) -> Polisher | None:
-        """What polishing made best."""
-        return min(self.polishers, key=lambda q: q.best_ms, default=None)
+    def _anneal_words(self, weaver: Weaver, until: float) -> None:
+        first, chunk = self.budget.share(), 200
+        while (now := self.budget.share()) < until:
+            clock = time.monotonic()
+            self._run_words(weaver, chunk, (now - first) / max(until - first, 1e-9))
+            if self.budget.moves is None:
+                chunk = int(min(max(chunk * CHUNK_S / max(time.monotonic() - clock, 1e-6), 10), 20000))
+
+    def _run_words(self, weaver: Weaver, moves: int, cooled: float) -> None:
+        lines = weaver.run(moves, WEAVE_HOT * (WEAVE_COLD / WEAVE_HOT) ** min(cooled, 1.0))
+        self.budget.made += moves
+        for i, move, before, after in lines:
+            self.note(int(i), WORD_PHASES[int(move)], WORD_MOVES[int(move)], before, after)
+        self.note(moves, "", "", np.inf, np.inf)
 
     def _anneal_orders(self, polisher: Polisher, until: float, hot: float, cold: float) -> None:
         first, chunk = self.budget.share(), 200
@@ -184,14 +213,14 @@ class Lane:
         best: dict[int, float] = {}
         for start in (*self.starts, *self.elite):
             size = self.lottery.size(start)
-            best[size] = min(best.get(size, np.inf), start.step_ms)
+            best[size] = min(best.get(size, np.inf), start.promise_ms)
         return min(best, key=lambda k: best[k] - self._hope(k, best[k]), default=None)
 
     def _hope(self, size: int, step_ms: float) -> float:
         return self.hope.get(size, HOPE * min(size, FINE) * step_ms)
 
     def _best_of(self, size: int, starts: list[Start]) -> float:
-        return min((s.step_ms for s in starts if self.lottery.size(s) == size), default=np.inf)
+        return min((s.promise_ms for s in starts if self.lottery.size(s) == size), default=np.inf)
 
     def _begin(self, size: int) -> Start:
         """Where a walk begins: at the best unused start of this size, or at a member of the elite."""
@@ -245,12 +274,25 @@ class Lane:
             self.chunk = int(min(max(chunk * CHUNK_S / max(time.monotonic() - clock, 1e-6), 10), 5000))
         return float(best_ms) if best_ms < 1e17 else float("inf")
 
+    def _weave(self, start: Start, until: float) -> Start:
+        """What comes of a walk's end when its order of F and I is kept and annealed for a while: some structures are
+        worth more than list scheduling makes of them."""
+        if start.step_ms == np.inf or not self.weaver.begin(start.state):
+            return start
+        weaver, moves = self.weaver, WEAVE_MOVES * int(start.state.size[0])
+        made = 0
+        while made < moves and self.budget.share() < until:
+            chunk = 200 if self.budget.moves is not None else max(min(self.chunk, moves - made), 20)
+            self._run_words(weaver, chunk, made / moves)
+            made += chunk
+        return start._replace(woven=weaver.result())
+
     def _keep(self, start: Start) -> None:
         if start.step_ms == np.inf or any(start.step_ms == e.step_ms for e in self.elite):
             return
         kept: list[Start] = []
         alike: dict[int, int] = {}
-        for other in sorted([*self.elite, start], key=lambda e: e.step_ms):
+        for other in sorted([*self.elite, start], key=lambda e: e.promise_ms):
             size = self.lottery.size(other)
             if alike.get(size, 0) < ALIKE and len(kept) < ELITE:
                 alike[size] = alike.get(size, 0) + 1
@@ -267,7 +309,7 @@ class Lane:
 
         def again(start: Start) -> Start:
             value = float(judge(self.problem, start.state, self.margin, np.inf, self.scratch))
-            return start._replace(step_ms=value)
+            return start._replace(step_ms=value, woven=None)
 
         self.elite = sorted((s for s in map(again, self.elite) if s.step_ms < np.inf), key=lambda s: s.step_ms)
         self.starts = [s for s in map(again, self.starts) if s.step_ms < np.inf]

@@ -31,6 +31,7 @@ from octopipe.tune.kernels import (
     Scratch,
 )
 from octopipe.tune.starts import limit_flight, partition_evenly
+from octopipe.tune.weave import Woven
 
 KEPT = 4
 """Starts kept of one size."""
@@ -54,13 +55,20 @@ class Keys(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A drawn start."""
+    """A drawn start, or what a walk came to."""
 
     step_ms: float
     name: str
     state: State
     used: bool = False
     """It was walked from, or is what a walk came to."""
+    woven: Woven | None = None
+    """What annealing its order of F and I has made of it so far."""
+
+    @property
+    def promise_ms(self) -> float:
+        """The best that is known to come of it."""
+        return self.step_ms if self.woven is None else min(self.step_ms, self.woven.step_ms)
 
 
 def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
