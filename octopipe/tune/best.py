@@ -49,8 +49,10 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, WALK_UNTIL = 0.12, (0.3, 0.45, 0.6)
+DRAW_UNTIL, SIFT_UNTIL, WALK_UNTIL = 0.12, 0.4, (0.5, 0.6)
 """Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
+LATE, PAYS = 0.85, 1e-3
+"""How long walks go on where annealing the order of F and I of their ends gains less than this share."""
 POLISHED = 6
 """Members of the elites whose orders a lane polishes in turn."""
 EXCHANGED = 2
@@ -168,9 +170,12 @@ class BestSearch:
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
                 self._together(pool, self._draw)
+                self._together(pool, partial(Lane.sift, until=SIFT_UNTIL))
                 for until in WALK_UNTIL:
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
+                if not self._weaving_pays():
+                    self._together(pool, partial(Lane.walk, until=LATE))
                 self._polish(pool)
         except KeyboardInterrupt:
             interrupted = True
@@ -328,6 +333,11 @@ class BestSearch:
             for j, shown in enumerate(best):
                 if j != k:
                     lane.adopt(shown)
+
+    def _weaving_pays(self) -> bool:
+        """Did annealing the order of F and I make more of the best structures than list scheduling had?"""
+        best = sorted((s for lane in self.lanes for s in lane.elite), key=lambda s: s.promise_ms)[:3]
+        return any(s.promise_ms < (1.0 - PAYS) * s.step_ms for s in best)
 
     def _polish(self, pool: ThreadPoolExecutor) -> None:
         """The best of all elites, one per lane, with their orders fixed."""

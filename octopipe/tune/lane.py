@@ -33,6 +33,8 @@ ORDERS = 0.06
 """Share of the budget in which the winner's full orders are annealed."""
 WALK_MOVES, PATIENCE = 500, 0.5
 """Longest walk in moves per stage, and the share of it without improvement that ends it."""
+SIFTED, WOVEN, COOLER = 8, 0.3, 0.7
+"""Starts in a sifting, the share of each one's time for its order of F and I, how much cooler every round begins."""
 FRESH = 0.6
 """How often a walk begins at an unused start once there is an elite."""
 ELITE, ALIKE = 12, 3
@@ -122,6 +124,32 @@ class Lane:
             self.budget.made += MOVES_PER_DRAW
         self.starts += self.lottery.take()
 
+    def sift(self, until: float) -> None:
+        """Walk a little from many starts, further from the better half of them, and so on, until this share of the
+        budget is spent: what becomes of a start shows soon, but not at once."""
+        self._take_in()
+        field: list[Start] = []
+        alike: dict[int, int] = {}
+        for start in sorted(self.starts, key=lambda s: s.step_ms - self._hope(self.lottery.size(s), s.step_ms)):
+            size = self.lottery.size(start)
+            if len(field) < SIFTED and alike.get(size, 0) < ALIKE and start.step_ms < np.inf:
+                alike[size] = alike.get(size, 0) + 1
+                field.append(start)
+        self.starts = [s for s in self.starts if all(s is not f for f in field)]
+        rounds = len(field).bit_length()
+        began = self.budget.share()
+        for n in range(rounds):
+            first = self.budget.share()
+            each = (began + (until - began) * (n + 1) / rounds - first) / len(field)
+            cap_ms = self.work_ms * (1.0 + CAPS[int(self.dice.integers(len(CAPS)))])
+            for k, start in enumerate(field):
+                best = twin(self.problem, self.max_stages, start.state)
+                middle, end = first + each * (k + 1 - WOVEN), first + each * (k + 1)
+                reached = self._anneal(best, start.step_ms, HOT * COOLER**n, cap_ms, middle)
+                field[k] = self._weave(Start(reached, start.name, best, True, start.woven), end)
+                self._keep(field[k])
+            field = sorted(field, key=lambda s: s.promise_ms)[: max(len(field) // 2, 1)]
+
     def walk(self, until: float) -> None:
         """Walk until this share of the budget is spent."""
         while self.budget.share() < until:
@@ -144,7 +172,9 @@ class Lane:
             else:
                 copy_state(best, start.state)
                 value = start.step_ms
-            came_to = self._weave(Start(self._anneal(best, value, cap_ms, until), start.name, best, True), until)
+            stages = int(best.size[0])
+            step_ms = self._anneal(best, value, HOT, cap_ms, until, max(WALK_MOVES * stages, 4000))
+            came_to = self._weave(Start(step_ms, start.name, best, True), until, WEAVE_MOVES * stages)
             reached = came_to.promise_ms
             self._keep(came_to)
             gain = max(min(before, start.promise_ms) - reached, 0.0) if before < np.inf else start.step_ms - reached
@@ -208,13 +238,16 @@ class Lane:
 
     def _next_size(self) -> int | None:
         """The size of structure from which the next walk promises most: the best of it, less what one may hope for."""
-        while self.inbox:
-            self.starts.append(self.inbox.pop())
+        self._take_in()
         best: dict[int, float] = {}
         for start in (*self.starts, *self.elite):
             size = self.lottery.size(start)
             best[size] = min(best.get(size, np.inf), start.promise_ms)
         return min(best, key=lambda k: best[k] - self._hope(k, best[k]), default=None)
+
+    def _take_in(self) -> None:
+        while self.inbox:
+            self.starts.append(self.inbox.pop())
 
     def _hope(self, size: int, step_ms: float) -> float:
         return self.hope.get(size, HOPE * min(size, FINE) * step_ms)
@@ -248,15 +281,23 @@ class Lane:
         copy_state(best, st)
         return float(current)
 
-    def _anneal(self, best: State, value: float, cap_ms: float, until: float) -> float:
-        """A walk from `best`, which it overwrites by what is better; returns that one's step time."""
+    def _anneal(
+        self, best: State, value: float, hot: float, cap_ms: float, until: float, moves: int | None = None
+    ) -> float:
+        """A walk from `best`, which it overwrites by what is better; returns that one's step time.
+
+        It cools down over so many moves, or until this share of the budget is spent.
+        """
         st = self.state
         copy_state(st, best)
         current = best_ms = min(value, 1e18)
         made = improved = 0
-        length = max(WALK_MOVES * int(st.size[0]), 4000)
-        while made < length and made - improved < PATIENCE * length and self.budget.share() < until:
-            temperature = HOT * (COLD / HOT) ** (made / length)
+        first = self.budget.share()
+        while (now := self.budget.share()) < until:
+            if moves is not None and (made >= moves or made - improved >= PATIENCE * moves):
+                break
+            cooled = (now - first) / max(until - first, 1e-9) if moves is None else made / moves
+            temperature = hot * (COLD / hot) ** cooled
             clock = time.monotonic()
             chunk = self.chunk if self.budget.moves is None else 200
             current, after, lines = anneal(
@@ -274,16 +315,20 @@ class Lane:
             self.chunk = int(min(max(chunk * CHUNK_S / max(time.monotonic() - clock, 1e-6), 10), 5000))
         return float(best_ms) if best_ms < 1e17 else float("inf")
 
-    def _weave(self, start: Start, until: float) -> Start:
+    def _weave(self, start: Start, until: float, moves: int | None = None) -> Start:
         """What comes of a walk's end when its order of F and I is kept and annealed for a while: some structures are
-        worth more than list scheduling makes of them."""
-        if start.step_ms == np.inf or not self.weaver.begin(start.state):
+        worth more than list scheduling makes of them. From what came of it before, if that was better."""
+        weaver, before = self.weaver, start.woven
+        resumed = before is not None and before.step_ms <= start.step_ms and weaver.resume(before)
+        if not resumed and (start.step_ms == np.inf or not weaver.begin(start.state)):
             return start
-        weaver, moves = self.weaver, WEAVE_MOVES * int(start.state.size[0])
         made = 0
-        while made < moves and self.budget.share() < until:
-            chunk = 200 if self.budget.moves is not None else max(min(self.chunk, moves - made), 20)
-            self._run_words(weaver, chunk, made / moves)
+        first = self.budget.share()
+        while (now := self.budget.share()) < until and (moves is None or made < moves):
+            chunk = 200 if self.budget.moves is not None else max(self.chunk, 20)
+            self._run_words(
+                weaver, chunk, (now - first) / max(until - first, 1e-9) if moves is None else made / moves
+            )
             made += chunk
         return start._replace(woven=weaver.result())
 
