@@ -1,12 +1,14 @@
 """The default search: many starts, many annealing walks, fixed orders polished at the end, on all cores.
 
-Knows: how the cores' lanes meet, how candidates become plans, when to stop. Does not know: what a lane does
-(lane.py), how a move is judged (anneal.py, kernels.py, follow.py) or what a start looks like (starts.py, lottery.py).
+Knows: how the cores' lanes meet, how candidates become plans, when to stop. Does not know: what a lane does (lane.py),
+how a move is judged (anneal.py, kernels.py, weave.py, follow.py) or what a start looks like (starts.py, lottery.py).
 
 1. A few shapes give a first plan at once; published systems, the user's own plan and structures drawn at random with
    random priorities are further starts.
-2. Every core anneals from them through the list scheduler and keeps an elite; the cores exchange theirs at times.
-3. The last share of the budget anneals the best plans' partition, placement and orders with the orders fixed.
+2. Every core sifts its starts by short walks through the list scheduler, walks on from the best and keeps an elite.
+   What a walk comes to is judged by what annealing its order of F and I makes of it; cores exchange elites at times.
+3. In the last share of the budget the best race each other with their order of F and I kept; the winner's full orders
+   are annealed as they are.
 4. Candidates are judged by the simulator's full memory model; where transfers' buffers do not fit beside what the
    scheduler reserved, the reserve grows.
 
@@ -49,8 +51,8 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, SIFT_UNTIL, WALK_UNTIL = 0.12, 0.4, (0.5, 0.6)
-"""Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
+DRAW_UNTIL, SIFT_UNTIL, WALK_UNTIL = 0.12, 0.3, (0.45, 0.6)
+"""Shares of the budget: the ends of drawing, of sifting, and those of walking, at which lanes exchange elites."""
 LATE, PAYS = 0.85, 1e-3
 """How long walks go on where annealing the order of F and I of their ends gains less than this share."""
 POLISHED = 6

@@ -4,8 +4,10 @@ Knows: what a core does with its share of the budget. Does not know: the other c
 best.py lets the lanes meet and judges what they found.
 
 Annealing one start gains most in its first few thousand moves and then rests, and what it comes to depends on the
-start; so a lane makes many walks of moderate length instead of a long one. A walk begins at a start not yet used
-or at a member of the elite, heated up for a moment, of the size from which most is hoped for.
+start; so a lane sifts many starts by short walks first, and then makes many walks of moderate length instead of a long
+one. A walk begins at a start not yet used or at a member of the elite, heated up for a moment, of the size from which
+most is hoped for. Some structures are worth more than list scheduling makes of them, above all where memory is short:
+so every walk ends with a while of annealing its order of F and I (weave.py), and that result is what counts.
 """
 
 from __future__ import annotations
@@ -326,9 +328,7 @@ class Lane:
         first = self.budget.share()
         while (now := self.budget.share()) < until and (moves is None or made < moves):
             chunk = 200 if self.budget.moves is not None else max(self.chunk, 20)
-            self._run_words(
-                weaver, chunk, (now - first) / max(until - first, 1e-9) if moves is None else made / moves
-            )
+            self._run_words(weaver, chunk, (now - first) / max(until - first, 1e-9) if moves is None else made / moves)
             made += chunk
         return start._replace(woven=weaver.result())
 

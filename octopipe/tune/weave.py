@@ -65,13 +65,15 @@ WORD_MOVES = (
     "W overrun",
     "recompute",
 )
+STRUCTURE = 0.4
+"""Share of moves that change partition or placement."""
 WORD_PHASES = ("partition",) * 2 + ("placement",) * 4 + ("schedule",) * 3 + ("recompute",)
 MARKS = 24
 """Points of a timing from which it can be taken up again."""
 POS, LENGTH, LAST = range(3)
 """Columns of `Loom.at`: the next letter, ops so far, the last one of them."""
 CLOCK, USED, LEFT, WAY = range(4)
-"""Columns of `Loom.now`: a rank's time, its bytes in use, its work left, its F and I left plus the last gradient's way."""
+"""Columns of `Loom.now`: a rank's time, bytes in use, work left, F and I left plus the last gradient's way."""
 NEXT_F, NEXT_I, NEXT_W = range(3)
 """Columns of `Loom.next`."""
 
@@ -118,11 +120,8 @@ class Loom(NamedTuple):
     mark_at: Any
     mark_now: Any
     mark_channel: Any
-    mark_excess: Any
     marks: Any
     """[2]: how many there are."""
-    excess: Any
-    """[2]: how far ops went beyond the memory limit, as shares of it, summed up."""
     first: Any
     """[R]: where each word was changed first; beyond its end where it was not."""
     finish: Any
@@ -154,9 +153,7 @@ def make_loom(problem: Problem, max_stages: int) -> Loom:
         mark_at=np.zeros((2, MARKS, r, 3), np.int64),
         mark_now=np.zeros((2, MARKS, r, 4)),
         mark_channel=np.zeros((2, MARKS, r, r)),
-        mark_excess=np.zeros((2, MARKS)),
         marks=np.zeros(2, np.int64),
-        excess=np.zeros(2),
         first=np.zeros(r, np.int64),
         finish=np.zeros((4, s, m)),
         where=np.zeros((4, s, m), np.int64),
@@ -213,7 +210,6 @@ def begin_weave(p, st, margin, sc, lo, b):  # type: ignore[no-untyped-def]
         for q in range(p.num_ranks):
             lo.channel[r, q] = 0.0
     lo.marks[b] = 0
-    lo.excess[b] = 0.0
     if p.variants == 1:
         # The last gradient of a rank's lowest stage must still pass the stages below; the last W of stage 0 follows it.
         back = 0.0
@@ -259,7 +255,6 @@ def resume_weave(p, st, lo, a, b):  # type: ignore[no-untyped-def]
             lo.arrive[b, 1, s, m] = np.inf
         lo.done[b, s] = lo.done[a, s]
     lo.marks[b] = k + 1
-    lo.excess[b] = lo.mark_excess[a, k]
     return k
 
 
@@ -267,7 +262,6 @@ def resume_weave(p, st, lo, a, b):  # type: ignore[no-untyped-def]
 def keep_weave(p, st, lo, a, b, mark):  # type: ignore[no-untyped-def]
     """Timing `b`, taken up from timing `a` at a mark, is to stand alone: give it what came before."""
     for k in range(mark + 1):
-        lo.mark_excess[b, k] = lo.mark_excess[a, k]
         for s in range(st.size[0]):
             for j in range(3):
                 lo.mark_next[b, k, s, j] = lo.mark_next[a, k, s, j]
@@ -286,10 +280,10 @@ def keep_weave(p, st, lo, a, b, mark):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def weave(p, st, words, over, price_of_excess, cutoff, sc, lo, b):  # type: ignore[no-untyped-def]
-    """Time the words from where `lo` stands; the step time, or infinite on deadlock, lack of memory or beyond the cutoff.
+def weave(p, st, words, over, cutoff, sc, lo, b):  # type: ignore[no-untyped-def]
+    """Time the words from where `lo` stands; infinite on deadlock, for lack of memory, or beyond the cutoff.
 
-    Writes orders and ends of timing `b`, and marks.
+    Writes orders, ends and marks of timing `b`.
     """
     stages, ranks, M = st.size[0], p.num_ranks, p.num_micro_batches
     inf = np.inf
@@ -297,8 +291,6 @@ def weave(p, st, words, over, price_of_excess, cutoff, sc, lo, b):  # type: igno
     nxt, seq, ends = lo.next, lo.seq[b], lo.end[b]
     arrive_f, arrive_i = lo.arrive[b, 0], lo.arrive[b, 1]
     total = 2 * stages * M
-    if lo.excess[b] > 0.0:
-        cutoff -= price_of_excess * lo.excess[b]
     done = 0
     for r in range(ranks):
         done += lo.at[r, POS]
@@ -311,7 +303,6 @@ def weave(p, st, words, over, price_of_excess, cutoff, sc, lo, b):  # type: igno
                 k = lo.marks[b]
                 lo.marks[b] = k + 1
                 following = (done // spacing + 1) * spacing
-                lo.mark_excess[b, k] = lo.excess[b]
                 for s in range(stages):
                     for j in range(3):
                         lo.mark_next[b, k, s, j] = nxt[s, j]
@@ -354,7 +345,7 @@ def weave(p, st, words, over, price_of_excess, cutoff, sc, lo, b):  # type: igno
                             if freed > most:
                                 most, chosen = freed, o
                     if chosen < 0:
-                        break
+                        return inf
                     w = nxt[chosen, NEXT_W]
                     u = st.entry[w] * vary
                     nxt[chosen, NEXT_W] = w + 1
@@ -366,11 +357,6 @@ def weave(p, st, words, over, price_of_excess, cutoff, sc, lo, b):  # type: igno
                     ends[r, n] = t
                     n += 1
                     lo.done[b, chosen] = t
-                if used + need > limit:
-                    if price_of_excess == inf:
-                        return inf
-                    lo.excess[b] += (used + need) / limit - 1.0
-                    cutoff -= price_of_excess * ((used + need) / limit - 1.0)
                 if backward and st.recompute[s]:
                     used += need
                     if last != (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
@@ -475,8 +461,6 @@ def weave(p, st, words, over, price_of_excess, cutoff, sc, lo, b):  # type: igno
         for s in range(stages):
             sc.done[s] = lo.done[b, s]
         latest = max(latest, extras_end(p, stages, st.bounds, st.rank, sc))
-    if lo.excess[b] > 0.0:
-        latest += price_of_excess * lo.excess[b]
     return latest
 
 
@@ -763,7 +747,7 @@ def copy_shape(to, of):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def anneal_words(  # type: ignore[no-untyped-def]
     p, st, words, best, best_words, back, back_words, margin, sc, lo, rng, iterations, hot, cold, best_ms,
-    may_recompute, structure, excess, log, stats,
+    may_recompute, structure, log,
 ):  # fmt: skip
     """`iterations` moves on words; returns (step time, the best one's, lines written to `log`)."""
     lines = 0
@@ -773,7 +757,7 @@ def anneal_words(  # type: ignore[no-untyped-def]
     copy_words(back_words, words)
     if not begin_weave(p, st, margin, sc, lo, a):
         return np.inf, best_ms, 0
-    current = weave(p, st, words, st.glob[W_OVER] * p.unit, excess, np.inf, sc, lo, a)
+    current = weave(p, st, words, st.glob[W_OVER] * p.unit, np.inf, sc, lo, a)
     if current == np.inf:
         return np.inf, best_ms, 0
     critical = sc.count[p.num_ranks]
@@ -813,17 +797,15 @@ def anneal_words(  # type: ignore[no-untyped-def]
         mark = -1
         if move >= 0:
             if whole:
-                if quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, sc.free) <= cutoff:
-                    if begin_weave(p, st, margin, sc, lo, b):
-                        value = weave(p, st, words, st.glob[W_OVER] * p.unit, excess, cutoff, sc, lo, b)
+                least = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, sc.free)
+                if least <= cutoff and begin_weave(p, st, margin, sc, lo, b):
+                    value = weave(p, st, words, st.glob[W_OVER] * p.unit, cutoff, sc, lo, b)
             else:
                 mark = resume_weave(p, st, lo, a, b)
                 if mark < 0:
                     begin_weave(p, st, margin, sc, lo, b)
-                value = weave(p, st, words, st.glob[W_OVER] * p.unit, excess, cutoff, sc, lo, b)
-            stats[move, 0] += 1
+                value = weave(p, st, words, st.glob[W_OVER] * p.unit, cutoff, sc, lo, b)
         if value <= cutoff and move >= 0:
-            stats[move, 1] += 1
             keep_weave(p, st, lo, a, b, mark)
             a, b = b, a
             current = value
@@ -837,8 +819,7 @@ def anneal_words(  # type: ignore[no-untyped-def]
                     if lo.first[r] < words.length[r]:
                         for j in range(lo.first[r], words.length[r]):
                             back_words.letter[r, j] = words.letter[r, j]
-            if value < best_ms - 1e-9 and lo.excess[a] == 0.0:
-                stats[move, 2] += 1
+            if value < best_ms - 1e-9:
                 if lines < log.shape[0]:
                     log[lines, 0] = i
                     log[lines, 1] = move
@@ -874,7 +855,6 @@ class Weaver:
         self.loom = make_loom(problem, max_stages)
         self.rng = np.random.default_rng((*seed, 1)).integers(1, 1 << 62, 1).astype(np.uint64)
         self.log = np.zeros((64, 4))
-        self.stats = np.zeros((len(WORD_MOVES), 3), np.int64)
         self.current_ms = self.best_ms = float("inf")
 
     def begin(self, st: State) -> bool:
@@ -918,19 +898,18 @@ class Weaver:
         words = Words(self.best_words.letter[:, :width].copy(), self.best_words.length.copy())
         return Woven(float(self.best_ms), state, words, Orders(self.loom.seq[0, :, : length.max()].copy(), length))
 
-    def judge(self, st: State, words: Words, excess: float = np.inf) -> float:
+    def judge(self, st: State, words: Words) -> float:
         """Step time of words from the beginning."""
         if not begin_weave(self.problem, st, self.margin, self.scratch, self.loom, 0):
             return float("inf")
         over = float(st.glob[W_OVER]) * self.problem.unit
-        return float(weave(self.problem, st, words, over, excess, np.inf, self.scratch, self.loom, 0))
+        return float(weave(self.problem, st, words, over, np.inf, self.scratch, self.loom, 0))
 
-    def run(self, iterations: int, temperature: float, structure: float = 0.4, excess: float = np.inf) -> np.ndarray:
+    def run(self, iterations: int, temperature: float, structure: float = STRUCTURE) -> np.ndarray:
         """Some moves at one temperature; returns the improvements, a line each."""
         self.current_ms, self.best_ms, lines = anneal_words(
             self.problem, self.state, self.words, self.best, self.best_words, self.back, self.back_words, self.margin,
             self.scratch, self.loom, self.rng, iterations, temperature, temperature, self.best_ms,
-            self.may_recompute, structure, excess, self.log, self.stats,
+            self.may_recompute, structure, self.log,
         )  # fmt: skip
         return self.log[:lines].copy()
-
