@@ -57,7 +57,7 @@ LATE, PAYS = 0.85, 1e-3
 """How long walks go on where annealing the order of F and I of their ends gains less than this share."""
 POLISHED = 6
 """Members of the elites whose orders a lane polishes in turn."""
-EXCHANGED = 2
+EXCHANGED = 1
 """Members of the elite that a lane shows the others."""
 COPIES_HOT, COPIES_COLD = 2e-3, 5e-5
 COPIES_TRIAL, COPIES_CHUNK = 5000, 2000

@@ -126,19 +126,22 @@ def try_keys(p, st, globs, rules, a, b, margin, cutoff, sc):  # type: ignore[no-
 
 
 def draw_shape(problem: Problem, max_stages: int, lot: np.random.Generator) -> tuple[int, str]:
-    """A number of stages and a way round the ranks."""
+    """A number of stages and a way round the ranks: a loop, a wave, or up and down in a pattern of its own."""
     rounds = lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8])
     stages = round(problem.num_ranks * rounds + lot.integers(-1, 2) * (lot.random() < 0.4))
-    return int(np.clip(stages, 1, max_stages)), ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
+    way = ("loop", "wave", "")[int(lot.choice(3, p=[0.25, 0.4, 0.35]))]
+    if not way:
+        way = "/" + "".join(lot.choice(["/", "\\"], max(-(-stages // problem.num_ranks) - 1, 0)))
+    return int(np.clip(stages, 1, max_stages)), way
 
 
-def go_round(problem: Problem, stages: int, kind: str, lot: np.random.Generator) -> list[int]:
+def go_round(problem: Problem, stages: int, way: str) -> list[int]:
     """Stages' ranks: rounds over all ranks, up or down, the last one perhaps cut short."""
     ranks = problem.num_ranks
     out: list[int] = []
     while len(out) < stages:
         number = len(out) // ranks
-        down = {"loop": False, "wave": number % 2 == 1, "mixed": bool(lot.random() < 0.5)}[kind]
+        down = (way == "wave" and number % 2 == 1) or way[number % len(way)] == "\\"
         out += range(ranks - 1, -1, -1) if down else range(ranks)
     out = out[:stages]
     if len(set(out)) < min(ranks, stages):
@@ -189,7 +192,7 @@ class Lottery:
             shape = self.shapes[self.starts[int(self.lot.random() ** 2 * len(self.starts))].name]
         name = f"{shape[0]} stages, {shape[1]}"
         self.shapes[name] = shape
-        ranks = go_round(self.problem, *shape, self.lot)
+        ranks = go_round(self.problem, *shape)
         partition_evenly(
             self.problem,
             st,

@@ -359,7 +359,10 @@ def weave(p, st, words, over, cutoff, sc, lo, b):  # type: ignore[no-untyped-def
                     lo.done[b, chosen] = t
                 if backward and st.recompute[s]:
                     used += need
-                    if last != (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
+                    if last == (KIND_F << KIND_BITS) | (s << STAGE_BITS) | m:
+                        # Right after its own forward it needs no R, so nothing may come between.
+                        t = max(t, at)
+                    else:
                         t += sc.f_ms[s, v]
                         if s + 1 < stages:
                             left -= sc.f_ms[s, v]
