@@ -570,8 +570,8 @@ def move_letters(st, words, lo, s, to):  # type: ignore[no-untyped-def]
         lo.spare[word[i]] = M
     k, i = n + moved - 1, n - 1
     while left_f > 0 or left_i > 0:
-        late_f = lo.finish[KIND_F, s, left_f - 1] if left_f > 0 else -1.0
-        late_i = lo.finish[KIND_I, s, left_i - 1] if left_i > 0 else -1.0
+        late_f = lo.finish[KIND_F, s, left_f - 1] if left_f > 0 else -np.inf
+        late_i = lo.finish[KIND_I, s, left_i - 1] if left_i > 0 else -np.inf
         late = max(late_f, late_i)
         if i >= 0:
             code = word[i]
@@ -582,7 +582,7 @@ def move_letters(st, words, lo, s, to):  # type: ignore[no-untyped-def]
                 i -= 1
                 k -= 1
                 continue
-        if late_i >= late_f:
+        if left_f == 0 or (left_i > 0 and late_i >= late_f):
             word[k] = s << 1 | 1
             left_i -= 1
         else:
