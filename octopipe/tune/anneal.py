@@ -71,8 +71,6 @@ SLACK = 0.003
 schedules that were accepted in the end hardly one was that late after any lap; of the others most were after two."""
 FULL_RACE = 0.05
 """How often a schedule may run at any pace."""
-FAR = 0.5
-"""How often a run of stages that slides is a short one."""
 REPAIR = 40
 """Most migrations tried to rebalance the ranks after a structural move."""
 
@@ -224,27 +222,14 @@ def migrate(st, rng, critical=-1):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def shift(st, rng):  # type: ignore[no-untyped-def]
-    """Slide a run of stages by a layer: they keep their sizes, their neighbours change.
-
-    A short run or one of any length: work goes from one rank to another far away in the chain.
-    """
+    """Slide a run of one to three stages by a layer: they keep their sizes, their neighbours change."""
     n = st.size[0]
     if n < 3:
         return False
     s = 1 + below(rng, n - 2)
-    return slide(st, s, reach(rng, s, n), 1 if uniform(rng) < 0.5 else -1)
-
-
-@njit(cache=True, nogil=True)
-def reach(rng, s, n):  # type: ignore[no-untyped-def]
-    """The last boundary of a run that begins at boundary s."""
-    return min(s + 1 + below(rng, 3 if uniform(rng) < FAR else n), n - 1)
-
-
-@njit(cache=True, nogil=True)
-def slide(st, s, e, by):  # type: ignore[no-untyped-def]
-    """Move the boundaries s .. e; False where a stage would be left without a layer."""
-    if (by < 0 and st.bounds[s] + by <= st.bounds[s - 1]) or (by > 0 and st.bounds[e] + by >= st.bounds[e + 1]):
+    e = min(s + 1 + below(rng, 3), n - 1)
+    by = 1 if uniform(rng) < 0.5 else -1
+    if st.bounds[s] + by <= st.bounds[s - 1] or st.bounds[e] + by >= st.bounds[e + 1]:
         return False
     for k in range(s, e + 1):
         st.bounds[k] += by
@@ -525,12 +510,17 @@ def repair(p, st, rng, target, loads):  # type: ignore[no-untyped-def]
         s = pick(st, rng, busiest) + below(rng, 2)
         if s == 0 or s == n:
             continue
-        e = s if uniform(rng) < 0.5 else reach(rng, s, n)
+        # Slide the run of boundaries s .. e by one layer: stages between keep their size.
+        e = s
+        if uniform(rng) < 0.5:
+            e = min(s + below(rng, 4), n - 1)
         by = 1 if uniform(rng) < 0.5 else -1
         if uniform(rng) < 0.3:
             by *= 2
-        if not slide(st, s, e, by):
+        if st.bounds[s] + by <= st.bounds[s - 1] or st.bounds[e] + by >= st.bounds[e + 1]:
             continue
+        for k in range(s, e + 1):
+            st.bounds[k] += by
         then = quick_bound(p, n, st.bounds, st.rank, st.recompute, loads)
         if then <= now:
             now = then

@@ -1,14 +1,12 @@
 """The default search: many starts, many annealing walks, fixed orders polished at the end, on all cores.
 
-Knows: how the cores' lanes meet, how candidates become plans, when to stop. Does not know: what a lane does (lane.py),
-how a move is judged (anneal.py, kernels.py, weave.py, follow.py) or what a start looks like (starts.py, lottery.py).
+Knows: how the cores' lanes meet, how candidates become plans, when to stop. Does not know: what a lane does
+(lane.py), how a move is judged (anneal.py, kernels.py, follow.py) or what a start looks like (starts.py, lottery.py).
 
 1. A few shapes give a first plan at once; published systems, the user's own plan and structures drawn at random with
    random priorities are further starts.
-2. Every core sifts its starts by short walks through the list scheduler, walks on from the best and keeps an elite.
-   What a walk comes to is judged by what annealing its order of F and I makes of it; cores exchange elites at times.
-3. In the last share of the budget the best race each other with their order of F and I kept; the winner's full orders
-   are annealed as they are.
+2. Every core anneals from them through the list scheduler and keeps an elite; the cores exchange theirs at times.
+3. The last share of the budget anneals the best plans' partition, placement and orders with the orders fixed.
 4. Candidates are judged by the simulator's full memory model; where transfers' buffers do not fit beside what the
    scheduler reserved, the reserve grows.
 
@@ -51,13 +49,11 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, SIFT_UNTIL, WALK_UNTIL = 0.12, 0.3, (0.45, 0.6)
-"""Shares of the budget: the ends of drawing, of sifting, and those of walking, at which lanes exchange elites."""
-LATE, PAYS = 0.85, 1e-3
-"""How long walks go on where annealing the order of F and I of their ends gains less than this share."""
-POLISHED = 6
+DRAW_UNTIL, WALK_UNTIL = 0.15, (0.35, 0.55, 0.7)
+"""Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
+POLISHED = 3
 """Members of the elites whose orders a lane polishes in turn."""
-EXCHANGED = 1
+EXCHANGED = 2
 """Members of the elite that a lane shows the others."""
 COPIES_HOT, COPIES_COLD = 2e-3, 5e-5
 COPIES_TRIAL, COPIES_CHUNK = 5000, 2000
@@ -172,12 +168,9 @@ class BestSearch:
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
                 self._together(pool, self._draw)
-                self._together(pool, partial(Lane.sift, until=SIFT_UNTIL))
                 for until in WALK_UNTIL:
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
-                if not self._weaving_pays():
-                    self._together(pool, partial(Lane.walk, until=LATE))
                 self._polish(pool)
         except KeyboardInterrupt:
             interrupted = True
@@ -336,14 +329,9 @@ class BestSearch:
                 if j != k:
                     lane.adopt(shown)
 
-    def _weaving_pays(self) -> bool:
-        """Did annealing the order of F and I make more of the best structures than list scheduling had?"""
-        best = sorted((s for lane in self.lanes for s in lane.elite), key=lambda s: s.promise_ms)[:3]
-        return any(s.promise_ms < (1.0 - PAYS) * s.step_ms for s in best)
-
     def _polish(self, pool: ThreadPoolExecutor) -> None:
         """The best of all elites, one per lane, with their orders fixed."""
-        elite: dict[float, Start] = {s.promise_ms: s for lane in self.lanes for s in lane.elite}
+        elite: dict[float, Start] = {s.step_ms: s for lane in self.lanes for s in lane.elite}
         best = [elite[ms] for ms in sorted(elite)]
         if not best or self.best_plan is None:
             return
@@ -383,12 +371,6 @@ class BestSearch:
     def _consider(self, start: Start) -> bool:
         """Judge a start by the simulator; True where it did not fit after all and more memory was reserved."""
         reserved = False
-        if start.woven is not None and start.woven.step_ms < self.best_ms:
-            plan = plan_of(self.problem, self.costs, start.woven.state, start.woven.orders)
-            timeline = simulate(plan, self.costs)
-            if timeline.fits:
-                self._take(plan, timeline, start.name)
-                return False
         for _ in range(4):
             if start.step_ms >= self.best_ms:
                 break

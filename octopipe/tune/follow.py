@@ -92,6 +92,16 @@ def copy_orders(to, of):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def take_orders(to, sc):  # type: ignore[no-untyped-def]
+    """The sequences that `schedule` has just built."""
+    for r in range(to.length.size):
+        n = sc.length[r]
+        to.length[r] = n
+        for i in range(n):
+            to.seq[r, i] = sc.seq[r, i]
+
+
+@njit(cache=True, nogil=True)
 def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
     """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end."""
     stages = st.size[0]
@@ -454,11 +464,7 @@ class Polisher:
             self.problem, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle,
             self.margin, np.inf, ANY_PACE, self.scratch,
         )  # fmt: skip
-        return self.follow(st, Orders(self.scratch.seq, self.scratch.length))
-
-    def follow(self, st: State, orders: Orders) -> bool:
-        """Start from these orders; False where they do not fit."""
-        copy_orders(self.orders, orders)
+        take_orders(self.orders, self.scratch)
         for to in (self.state, self.best):
             copy_state(to, st)
         copy_orders(self.best_orders, self.orders)

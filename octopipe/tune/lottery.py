@@ -31,7 +31,6 @@ from octopipe.tune.kernels import (
     Scratch,
 )
 from octopipe.tune.starts import limit_flight, partition_evenly
-from octopipe.tune.weave import Woven
 
 KEPT = 4
 """Starts kept of one size."""
@@ -55,20 +54,13 @@ class Keys(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A drawn start, or what a walk came to."""
+    """A drawn start."""
 
     step_ms: float
     name: str
     state: State
     used: bool = False
     """It was walked from, or is what a walk came to."""
-    woven: Woven | None = None
-    """What annealing its order of F and I has made of it so far."""
-
-    @property
-    def promise_ms(self) -> float:
-        """The best that is known to come of it."""
-        return self.step_ms if self.woven is None else min(self.step_ms, self.woven.step_ms)
 
 
 def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
@@ -126,22 +118,19 @@ def try_keys(p, st, globs, rules, a, b, margin, cutoff, sc):  # type: ignore[no-
 
 
 def draw_shape(problem: Problem, max_stages: int, lot: np.random.Generator) -> tuple[int, str]:
-    """A number of stages and a way round the ranks: a loop, a wave, or up and down in a pattern of its own."""
+    """A number of stages and a way round the ranks."""
     rounds = lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8])
     stages = round(problem.num_ranks * rounds + lot.integers(-1, 2) * (lot.random() < 0.4))
-    way = ("loop", "wave", "")[int(lot.choice(3, p=[0.25, 0.4, 0.35]))]
-    if not way:
-        way = "/" + "".join(lot.choice(["/", "\\"], max(-(-stages // problem.num_ranks) - 1, 0)))
-    return int(np.clip(stages, 1, max_stages)), way
+    return int(np.clip(stages, 1, max_stages)), ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
 
 
-def go_round(problem: Problem, stages: int, way: str) -> list[int]:
+def go_round(problem: Problem, stages: int, kind: str, lot: np.random.Generator) -> list[int]:
     """Stages' ranks: rounds over all ranks, up or down, the last one perhaps cut short."""
     ranks = problem.num_ranks
     out: list[int] = []
     while len(out) < stages:
         number = len(out) // ranks
-        down = (way == "wave" and number % 2 == 1) or way[number % len(way)] == "\\"
+        down = {"loop": False, "wave": number % 2 == 1, "mixed": bool(lot.random() < 0.5)}[kind]
         out += range(ranks - 1, -1, -1) if down else range(ranks)
     out = out[:stages]
     if len(set(out)) < min(ranks, stages):
@@ -192,7 +181,7 @@ class Lottery:
             shape = self.shapes[self.starts[int(self.lot.random() ** 2 * len(self.starts))].name]
         name = f"{shape[0]} stages, {shape[1]}"
         self.shapes[name] = shape
-        ranks = go_round(self.problem, *shape)
+        ranks = go_round(self.problem, *shape, self.lot)
         partition_evenly(
             self.problem,
             st,
