@@ -45,8 +45,9 @@ class Lane(ABC):
     def done(self) -> Any:
         """A handle: its `wait(timeout)` makes the computation wait for what was queued so far."""
 
-    def close(self) -> None:  # noqa: B027
-        """Stop."""
+    @abstractmethod
+    def close(self) -> bool:
+        """Stop; False where something queued has not ended within a second."""
 
 
 # -- on the host ---------------------------------------------------------------------------------------
@@ -110,19 +111,21 @@ class HostLane(Lane):
         self._work.put(event.set)
         return _Done(event)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._stop = True
         self._work.put(None)
         self._thread.join(timeout=1.0)
+        return not self._thread.is_alive()
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------
 
 
 class Driver:
-    """The three calls of libcuda that torch does not offer; every call takes a raw stream handle."""
+    """The calls of libcuda that torch does not offer; those that queue take a raw stream handle."""
 
     WAIT_GEQ = 0
+    PORTABLE = 1
 
     def __init__(self) -> None:
         lib = ctypes.CDLL("libcuda.so.1")
@@ -132,8 +135,12 @@ class Driver:
         self._write.argtypes = (stream, pointer, u32, ctypes.c_uint)
         self._wait = lib.cuStreamWaitValue32_v2
         self._wait.argtypes = (stream, pointer, u32, ctypes.c_uint)
-        self._copy = lib.cuMemcpyDtoDAsync_v2
+        self._copy = lib.cuMemcpyAsync  # tells from the addresses where memory is
         self._copy.argtypes = (pointer, pointer, size, stream)
+        self._pin = lib.cuMemHostRegister_v2
+        self._pin.argtypes = (pointer, size, ctypes.c_uint)
+        self._unpin = lib.cuMemHostUnregister
+        self._unpin.argtypes = (pointer,)
 
     def write(self, stream: int, address: int, value: int) -> None:
         _succeed(self._write(stream, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
@@ -142,7 +149,14 @@ class Driver:
         _succeed(self._wait(stream, address, value & 0xFFFFFFFF, self.WAIT_GEQ), "cuStreamWaitValue32")
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        _succeed(self._copy(target, source, nbytes, stream), "cuMemcpyDtoDAsync")
+        _succeed(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
+
+    def pin(self, memory: Tensor) -> None:
+        """Let the GPU's copy engines at this host memory, until `unpin`."""
+        _succeed(self._pin(memory.data_ptr(), memory.nbytes, self.PORTABLE), "cuMemHostRegister")
+
+    def unpin(self, memory: Tensor) -> None:
+        _succeed(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
 
 
 def _succeed(code: int, name: str) -> None:
@@ -184,3 +198,11 @@ class CudaLane(Lane):
         event = torch.cuda.Event()
         event.record(self.stream)
         return _Event(event)
+
+    def close(self) -> bool:
+        end = time.monotonic() + 1.0
+        while not self.stream.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True
