@@ -263,8 +263,9 @@ def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]
 
 
 def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> Any:
-    """The best of some searches on the times with all ranks at work, as predicted with the ranks' real coupling;
-    within 0.5 % of the best the one that hides most of its transfers, and then more of them at equal time."""
+    """Of some searches on the times with all ranks at work, as predicted with the ranks' real coupling: within 1 % of the
+    best the plan that hides most of its transfers. Every layer on one rank: copies would have their gradients reduced
+    through the host here."""
     from octopipe.contention import predict
     from octopipe.hide import hide_transfers
     from octopipe.runtime.validate import hidden
@@ -273,16 +274,15 @@ def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> An
     found = []
     for seed in range(args.seeds):
         plan = tune(
-            profile.costs, args.nproc, micro_batches, budget_s=args.tune_s, recompute=False, seed=seed, workers=1
-        ).plan
+            profile.costs, args.nproc, micro_batches, budget_s=args.tune_s, recompute=False, copies=False, seed=seed,
+            workers=1,
+        ).plan  # fmt: skip
+        plan = hide_transfers(plan, profile.costs, budget_s=args.tune_s / 2, slack=0.002)
         timeline = predict(plan, profile)
-        found.append((timeline.makespan_ms, hidden(timeline).wholly, plan))
-        print(f"  seed {seed}: {found[-1][0]:.2f} ms, {100 * found[-1][1]:.0f} % wholly hidden", flush=True)
+        found.append((timeline.makespan_ms, hidden(timeline).time, plan))
+        print(f"  seed {seed}: {found[-1][0]:.2f} ms, {100 * found[-1][1]:.0f} % of their time hidden", flush=True)
     best = min(ms for ms, *_ in found)
-    plan = max((f for f in found if f[0] <= 1.005 * best), key=lambda f: f[1])[2]
-    plan = hide_transfers(plan, profile.costs, budget_s=args.tune_s)
-    print(f"  {100 * hidden(predict(plan, profile)).wholly:.0f} % at last", flush=True)
-    return plan
+    return max((f for f in found if f[0] <= 1.01 * best), key=lambda f: f[1])[2]
 
 
 def make_plans(args: argparse.Namespace) -> None:
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=480.0, help="no plan starts later than this")
     parser.add_argument("--no-links", action="store_true")
     parser.add_argument("--eager-scans", action="store_true", help="Mamba-2's scan without torch.compile")
-    parser.add_argument("--seeds", type=int, default=3, help="searches per tuned plan")
+    parser.add_argument("--seeds", type=int, default=6, help="searches per tuned plan")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     args.models = [m for m in args.models.split(",") if m in models(args.small)]

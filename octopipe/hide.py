@@ -1,7 +1,7 @@
 """Hiding transfers: of plans that take the same time, one whose ranks compute while their tensors travel.
 
-Knows: small changes of a rank's order, and that none may cost time or memory. Does not know: how plans are searched
-(`tune/`). A search that minimises the step leaves the order open wherever there is slack; a transfer that happens to
+Knows: small changes of a rank's order, and that none may cost memory, or time beyond what is allowed. Does not know:
+how plans are searched (`tune/`). A search that minimises the step leaves the order open wherever there is slack; a transfer that happens to
 lie in a gap there costs nothing as predicted, and is the first to cost something on a link that is slower.
 
 >>> from octopipe.systems import build_plan
@@ -29,16 +29,22 @@ REACH = (1, 1, 1, 2, 3)
 
 
 def hide_transfers(
-    plan: Plan, costs: CostTable, *, budget_s: float | None = None, moves: int | None = None, seed: int = 0
+    plan: Plan,
+    costs: CostTable,
+    *,
+    budget_s: float | None = None,
+    moves: int | None = None,
+    slack: float = 0.0,
+    seed: int = 0,
 ) -> Plan:
     """The plan with as many sends and receives behind computation as a walk through orders of no longer step time
-    finds, within a time or a number of moves."""
+    (longer by `slack`, a share, at most) finds, within a time or a number of moves."""
     if (budget_s is None) == (moves is None):
         raise OctoPipeError("hide_transfers takes a budget in seconds or a number of moves; give one of the two")
     dice = random.Random(seed)
     end = None if budget_s is None else time.monotonic() + budget_s
     best, now = plan, _value(simulate(plan, costs))
-    limit_ms = -now[1]
+    limit_ms = -now[1] * (1.0 + slack)
     tried = 0
     while (end is None or time.monotonic() < end) and (moves is None or tried < moves):
         tried += 1
