@@ -263,9 +263,9 @@ def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]
 
 
 def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> Any:
-    """Of some searches on the times with all ranks at work, as predicted with the ranks' real coupling: within 1 % of the
-    best the plan that hides most of its transfers. Every layer on one rank: copies would have their gradients reduced
-    through the host here."""
+    """Of some searches on the times with all ranks at work, as predicted with the ranks' real coupling: within 1 % of
+    the best the plan that hides most of its transfers. Every layer on one rank: copies would have their gradients
+    reduced through the host here."""
     from octopipe.contention import predict
     from octopipe.hide import hide_transfers
     from octopipe.runtime.validate import hidden

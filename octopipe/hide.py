@@ -1,8 +1,9 @@
 """Hiding transfers: of plans that take the same time, one whose ranks compute while their tensors travel.
 
 Knows: small changes of a rank's order, and that none may cost memory, or time beyond what is allowed. Does not know:
-how plans are searched (`tune/`). A search that minimises the step leaves the order open wherever there is slack; a transfer that happens to
-lie in a gap there costs nothing as predicted, and is the first to cost something on a link that is slower.
+how plans are searched (`tune/`). A search that minimises the step leaves the order open wherever there is slack; a
+transfer that happens to lie in a gap there costs nothing as predicted, and is the first to cost something on a link
+that is slower.
 
 >>> from octopipe.systems import build_plan
 >>> costs = CostTable.uniform(num_layers=8, p2p_ms=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from octopipe.plan_file import load_plan
 from octopipe.simulate import simulate
 from octopipe.systems import build_plan, systems
 from octopipe.tune import tune
+from octopipe.tune.kernels import make_problem
+from octopipe.tune.lane import Budget, Lane
 
 
 def uneven(seed: int, layers: int, p2p_ms: float = 0.2, **changes: object) -> CostTable:
@@ -144,3 +147,17 @@ def test_the_command_writes_a_plan_with_its_search_and_setting(
 def test_mistakes_are_named(changes: dict[str, object]) -> None:
     with pytest.raises(OctoPipeError):
         tune(uneven(0, 6), 2, 2, **changes)  # type: ignore[arg-type]
+
+
+def test_polishing_ends_when_the_search_is_stopped_in_its_middle() -> None:
+    """Stopped, a budget's share stays at 1.0: asking for a share beyond that would never end."""
+
+    def note(*_: object) -> None:
+        assert budget.made < 20_000, "it goes on"
+
+    budget = Budget(1e9, time.monotonic(), moves=20_000, stopped=lambda: budget.made > 2_000)
+    lane = Lane(make_problem(uneven(0, 12), 4, 6), 12, np.zeros(4), 0.0, False, (0, 0), budget, note)
+    lane.draw(0.02)
+    lane.walk(0.05)
+    lane.polish(lane.elite[:1] * 3, np.zeros(4))
+    assert lane.polished is not None and 2_000 < budget.made < 2_500

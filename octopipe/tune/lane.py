@@ -52,7 +52,8 @@ Note = Callable[[int, str, str, float, float], None]
 
 @dataclass(slots=True)
 class Budget:
-    """A lane's time or moves; `share` says how much of it is spent."""
+    """A lane's time or moves; `share` says how much of it is spent. Stopped, or out of time with moves left, it stays
+    at 1.0: what runs until a share must not ask for more."""
 
     seconds: float
     """End of the search, in seconds since `began`."""
@@ -153,7 +154,7 @@ class Lane:
         first = self.budget.share()
         trials = (1.0 - first) * TRIALS / max(len(self.polishers), 1)
         for polisher in self.polishers:
-            self._anneal_orders(polisher, self.budget.share() + trials, POLISH_HOT, POLISH_COLD)
+            self._anneal_orders(polisher, min(self.budget.share() + trials, 1.0), POLISH_HOT, POLISH_COLD)
         if self.polishers:
             best = min(self.polishers, key=lambda q: q.best_ms)
             self._anneal_orders(best, 1.0, 0.5 * POLISH_HOT, 0.5 * POLISH_COLD)
