@@ -19,7 +19,9 @@ from octopipe.plan_file import load_plan
 from octopipe.simulate import simulate
 from octopipe.systems import build_plan, systems
 from octopipe.tune import tune
-from octopipe.tune.kernels import make_problem
+from octopipe.tune.anneal import State, copy_state
+from octopipe.tune.follow import Orders, Polisher, alter, copy_orders, follow, read_times
+from octopipe.tune.kernels import KIND_BITS, STAGE_BITS, make_problem, make_scratch
 from octopipe.tune.lane import Budget, Lane
 
 
@@ -161,3 +163,38 @@ def test_polishing_ends_when_the_search_is_stopped_in_its_middle() -> None:
     lane.walk(0.05)
     lane.polish(lane.elite[:1] * 3, np.zeros(4))
     assert lane.polished is not None and 2_000 < budget.made < 2_500
+
+
+def each_op_once(state: State, orders: Orders, micro_batches: int) -> bool:
+    """Whether every rank runs F, I and W of its own stages' micro-batches, each once."""
+    stages = int(state.size[0])
+    for rank in range(orders.length.size):
+        ops = orders.seq[rank, : orders.length[rank]].tolist()
+        own = [s for s in range(stages) if state.rank[s] == rank]
+        wanted = [k << KIND_BITS | s << STAGE_BITS | m for k in (0, 2, 3) for s in own for m in range(micro_batches)]
+        if sorted(ops) != wanted:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_polishing_keeps_every_op_on_its_stage_s_rank(seed: int) -> None:
+    """Few ops and many moves: stages often leave a rank in the same move in which an op of it is advanced."""
+    lot = np.random.default_rng(seed)
+    layers, ranks, micro_batches = int(lot.integers(4, 8)), int(lot.integers(2, 5)), int(lot.integers(2, 5))
+    problem = make_problem(uneven(seed, layers), ranks, micro_batches)
+    scratch, margin = make_scratch(problem, layers), np.zeros(ranks)
+    budget = Budget(1e9, time.monotonic(), moves=400)
+    lane = Lane(problem, layers, margin, 0.0, False, (seed, 0), budget, lambda *_: None)
+    lane.draw(1.0)
+    polisher = Polisher(problem, layers, scratch, margin, (seed,))
+    assert polisher.begin(min(lane.starts, key=lambda s: s.step_ms).state)
+    state, orders = polisher.state, polisher.orders
+    for _ in range(100):
+        copy_state(state, polisher.best)
+        copy_orders(orders, polisher.best_orders)
+        follow(problem, state, orders, margin, np.inf, scratch)
+        path = read_times(problem, state, orders, scratch, polisher.times)
+        for _ in range(6):
+            alter(problem, state, orders, polisher.times, path, polisher.rng, -1)
+            assert each_op_once(state, orders, micro_batches)

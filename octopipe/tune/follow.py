@@ -354,7 +354,7 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
         # A critical op before the op that ran just before it.
         k = below(rng, path)
         r, i = times.path[k, 0], times.path[k, 1]
-        if i == 0:
+        if i == 0 or i >= orders.length[r]:  # a stage may have left the rank since the path was read
             return -1
         if u < 0.62:
             jump(orders, r, i, i - 1)
