@@ -24,6 +24,9 @@ from octopipe.tune.lottery import Lottery, Start, twin
 HOT, COLD, KICK = 8e-4, 1e-4, 4e-3
 """Temperatures as shares of the step time: at a walk's begin and end, and to leave an elite's valley."""
 KICK_MOVES = 250
+FEW_OPS = 192
+"""Below so many ops (two stages a rank) walks are hotter, by the square: the fewer there are, the more one move of one
+op changes the step time, and a cold walk would only descend."""
 POLISH_HOT, POLISH_COLD = 3e-4, 3e-5
 TRIALS = 0.6
 """Share of polishing in which all candidates take turns; the rest is the best one's."""
@@ -104,6 +107,8 @@ class Lane:
         self.polishers: list[Polisher] = []
         self.log = np.zeros((64, 4))
         self.chunk = 50
+        ops = 3 * problem.num_micro_batches * min(problem.num_layers, 2 * problem.num_ranks)
+        self.heat = max(FEW_OPS / ops, 1.0) ** 2
 
     # -- phases ----------------------------------------------------------------------------------------
 
@@ -154,18 +159,19 @@ class Lane:
         first = self.budget.share()
         trials = (1.0 - first) * TRIALS / max(len(self.polishers), 1)
         for polisher in self.polishers:
-            self._anneal_orders(polisher, min(self.budget.share() + trials, 1.0), POLISH_HOT, POLISH_COLD)
+            self._anneal_orders(polisher, min(self.budget.share() + trials, 1.0), self.heat)
         if self.polishers:
             best = min(self.polishers, key=lambda q: q.best_ms)
-            self._anneal_orders(best, 1.0, 0.5 * POLISH_HOT, 0.5 * POLISH_COLD)
+            self._anneal_orders(best, 1.0, 0.5 * self.heat)
 
     @property
     def polished(self) -> Polisher | None:
         """What polishing made best."""
         return min(self.polishers, key=lambda q: q.best_ms, default=None)
 
-    def _anneal_orders(self, polisher: Polisher, until: float, hot: float, cold: float) -> None:
+    def _anneal_orders(self, polisher: Polisher, until: float, heat: float) -> None:
         first, chunk = self.budget.share(), 200
+        hot, cold = heat * POLISH_HOT, heat * POLISH_COLD
         while (now := self.budget.share()) < until:
             clock = time.monotonic()
             lines = polisher.run(chunk, hot * (cold / hot) ** ((now - first) / max(until - first, 1e-9)))
@@ -210,10 +216,10 @@ class Lane:
 
     def _kick(self, chosen: Start, best: State, cap_ms: float) -> float:
         """Leave an elite's valley: a short, hot walk; where it ends is where the next walk begins."""
-        st = self.state
+        st, kick = self.state, self.heat * KICK
         copy_state(st, chosen.state)
         current, _, _ = anneal(
-            self.problem, st, best, self.back, self.margin, self.scratch, self.rng, KICK_MOVES, KICK, KICK,
+            self.problem, st, best, self.back, self.margin, self.scratch, self.rng, KICK_MOVES, kick, kick,
             chosen.step_ms, chosen.step_ms, self.may_recompute, 0.5, cap_ms, self.log,
         )  # fmt: skip
         self.budget.made += KICK_MOVES
@@ -228,7 +234,7 @@ class Lane:
         made = improved = 0
         length = max(WALK_MOVES * int(st.size[0]), 4000)
         while made < length and made - improved < PATIENCE * length and self.budget.share() < until:
-            temperature = HOT * (COLD / HOT) ** (made / length)
+            temperature = self.heat * HOT * (COLD / HOT) ** (made / length)
             clock = time.monotonic()
             chunk = self.chunk if self.budget.moves is None else 200
             current, after, lines = anneal(
