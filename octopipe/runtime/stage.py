@@ -23,6 +23,7 @@ Streams: call all methods of a stage under one CUDA stream. Autocast: enter it a
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,14 +39,14 @@ from octopipe.runtime.wgrad import SplitMode, WeightQueue
 _NOTHING = nullcontext()
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
 """What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
-
-
-def _grad_mode(enabled: bool) -> Any:
-    return _NOTHING if torch.is_grad_enabled() == enabled else torch.set_grad_enabled(enabled)
+_run_on_host = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+"""What that calls in turn, once it has copied the context for the threads of devices: on the host there are none."""
 
 
 def _backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
-    if _run_backward is None:
+    if _run_on_host is not None and gradients[0].is_cpu:
+        _run_on_host(roots, gradients, False, False, (), True, True)
+    elif _run_backward is None:
         torch.autograd.backward(roots, gradients)
     else:
         _run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -64,7 +65,7 @@ def flatten(value: Any, leaves: list[Any]) -> None:
     """Append the leaves of nested tuples, lists and dicts (in key order of insertion) to `leaves`."""
     if isinstance(value, Tensor):  # most values are one tensor: ask that first
         leaves.append(value)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):
         for item in value:
             flatten(item, leaves)
     elif isinstance(value, dict):
@@ -109,7 +110,8 @@ class Stage:
         self.modules = tuple(modules)
         self.input_grad = input_grad
         self.first_layer = first_layer
-        self._one_argument = tuple(_takes_one(m) for m in self.modules)
+        self._calls = tuple((first_layer + k, m, _takes_one(m)) for k, m in enumerate(self.modules))
+        """Every module's layer, the module, and whether it takes one argument."""
         self.mode = SplitMode((p for m in self.modules for p in m.parameters()), WeightQueue())
 
     def forward(
@@ -136,9 +138,9 @@ class Stage:
         self.mode.clear_casts()
 
     def _call(self, value: Any, then: Callable[[Any], Any] | None, seed: int | None) -> Any:
-        for index, (module, one) in enumerate(zip(self.modules, self._one_argument), self.first_layer):
+        for layer, module, one in self._calls:
             if seed is not None:
-                _seed_all(_mix(seed, index))
+                _seed_all(_mix(seed, layer))
             if one or isinstance(value, Tensor):
                 value = module(value)
             elif isinstance(value, tuple):
@@ -158,8 +160,8 @@ class StageRun:
     """One micro-batch's passage through a stage; made by `Stage.forward`."""
 
     __slots__ = (
-        "_edges", "_inputs", "_leaves", "_likes", "_mode", "_queue", "_rng", "_seed", "_stage", "_then",
-        "_wanted", "outputs", "outputs_need_grad",
+        "_edges", "_inputs", "_leaves", "_mode", "_queue", "_rng", "_seed", "_stage", "_then", "_wanted", "outputs",
+        "outputs_need_grad",
     )  # fmt: skip
 
     def __init__(
@@ -173,23 +175,22 @@ class StageRun:
         self._stage, self._then, self._seed = stage, then, seed
         self._mode, self._queue = stage.mode, WeightQueue()
         self._edges: list[Any] | None = None
-        self._likes: list[Any] = []
         self._rng: Any = None
         # Cut from the neighbour's graph: our leaves share its memory but not its history.
         if isinstance(inputs, Tensor):  # most values are one tensor
             self._inputs: Any = inputs.detach()
             self._leaves: list[Any] = [self._inputs]
-            wanted = [stage.input_grad and inputs.is_floating_point()] if input_grad is None else list(input_grad)
+            wanted = [stage.input_grad and inputs.is_floating_point()] if input_grad is None else input_grad
         else:
             leaves: list[Any] = []
             flatten(inputs, leaves)
             if input_grad is None:
                 wanted = [stage.input_grad and isinstance(t, Tensor) and t.is_floating_point() for t in leaves]
             else:
-                wanted = list(input_grad)
+                wanted = input_grad
             self._leaves = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
             self._inputs = rebuild(inputs, iter(self._leaves))
-        self._wanted = wanted
+        self._wanted: Sequence[bool] = wanted
         self.outputs: Any = None
         """What the last module (or `then`) returned, cut from the graph; set to None once passed on."""
         self.outputs_need_grad: list[bool] = []
@@ -204,14 +205,17 @@ class StageRun:
         mode.queue = self._queue
         if self._seed is None and not grad:
             self._rng = _rng_state()
-        with _grad_mode(grad), mode if grad else _NOTHING:
-            value = stage._call(self._inputs, self._then, self._seed)
+        if grad and torch.is_grad_enabled():  # what it mostly is: nothing to switch
+            with mode:
+                value = stage._call(self._inputs, self._then, self._seed)
+        else:
+            with torch.set_grad_enabled(grad), mode if grad else _NOTHING:
+                value = stage._call(self._inputs, self._then, self._seed)
         if isinstance(value, Tensor):
             if grad:
                 need = value.requires_grad
                 self.outputs_need_grad = [need]
                 self._edges = [_edge(value) if need else None]
-                self._likes = [(value.shape, value.dtype, value.device) if need else None]
             self.outputs = value.detach()
         else:
             self._cut(value, grad)
@@ -225,7 +229,6 @@ class StageRun:
         if grad:
             self.outputs_need_grad = need = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
             self._edges = [_edge(t) if n else None for t, n in zip(leaves, need)]
-            self._likes = [(t.shape, t.dtype, t.device) if n else None for t, n in zip(leaves, need)]
         cut = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
         self.outputs = rebuild(value, iter(cut))
 
@@ -265,7 +268,9 @@ class StageRun:
             raise OctoPipeError("backward of a run without a graph: run R first, and I or B only once")
         leaves: list[Any]
         if grads is None:
-            leaves = [None if like is None else _one(*like) for like in self._likes]
+            leaves = [None if edge is None else _one(edge) for edge in edges]
+        elif isinstance(grads, list) and len(grads) == 1 and isinstance(grads[0], Tensor):  # what it mostly is
+            leaves = grads
         else:
             leaves = []
             flatten(grads, leaves)
@@ -303,10 +308,12 @@ class StageRun:
         return _storage_bytes(self._queue.tensors(), {})
 
 
-def _one(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if shape.numel() != 1:
-        raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(shape)}")
-    return torch.ones(shape, dtype=dtype, device=device)
+def _one(edge: Any) -> Tensor:
+    """The gradient of a scalar loss whose gradient enters the graph here."""
+    like = edge.node._input_metadata[edge.output_nr]
+    if math.prod(like.shape) != 1:
+        raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(like.shape)}")
+    return torch.ones(like.shape, dtype=like.dtype, device=like.device)
 
 
 # --- random numbers --------------------------------------------------------------------------------------
@@ -346,8 +353,9 @@ def _mix(seed: int, layer: int) -> int:
 
 
 def _seed_all(seed: int) -> None:
-    for generator in _generators():
-        generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
 # --- accounting ------------------------------------------------------------------------------------------
