@@ -222,10 +222,10 @@ class Executor:
         losses: dict[int, Tensor],
     ) -> None:
         transport, chains, recorder = self.transport, self.chains, self.recorder
-        take_gradient, release = transport.take_gradient, transport.release
-        autocast = self._autocast or nullcontext
+        take_gradient, release, post = transport.take_gradient, transport.release, transport.post
+        autocast, ordered = self._autocast, transport.ordered
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark, ordered = recorder.mark, transport.ordered
+        mark = recorder.mark
         for ins in self.program.steps:
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
@@ -233,7 +233,7 @@ class Executor:
                 assert slot is not None
                 # A gradient's form is that of the output it answers: wait with posting until that is sent.
                 if slot.forward or cell.sent is not None or ordered:
-                    transport.post(slot)
+                    post(slot)
                 else:
                     slot.deferred = True
                 continue
@@ -246,7 +246,7 @@ class Executor:
                     answer = cell.gradient_slot
                     if answer is not None and answer.deferred:
                         answer.deferred = False
-                        transport.post(answer)
+                        post(answer)
                 else:
                     gradients, cell.gradients = cell.gradients, None
                     transport.send_gradient(slot, gradients)
@@ -259,12 +259,16 @@ class Executor:
                 then = self._loss(targets, cell.micro_batch) if cell.last else None
                 seed = self._seed_of(cell.micro_batch)
                 started[k] = clock()
-                mark(k, 0)
-                with autocast():
-                    cell.runs, out, cell.needs = chains[cell.stage].forward(
-                        value, needs, then, seed, again=cell.recomputes
-                    )
-                mark(k, 1)
+                if mark is not None:
+                    mark(k, 0)
+                forward = chains[cell.stage].forward
+                if autocast is None:
+                    cell.runs, out, cell.needs = forward(value, needs, then, seed, again=cell.recomputes)
+                else:
+                    with autocast():
+                        cell.runs, out, cell.needs = forward(value, needs, then, seed, again=cell.recomputes)
+                if mark is not None:
+                    mark(k, 1)
                 ended[k] = clock()
                 del value, needs
                 if cell.last:
@@ -276,20 +280,24 @@ class Executor:
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
-                mark(k, 0)
-                with autocast():
+                if mark is not None:
+                    mark(k, 0)
+                with nullcontext() if autocast is None else autocast():
                     chains[cell.stage].recompute(cell.runs)
-                mark(k, 1)
+                if mark is not None:
+                    mark(k, 1)
                 ended[k] = clock()
             elif code == W:
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
-                mark(k, 0)
+                if mark is not None:
+                    mark(k, 0)
                 runs, cell.runs = cell.runs, None
                 while runs:
                     runs.pop().backward_weight()
-                mark(k, 1)
+                if mark is not None:
+                    mark(k, 1)
                 ended[k] = clock()
             else:
                 if slot is not None:
@@ -303,7 +311,8 @@ class Executor:
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
-                mark(k, 0)
+                if mark is not None:
+                    mark(k, 0)
                 runs = cell.runs
                 if code == B:
                     cell.runs = None
@@ -312,7 +321,8 @@ class Executor:
                 else:
                     for run in reversed(runs):
                         gradients = run.backward_input(gradients)
-                mark(k, 1)
+                if mark is not None:
+                    mark(k, 1)
                 ended[k] = clock()
                 cell.gradients = None if cell.first else gradients
                 del gradients

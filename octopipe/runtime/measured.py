@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,14 @@ class Recorder:
         self.extras: list[tuple[str, float, float]] = []
         self._cuda = device.type == "cuda"
         self.events: list[Any] = []
+        self.mark: Callable[[int, int], None] | None = None
+        """On a GPU: records the event of an op's start (0) or end (1); on the host the clock says all."""
         if self._cuda:
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_ops + 1)]
-            self.mark = self._mark_event  # type: ignore[method-assign]
+            self.mark = self._mark_event
 
     def begin_step(self) -> None:
         self.extras.clear()
-
-    def mark(self, op: int, end: int) -> None:
-        """On a GPU: record the op's event; on the host the clock says all."""
 
     def _mark_event(self, op: int, end: int) -> None:
         self.events[2 * op + end].record()
