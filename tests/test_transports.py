@@ -17,8 +17,8 @@ from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import DeadlockError, OctoPipeError  # noqa: E402
 from octopipe.lower import CHANNELS, lower, prove_deadlock_free  # noqa: E402
 from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
-from octopipe.runtime.buffers import BufferPool  # noqa: E402
-from octopipe.runtime.messages import Specs  # noqa: E402
+from octopipe.runtime.buffers import BufferPool, Lent  # noqa: E402
+from octopipe.runtime.messages import ALIGNED, HEAD_BYTES, Specs  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.slots import rank_program  # noqa: E402
 from octopipe.runtime.transports.cuda_ipc import IpcTransport  # noqa: E402
@@ -177,7 +177,109 @@ def test_rings_survive_wrong_guesses(two):
     assert max(two.run(changing_rows, 48)) <= 1e-6
 
 
+# -- small tensors, which stay in the memory they arrived in -----------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two tensors to the next layer: one to multiply, one to write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return x * self.scale, x.long()
+
+
+class Keeper(nn.Module):
+    """Keeps what it was given beyond the step, and overwrites half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([5.0, 7.0]))
+        self.seen: list = []
+
+    def forward(self, x, count):
+        self.seen.append((x, count))
+        y = x * self.scale  # saves x: writing to its neighbour must not count as writing to it
+        return y + count.add_(1)
+
+
+def keeping_layers(world):
+    """Three steps of other data -> on the last rank: what was kept, and each step's gradients of both layers."""
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, 2)
+    first, last = Pair(), Keeper()
+    grads = []
+    with Pipeline([first, last], plan, _loss, group=world) as pipe:
+        for step in range(3):
+            data = [torch.full((1, 2), float(2 * step + m)) for m in range(2)]
+            pipe.step(data, [torch.zeros(1, 2)] * 2)
+            grads.append([p.grad.tolist() for p in pipe.parameters()])
+            pipe.zero_grad()
+    return [(x.tolist(), count.tolist()) for x, count in last.seen], grads
+
+
+def test_received_tensors_outlive_their_step_and_are_written_to_one_by_one(two):
+    (_, of_first), (kept, of_last) = two.run(keeping_layers)
+    assert kept == [([[2.0 * k, 3.0 * k]], [[k + 1, k + 1]]) for k in range(6)]
+    for step in range(3):
+        first, last = Pair(), Keeper()
+        for m in range(2):
+            x = torch.full((1, 2), float(2 * step + m))
+            (_loss(last(*first(x)), torch.zeros(1, 2)) / 2).backward()
+        assert of_first[step] == [first.scale.grad.tolist()] and of_last[step] == [last.scale.grad.tolist()]
+
+
+class Shift(nn.Module):
+    """Its parameter's gradient is the very gradient that arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(1, 2))
+
+    def forward(self, x):
+        return x + self.by
+
+
+def shifting_layers(world):
+    """Gradients of two steps, never cleared in between, read after the second."""
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, 1)
+    with Pipeline([Shift(), Shift()], plan, _loss, group=world) as pipe:
+        steps = []
+        for value in (1.0, 5.0):
+            pipe.step([torch.full((1, 2), value)], [torch.zeros(1, 2)])
+            steps.append([p.grad for p in pipe.parameters()])
+            pipe.zero_grad()
+    return [[g.tolist() for g in step] for step in steps]
+
+
+def test_gradients_that_became_a_parameters_are_not_overwritten(two):
+    assert two.run(shifting_layers) == [[[[[1.0, 1.0]]], [[[5.0, 5.0]]]]] * 2
+
+
 # -- the parts ------------------------------------------------------------------------------------------
+
+
+def test_tensors_inside_a_header_lie_where_the_sender_put_them():
+    leaves = [torch.arange(3.0), torch.tensor(True), torch.zeros(0, 4), torch.arange(5, dtype=torch.int16)]
+    spec, tensors = Specs().of(leaves, None)
+    head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+    for part, tensor in zip(spec.inside(memoryview(head.numpy())), tensors, strict=True):
+        assert part.shape == tensor.shape and part.dtype is tensor.dtype
+        part.copy_(tensor)
+        assert not part.numel() or (part.data_ptr() - head.data_ptr()) % ALIGNED == 0
+    again = spec.inside(memoryview(head.numpy()))
+    assert all(torch.equal(a, b) for a, b in zip(again, tensors, strict=True))
+    assert again[0]._version == 0
+
+
+def test_lent_memory_is_free_once_all_that_share_it_are_gone():
+    lent = Lent(torch.zeros(6).view(2, 3))
+    assert lent.is_free()
+    held = lent.tensor.detach()[1:]
+    assert not lent.is_free()
+    del held
+    assert lent.is_free()
 
 
 def test_forms_are_described_and_read_back():

@@ -19,8 +19,28 @@ import torch
 from torch import Tensor
 
 _use_count = torch._C._storage_Use_Count
+SMALL_BYTES = 4096
+"""Below this, looking for a free buffer costs more than asking for a new one."""
 _ALONE = 2
 """Holders of a buffer's memory while nobody uses it: the pool's tensor and the pool's storage object."""
+
+
+class Lent:
+    """A tensor whose memory is lent out again and again; `is_free` once all that share it are dropped.
+
+    Whoever borrows makes a tensor of his own of it (`detach`): holders are counted by memory, not by tensor.
+    """
+
+    __slots__ = ("_alone", "_handle", "_storage", "tensor")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self._handle = self._storage._cdata
+        self._alone = _use_count(self._handle)
+
+    def is_free(self) -> bool:
+        return _use_count(self._handle) == self._alone
 
 
 class _Buffer(NamedTuple):
@@ -32,7 +52,7 @@ class _Buffer(NamedTuple):
 class BufferPool:
     """Memory for received tensors on the host. On CUDA the caching allocator does this; use it there."""
 
-    def __init__(self, device: torch.device, *, small_bytes: int = 4096):
+    def __init__(self, device: torch.device, *, small_bytes: int = SMALL_BYTES):
         self.device = device
         self._small_bytes = small_bytes
         self._buffers: dict[tuple[int, torch.dtype], list[_Buffer]] = {}

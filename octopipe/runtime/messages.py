@@ -24,6 +24,8 @@ HEAD_BYTES = 4096
 """Room for a header and what rides inside it."""
 FIXED_BYTES = 32
 """Length of the description, bytes that ride along, and the description's digest."""
+ALIGNED = 64
+"""Tensors inside a header start where torch's own would: some kernels' rounding depends on it."""
 
 
 class Leaf(NamedTuple):
@@ -35,7 +37,7 @@ class Leaf(NamedTuple):
     """Whether its sender takes a gradient for it."""
     nbytes: int
     padded: int
-    """`nbytes` rounded up, so that tensors inside a header are aligned."""
+    """`nbytes` rounded up, so that tensors inside a header are aligned (`ALIGNED`)."""
 
 
 class Spec:
@@ -64,16 +66,28 @@ class Spec:
         except Exception as error:
             raise OctoPipeError(f"a stage's output holds something that cannot be sent: {error}") from None
         self.nbytes = sum(x.nbytes for x in leaves)
-        self.offset = -(-(FIXED_BYTES + len(self.text)) // 16) * 16
+        self.offset = -(-(FIXED_BYTES + len(self.text)) // ALIGNED) * ALIGNED
         size = sum(x.padded for x in leaves)
         self.inline = self.offset + size <= HEAD_BYTES
-        """Whether the tensors ride inside the header message, from `offset` on, each padded to 16 bytes."""
+        """Whether the tensors ride inside the header message, from `offset` on, each padded."""
         self.message_bytes = self.offset + size
         self.long = FIXED_BYTES + len(self.text) > HEAD_BYTES
         """Whether the description needs a message of its own."""
         fixed = len(self.text).to_bytes(8, "little") + (size if self.inline else 0).to_bytes(8, "little")
         digest = hashlib.blake2b(self.text, digest_size=16).digest()
         self.header = fixed + digest + (b"" if self.long else self.text)
+
+    def inside(self, head: memoryview) -> list[Tensor]:
+        """The tensors that ride inside a header, in its memory; each with a storage (and a version) of its own."""
+        parts, at = [], self.offset
+        for leaf in self.leaves:
+            if leaf.nbytes:
+                count = leaf.nbytes // leaf.dtype.itemsize
+                parts.append(torch.frombuffer(head, dtype=leaf.dtype, count=count, offset=at).view(leaf.shape))
+            else:
+                parts.append(torch.empty(leaf.shape, dtype=leaf.dtype))
+            at += leaf.padded
+        return parts
 
     def value(self, tensors: list[Tensor]) -> Any:
         """The value made of these tensors."""
@@ -147,7 +161,7 @@ def text_bytes(head: bytes) -> int:
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Leaf:
     nbytes = math.prod(shape) * dtype.itemsize
-    return Leaf(shape, dtype, wanted, nbytes, -(-nbytes // 16) * 16)
+    return Leaf(shape, dtype, wanted, nbytes, -(-nbytes // ALIGNED) * ALIGNED)
 
 
 def _frozen(skeleton: Any) -> Any:

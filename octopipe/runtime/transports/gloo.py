@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octopipe.runtime.buffers import SMALL_BYTES, Lent
 from octopipe.runtime.messages import Leaf
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.headed import HeadedTransport
@@ -30,8 +31,15 @@ class GlooTransport(HeadedTransport):
         return self.control.send([tensor], slot.peer, slot.state.tag)
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
-        buffer = self._pool.take(leaf.shape, leaf.dtype)
-        return buffer, self.control.recv([buffer], slot.peer, slot.state.tag)
+        end = slot.state
+        if leaf.nbytes >= SMALL_BYTES:
+            buffer = self._pool.take(leaf.shape, leaf.dtype)
+        else:
+            kept = end.kept
+            if kept is None or kept[0] is not leaf or not kept[1].is_free():
+                kept = end.kept = leaf, Lent(torch.empty(leaf.shape, dtype=leaf.dtype))
+            buffer = kept[1].tensor.detach()
+        return buffer, self.control.recv([buffer], slot.peer, end.tag)
 
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
         # gloo lets a message be shorter than its buffer.

@@ -4,6 +4,7 @@ Knows: the protocol of forward and gradient messages over a gloo group for heade
 know: that way; see `gloo`, `nccl` and `cuda_ipc`.
 
 A forward message starts with a header (see `messages`), sent from host to host; small host tensors ride inside it.
+They stay where they arrived: a slot's header is received into the same memory again once nobody holds them.
 The receiver posts the header and, guessing that the tensors have the shapes of the training step before, their
 buffers too, so that bodies travel the moment they exist. Sender and receiver make the same guess. When it is wrong
 (the first step, or shapes that changed) the sender fills the guessed buffers with anything and sends the right
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octopipe.runtime.buffers import BufferPool
+from octopipe.runtime.buffers import BufferPool, Lent
 from octopipe.runtime.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.base import TransferError, Transport, spread
@@ -37,7 +38,8 @@ class End:
     """What the transport keeps for one slot."""
 
     __slots__ = (
-        "bodies", "expected", "head", "memory", "message", "pointer", "room", "seen", "spec", "tag", "works",
+        "bodies", "expected", "fixed", "head", "kept", "memory", "message", "parts", "pointer", "room", "seen", "spec",
+        "tag", "works",
     )  # fmt: skip
 
     def __init__(self, slot: Slot):
@@ -49,13 +51,22 @@ class End:
         """Tensors of the last message that came beside its header: both ends guess that they come again."""
         self.spec: Spec | None = None
         self.seen = b""
+        """The fixed part of the last header, if it alone says what its message is like."""
+        self.parts: list[Lent] = []
+        """The tensors that came inside the last header: `head` is not used again while somebody holds one."""
+        self.kept: tuple[Leaf, Lent] | None = None
+        """Room for a small body like the last."""
         if slot.forward:
-            self.head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
-            self.room = [self.head]
-            self.message = self.room
-            """The part of `head` that is sent."""
-            self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
-            self.pointer = self.head.data_ptr()
+            self.new_head()
+
+    def new_head(self) -> None:
+        self.head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+        self.room = [self.head]
+        self.message = self.room
+        """The part of `head` that is sent."""
+        self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
+        self.fixed = self.memory[:FIXED_BYTES]
+        self.pointer = self.head.data_ptr()
 
 
 class HeadedTransport(Transport):
@@ -186,6 +197,11 @@ class HeadedTransport(Transport):
         slot.posted = True
         try:
             if slot.forward:
+                for part in end.parts:
+                    if not part.is_free():  # somebody kept the tensor beyond its step
+                        end.new_head()
+                        end.seen, end.parts = b"", []
+                        break
                 end.works.append(self.control.recv(end.room, slot.peer, end.tag + 1))
                 leaves: Sequence[Leaf] = end.expected
             else:
@@ -207,23 +223,14 @@ class HeadedTransport(Transport):
         end: End = slot.state
         works = end.works
         self._wait(slot, works if len(works) == 1 else works[:1])
-        fixed = end.memory[:FIXED_BYTES].tobytes()
-        if fixed == end.seen and end.spec is not None and not end.spec.long:
-            spec = end.spec
-        else:
+        spec = end.spec
+        if spec is None or end.fixed.tobytes() != end.seen:
             spec = self._read(slot, end)
-            end.spec, end.seen = spec, fixed
-        tensors: list[Tensor] = []
         if spec.inline and self.inline:
             if end.expected:
                 self._wait(slot, works[1:])
                 end.bodies, end.expected = [], ()
-            at = end.pointer + spec.offset
-            for leaf in spec.leaves:
-                tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-                ctypes.memmove(tensor.data_ptr(), at, leaf.nbytes)
-                tensors.append(tensor)
-                at += leaf.padded
+            tensors = [part.tensor for part in end.parts]
         else:
             self._wait(slot, works[1:])
             if spec.leaves and _same(end.expected, spec.leaves):
@@ -244,7 +251,10 @@ class HeadedTransport(Transport):
             buffer = torch.empty(text_bytes(head), dtype=torch.uint8)
             self._wait(slot, [self.control.recv([buffer], slot.peer, end.tag + 2)])
             text = buffer.numpy().tobytes()
-        return self._specs.read(head, text)
+        end.spec = spec = self._specs.read(head, text)
+        end.seen = b"" if spec.long else head[:FIXED_BYTES]
+        end.parts = [Lent(t) for t in spec.inside(end.memory)] if spec.inline and self.inline else []
+        return spec
 
     def take_gradient(self, slot: Slot) -> list[Tensor | None]:
         end: End = slot.state
