@@ -27,6 +27,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from octopipe.cost import CostTable
 from octopipe.nn import cross_entropy
 from octopipe.plan import Op, Plan, Stage
+from octopipe.runtime import stage as stage_module
 from octopipe.runtime.launch import Seat, run_ranks
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.world import World
@@ -78,6 +80,38 @@ class Nothing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
+
+
+class Clock:
+    """CPU time of this thread inside some calls, less what reading the clock takes."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        begin = time.thread_time()
+        for _ in range(1000):
+            time.thread_time()
+        self._reading = (time.thread_time() - begin) / 1000
+
+    def around(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_act(*args: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # what the weight-gradient split adds to a call is the executor's
+                begin = time.thread_time()
+                out = act(*args)
+                self.spent += time.thread_time() - begin - self._reading
+            return out
+
+        return timed_act
+
+
+class Clocked(Nothing):
+    """The same layer with a clock around its calls."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._timed = clock.around(super().__call__)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._timed(x)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -175,9 +209,10 @@ def with_recompute(plan: Plan) -> Plan:
 def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """CPU time of the executor's thread per op, less that of the same module calls.
 
-    The module's calls are timed twice: in a loop of nothing else, and in a loop that waits for a message of a
-    neighbour before every micro-batch, as ops do, which leaves caches and clocks cold. Beside them: what gloo alone
-    takes for as many messages, sent and received in a bare loop.
+    The module's calls are timed three times: in a loop of nothing else; in a loop that waits for a message of a
+    neighbour before every micro-batch, as ops do, which leaves caches and clocks cold; and in place, with clocks
+    around the layer, the loss and autograd's engine in steps of their own. Beside them: what gloo alone takes for as
+    many messages, sent and received in a bare loop.
     """
     count, steps = 32, args.rounds * 6
     x = torch.randn(4, 64)
@@ -209,10 +244,16 @@ def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
         data = torch.randn(4 * count, 64)
         own: list[float] = []
         cold: list[float] = []
+        placed: list[float] = []
         wire: list[float] = []
         per_op: list[float] = []
         ops = len(plan.orders[seat.rank])
-        with Pipeline(layers, plan, loss_fn, group=World(dist.group.WORLD)) as pipe:
+        clock, world = Clock(), World(dist.group.WORLD)
+        twins: list[nn.Module] = [Clocked(clock) for _ in range(seat.size)]
+        with (
+            Pipeline(layers, plan, loss_fn, group=world) as pipe,
+            Pipeline(twins, plan, clock.around(loss_fn), group=world) as twin,
+        ):
             messages = len(pipe.executor.program.slots) / ops  # sent and received, per op
             for _ in range(steps):
                 own.append(bare(calls))
@@ -224,16 +265,25 @@ def overhead(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
                 begin = time.thread_time()
                 pipe.step(data, data, reduce_loss=False)
                 per_op.append((time.thread_time() - begin) / ops * 1e6)
+                twin.zero_grad()
+                clock.spent = 0.0
+                with patch.object(stage_module, "_run_on_host", clock.around(stage_module._run_on_host)):
+                    dist.barrier()
+                    twin.step(data, data, reduce_loss=False)
+                placed.append(clock.spent / ops * 1e6)
         kind = "I and W" if split else "B"
         # Every op of a fused plan is one of the bare calls; of a split plan two in three are.
         share = 2 / 3 if split else 1
         # Other programs' cache misses only ever add: the quiet tenth of the steps is nearer to the truth.
         for word, pick in (("median", 0.5), ("quiet tenth", 0.1)):
-            total, hot, waited, message = (sorted(v)[int(pick * len(v))] for v in (per_op, own, cold, wire))
+            picked = (sorted(v)[int(pick * len(v))] for v in (per_op, own, cold, placed, wire))
+            total, hot, waited, there, message = picked
             out[f"F and {kind}, {word}: executor us per op"] = round(total - share * hot, 1)
             out[f"F and {kind}, {word}: the same, calls after waits"] = round(total - share * waited, 1)
+            out[f"F and {kind}, {word}: the same, calls timed in place"] = round(total - there, 1)
             out[f"F and {kind}, {word}: of it gloo's own"] = round(message * messages, 1)
-            out[f"F and {kind}, {word}: the module's own calls"] = [round(share * hot, 1), round(share * waited, 1)]
+            calls_us = [round(v, 1) for v in (share * hot, share * waited, there)]
+            out[f"F and {kind}, {word}: the module's own calls"] = calls_us
     return out
 
 
