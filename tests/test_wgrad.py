@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.overrides import _get_current_function_mode_stack  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from octopipe.errors import OctoPipeError  # noqa: E402
@@ -182,6 +183,23 @@ def test_tied_embedding_and_head_in_one_stage():
     head.weight = table.weight
     ids = [torch.tensor([[1, 2, 2], [6, 0, 1]]), torch.tensor([[3, 3, 3], [1, 5, 2]])]
     _check([table, nn.Tanh(), head], ids, deferred=2)
+
+
+def test_a_stage_of_frozen_layers_runs_without_the_mode():
+    modes = []
+
+    class Look(nn.Linear):
+        def forward(self, x):
+            modes.append(len(_get_current_function_mode_stack()))
+            return super().forward(x)
+
+    live, frozen = Look(3, 3), Look(3, 3).requires_grad_(False)
+    for layer in (live, frozen):
+        run = Stage([layer]).forward(torch.ones(2, 3))
+        (grad,) = run.backward_input(torch.ones(2, 3))
+        run.backward_weight()
+        torch.testing.assert_close(grad, torch.ones(2, 3) @ layer.weight.detach())
+    assert modes == [1, 0] and live.weight.grad is not None and frozen.weight.grad is None
 
 
 def test_frozen_weights_stay_without_gradient():

@@ -114,7 +114,7 @@ class Executor:
         """The instruction that runs now."""
         self.steps_run = 0
         self._seeds: dict[Any, Tensor] = {}
-        self._common_seed = 0
+        self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program.slots)
 
     def run(
@@ -161,7 +161,7 @@ class Executor:
                 elif code == F:
                     value, needs = self._input(ins, micro_batches)
                     then = self._loss(targets, cell.micro_batch) if cell.last else None
-                    seed = self._seed_of(cell.micro_batch)
+                    seed = self._micro_batch_seeds[cell.micro_batch]
                     with autocast():
                         _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False)
                     if cell.last:
@@ -191,10 +191,9 @@ class Executor:
 
     def _begin(self, step: int) -> None:
         if self._seed is not None:
-            self._common_seed = step_seed(self._seed, step, self._replica)
-
-    def _seed_of(self, micro_batch: int) -> int | None:
-        return None if self._seed is None else within_step(self._common_seed, micro_batch)
+            # All at once: one by one, between waits, each would find its code gone from the caches.
+            common = step_seed(self._seed, step, self._replica)
+            self._micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -225,7 +224,7 @@ class Executor:
         take_gradient, release, post = transport.take_gradient, transport.release, transport.post
         autocast, ordered = self._autocast, transport.ordered
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark = recorder.mark
+        mark, seeds = recorder.mark, self._micro_batch_seeds
         for ins in self.program.steps:
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
@@ -257,7 +256,7 @@ class Executor:
                 for sent in ins.release:
                     release(sent)
                 then = self._loss(targets, cell.micro_batch) if cell.last else None
-                seed = self._seed_of(cell.micro_batch)
+                seed = seeds[cell.micro_batch]
                 started[k] = clock()
                 if mark is not None:
                     mark(k, 0)

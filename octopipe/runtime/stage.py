@@ -205,11 +205,12 @@ class StageRun:
         mode.queue = self._queue
         if self._seed is None and not grad:
             self._rng = _rng_state()
+        watch = mode if grad and mode.has_weights else _NOTHING  # it costs a few microseconds per call of torch
         if grad and torch.is_grad_enabled():  # what it mostly is: nothing to switch
-            with mode:
+            with watch:
                 value = stage._call(self._inputs, self._then, self._seed)
         else:
-            with torch.set_grad_enabled(grad), mode if grad else _NOTHING:
+            with torch.set_grad_enabled(grad), watch:
                 value = stage._call(self._inputs, self._then, self._seed)
         if isinstance(value, Tensor):
             if grad:

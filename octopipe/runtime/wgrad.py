@@ -47,6 +47,7 @@ __all__ = ["SplitMode", "WeightQueue", "WeightSite", "add_product", "site_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Looked up once: after a layer's kernels have filled the caches, every step on the way to a function shows.
+_push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -75,7 +76,17 @@ class SplitMode(TorchFunctionMode):
         self.queue = queue
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
         self._params = {id(p): p for p in params if type(p) in _PLAIN and p.requires_grad}
+        self.has_weights = bool(self._params)
+        """Whether there is anything to split: a stage of frozen layers may do without the mode."""
         self._casts: dict[tuple[int, Layout], tuple[int, Tensor]] = {}
+
+    # What torch's own do in the end, without the two functions in between.
+    def __enter__(self) -> SplitMode:
+        _push(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _pop()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         # Dynamo traces this method: inside a compiled layer it must vanish.
