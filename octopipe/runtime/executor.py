@@ -24,7 +24,7 @@ from octopipe.plan import Plan
 from octopipe.runtime.board import PATIENCE_S, Board
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.rng import step_seed, within_step
-from octopipe.runtime.slots import RECEIVE, SEND, RankProgram, Step
+from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stage import Stage, StageRun, rng_kept
 from octopipe.runtime.transports.base import TransferError, Transport
 
@@ -63,13 +63,8 @@ class StageChain:
         runs = []
         last = self.parts[-1][0]
         for stage, recompute in self.parts:
-            run = stage.forward(
-                value,
-                then=then if stage is last else None,
-                recompute=not keep or (recompute and again),
-                seed=seed,
-                input_grad=needs,
-            )
+            graph = keep and not (recompute and again)
+            run = StageRun(stage, value, then if stage is last else None, seed, needs, graph)
             value, needs = run.outputs, run.outputs_need_grad or None
             run.outputs = None
             runs.append(run)
@@ -159,7 +154,11 @@ class Executor:
                     cell.value = None
                     sent.append(slot)
                 elif code == F:
-                    value, needs = self._input(ins, micro_batches)
+                    if slot is None:
+                        value, needs = self._own_input(cell, micro_batches)
+                    else:
+                        value, spec = transport.take_forward(slot)
+                        needs = spec.wanted
                     then = self._loss(targets, cell.micro_batch) if cell.last else None
                     seed = self._micro_batch_seeds[cell.micro_batch]
                     with autocast():
@@ -175,13 +174,8 @@ class Executor:
                 cell.clear()
         return losses
 
-    def _input(self, ins: Step, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
-        """What F consumes, and which of its leaves take a gradient."""
-        cell, slot = ins.cell, ins.slot
-        if slot is not None:
-            value, spec = self.transport.take_forward(slot)
-            slot.ended = time.perf_counter()
-            return value, spec.wanted
+    def _own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+        """What F consumes where no other rank sends it, and which of its leaves take a gradient."""
         if cell.before is not None:
             before = cell.before
             value, before.value = before.value, None
@@ -221,7 +215,8 @@ class Executor:
         losses: dict[int, Tensor],
     ) -> None:
         transport, chains, recorder = self.transport, self.chains, self.recorder
-        take_gradient, release, post = transport.take_gradient, transport.release, transport.post
+        take_forward, take_gradient = transport.take_forward, transport.take_gradient
+        release, post = transport.release, transport.post
         autocast, ordered = self._autocast, transport.ordered
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
         mark, seeds = recorder.mark, self._micro_batch_seeds
@@ -252,7 +247,12 @@ class Executor:
                 continue
             k = ins.number
             if code == F:
-                value, needs = self._input(ins, micro_batches)
+                if slot is None:
+                    value, needs = self._own_input(cell, micro_batches)
+                else:
+                    value, spec = take_forward(slot)
+                    slot.ended = clock()
+                    needs = spec.wanted
                 for sent in ins.release:
                     release(sent)
                 then = self._loss(targets, cell.micro_batch) if cell.last else None

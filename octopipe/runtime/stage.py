@@ -129,9 +129,7 @@ class Stage:
         generators when it wants to (`rng_kept`). `input_grad` says leaf by leaf which inputs want a gradient
         (default: floating ones).
         """
-        run = StageRun(self, inputs, then, seed, input_grad)
-        run._forward(grad=not recompute)
-        return run
+        return StageRun(self, inputs, then, seed, input_grad, not recompute)
 
     def end_step(self) -> None:
         """Forget what is only valid while the weights stand still (autocast's copies of them)."""
@@ -157,7 +155,7 @@ class Stage:
 
 
 class StageRun:
-    """One micro-batch's passage through a stage; made by `Stage.forward`."""
+    """One micro-batch's passage through a stage: what `Stage.forward` makes, with the graph or for R to build it."""
 
     __slots__ = (
         "_edges", "_inputs", "_leaves", "_mode", "_queue", "_rng", "_seed", "_stage", "_then", "_wanted", "outputs",
@@ -171,6 +169,7 @@ class StageRun:
         then: Callable[[Any], Any] | None,
         seed: int | None,
         input_grad: Sequence[bool] | None,
+        graph: bool,
     ):
         self._stage, self._then, self._seed = stage, then, seed
         self._mode, self._queue = stage.mode, WeightQueue()
@@ -195,8 +194,9 @@ class StageRun:
         """What the last module (or `then`) returned, cut from the graph; set to None once passed on."""
         self.outputs_need_grad: list[bool] = []
         """Leaf by leaf of `outputs`: whether I and B take a gradient for it."""
+        self._forward(graph)
 
-    def _forward(self, *, grad: bool) -> None:
+    def _forward(self, grad: bool) -> None:
         if grad:
             for leaf, wanted in zip(self._leaves, self._wanted):
                 if wanted:
@@ -238,11 +238,11 @@ class StageRun:
         if self._edges is not None:
             raise OctoPipeError("R of a run that kept its graph: pass recompute=True to its forward")
         if self._rng is None:
-            self._forward(grad=True)
+            self._forward(True)
         else:
             with rng_kept():
                 _set_rng_state(self._rng)
-                self._forward(grad=True)
+                self._forward(True)
         self._rng = self.outputs = None  # the next stage has had them
 
     def backward_input(self, grads: Any = None) -> list[Tensor | None]:

@@ -175,9 +175,9 @@ class HeadedTransport(Transport):
         slot.nbytes = 0
         try:
             for gradient in gradients:
-                if gradient is not None and gradient.nbytes:
+                if gradient is not None and (nbytes := gradient.nbytes):
                     gradient = self._ready(gradient)
-                    slot.nbytes += gradient.nbytes
+                    slot.nbytes += nbytes
                     end.works.append(self._send_body(slot, gradient))
                     end.bodies.append(gradient)
         except RuntimeError as error:
