@@ -161,8 +161,12 @@ def _make_file(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in memory that other processes can open by name; raises where there is no room for them."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, path = tempfile.mkstemp(prefix="octopipe-ring-", dir=folder)
+    nbytes = dtype.itemsize * int(torch.Size(shape).numel())
     try:
-        os.posix_fallocate(handle, 0, dtype.itemsize * int(torch.Size(shape).numel()))
+        if hasattr(os, "posix_fallocate"):  # a file merely made longer may find no room when it is written
+            os.posix_fallocate(handle, 0, nbytes)
+        else:
+            os.ftruncate(handle, nbytes)
     except OSError:
         os.unlink(path)
         raise
