@@ -19,11 +19,10 @@ from octopipe.plan_file import load_plan
 from octopipe.simulate import simulate
 from octopipe.systems import build_plan, systems
 from octopipe.tune import tune
-from octopipe.tune.anneal import State, copy_state, make_state
+from octopipe.tune.anneal import State, copy_state
 from octopipe.tune.follow import Orders, Polisher, alter, copy_orders, follow, read_times
 from octopipe.tune.kernels import KIND_BITS, STAGE_BITS, make_problem, make_scratch
 from octopipe.tune.lane import Budget, Lane
-from octopipe.tune.lottery import deal
 
 
 def uneven(seed: int, layers: int, p2p_ms: float = 0.2, **changes: object) -> CostTable:
@@ -199,20 +198,3 @@ def test_polishing_keeps_every_op_on_its_stage_s_rank(seed: int) -> None:
         for _ in range(6):
             alter(problem, state, orders, polisher.times, path, polisher.rng, -1)
             assert each_op_once(state, orders, micro_batches)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_dealt_stages_are_even_in_layers_and_ranks_nearly_even_in_work(seed: int) -> None:
-    """One layer in four takes eight times as long as the others: ranks in turn would be uneven."""
-    lot = np.random.default_rng(seed)
-    work = np.tile([1.0, 1.0, 1.0, 8.0], 16)
-    costs = CostTable.uniform(num_layers=64).replace(forward_ms=work, input_ms=work, weight_ms=work)
-    problem = make_problem(costs, 8, 4)
-    st = make_state(problem, 64)
-    deal(problem, st, 32, lot)
-    bounds, ranks = st.bounds[:33], st.rank[:32]
-    assert bounds[0] == 0 and bounds[32] == 64 and (np.diff(bounds) >= 1).all() and np.diff(bounds).max() <= 3
-    assert np.bincount(ranks, minlength=8).tolist() == [4] * 8
-    load = np.bincount(ranks, weights=np.diff(problem.total[bounds]), minlength=8)
-    in_turn = np.bincount(np.arange(32) % 8, weights=np.diff(problem.total[bounds]), minlength=8)
-    assert load.max() <= 1.3 * load.mean() and load.max() < in_turn.max()

@@ -30,7 +30,7 @@ from octopipe.tune.kernels import (
     Problem,
     Scratch,
 )
-from octopipe.tune.starts import balance, limit_flight, partition_evenly
+from octopipe.tune.starts import limit_flight, partition_evenly
 
 KEPT = 4
 """Starts kept of one size."""
@@ -39,11 +39,6 @@ KEYS_NEAR, KEYS_DRAWN = 8, 8
 """Per structure: the best priorities so far, some like them, and new ones."""
 AGAIN = 0.6
 """How often a shape among the best is drawn again."""
-UNEVEN, DEALS = 0.5, 0.3
-"""From which deviation of the layers' work (as a share of its mean, ends apart) on stages are dealt, and how often."""
-DEALT = 1000
-"""Added to the size of structures whose stages are dealt: they begin far behind others of their size and end ahead of
-them where layers differ much, so they have places of their own."""
 BALANCE = 4000
 """Moves of the partition's own annealing."""
 
@@ -122,14 +117,11 @@ def try_keys(p, st, globs, rules, a, b, margin, cutoff, sc):  # type: ignore[no-
     return chosen, best
 
 
-def draw_shape(problem: Problem, max_stages: int, lot: np.random.Generator, uneven: bool) -> tuple[int, str]:
-    """A number of stages and a way round the ranks; where layers are uneven, ranks may be dealt."""
+def draw_shape(problem: Problem, max_stages: int, lot: np.random.Generator) -> tuple[int, str]:
+    """A number of stages and a way round the ranks."""
     rounds = lot.choice([1.5, 2, 2, 3, 3, 4, 4, 5, 6, 8])
     stages = round(problem.num_ranks * rounds + lot.integers(-1, 2) * (lot.random() < 0.4))
-    kind = ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
-    if uneven and lot.random() < DEALS:
-        kind = "dealt"
-    return int(np.clip(stages, 1, max_stages)), kind
+    return int(np.clip(stages, 1, max_stages)), ("loop", "wave", "mixed")[int(lot.choice(3, p=[0.3, 0.5, 0.2]))]
 
 
 def go_round(problem: Problem, stages: int, kind: str, lot: np.random.Generator) -> list[int]:
@@ -144,30 +136,6 @@ def go_round(problem: Problem, stages: int, kind: str, lot: np.random.Generator)
     if len(set(out)) < min(ranks, stages):
         out = [s % ranks for s in range(stages)]
     return out
-
-
-def deal(problem: Problem, st: State, stages: int, lot: np.random.Generator) -> None:
-    """Stages of about as many layers each, however long they take; in every round over the ranks the one with most work
-    so far gets the shortest stage.
-
-    Memory goes with layers, time does not: where layers differ much, stages that take equally long hold very different
-    amounts, and ranks of many short layers fill up. Dealt stages let ranks be even in both though no two stages are.
-    """
-    layers, ranks = problem.num_layers, problem.num_ranks
-    share = np.arange(1, stages) * layers / stages + lot.uniform(-0.3, 0.3, stages - 1)
-    bounds = [0]
-    for s in range(1, stages):
-        bounds.append(min(max(round(share[s - 1]), bounds[-1] + 1), layers - (stages - s)))
-    bounds.append(layers)
-    work = np.diff(problem.total[bounds])
-    load = np.zeros(ranks)
-    st.size[0] = stages
-    st.bounds[: stages + 1] = bounds
-    for first in range(0, stages, ranks):
-        group = np.argsort(-work[first : first + ranks] * lot.uniform(0.9, 1.1, min(ranks, stages - first)))
-        for s, r in zip(group, np.argsort(load + lot.uniform(0, 1e-9, ranks))[: group.size], strict=True):
-            st.rank[first + s] = r
-            load[r] += work[first + s]
 
 
 def near(keys: Keys, lot: np.random.Generator) -> Keys:
@@ -197,20 +165,15 @@ class Lottery:
         self.keys: list[tuple[float, Keys]] = []
         self.starts: list[Start] = []
         self.draws = 0
-        inner = np.diff(problem.total)[1:-1]
-        self.uneven = bool(inner.size > 1 and inner.std() > UNEVEN * inner.mean())
         self.shapes: dict[str, tuple[int, str]] = {}
 
     def draw(self, recompute: bool, size: int | None = None) -> None:
         """One structure under old and new priorities; of the given size (half rounds over the ranks)."""
         self.draws += 1
         st = make_state(self.problem, self.max_stages)
-        shape = draw_shape(self.problem, self.max_stages, self.lot, self.uneven)
+        shape = draw_shape(self.problem, self.max_stages, self.lot)
         if size is not None:
             width = self.problem.num_ranks
-            if (size >= DEALT) != (shape[1] == "dealt"):
-                shape = (shape[0], "dealt" if size >= DEALT else "wave")
-            size %= DEALT
             low, high = -(-size * width // 2), min(((size + 1) * width - 1) // 2, self.max_stages)
             shape = (int(self.lot.integers(low, max(low, min(high, low + 2)) + 1)), shape[1])
         elif self.starts and self.lot.random() < AGAIN:
@@ -218,24 +181,17 @@ class Lottery:
             shape = self.shapes[self.starts[int(self.lot.random() ** 2 * len(self.starts))].name]
         name = f"{shape[0]} stages, {shape[1]}"
         self.shapes[name] = shape
-        if shape[1] == "dealt":
-            deal(self.problem, st, shape[0], self.lot)
-            balance(
-                self.problem, st, self.lot.integers(1, 1 << 62, 1).astype(np.uint64), BALANCE,
-                float(self.lot.choice([0.0, 0.05, 0.25])), 1.0, True, np.full(shape[0], 1.0 / shape[0]),
-            )  # fmt: skip
-        else:
-            ranks = go_round(self.problem, *shape, self.lot)
-            partition_evenly(
-                self.problem,
-                st,
-                ranks,
-                seed=int(self.lot.integers(1 << 40)),
-                even=float(self.lot.choice([1.0, 4.0, 4.0, 16.0])),
-                tilt=float(self.lot.choice([0.0, 0.5, 1.0])),
-                rising=bool(self.lot.random() < 0.7),
-                iterations=BALANCE,
-            )
+        ranks = go_round(self.problem, *shape, self.lot)
+        partition_evenly(
+            self.problem,
+            st,
+            ranks,
+            seed=int(self.lot.integers(1 << 40)),
+            even=float(self.lot.choice([1.0, 4.0, 4.0, 16.0])),
+            tilt=float(self.lot.choice([0.0, 0.5, 1.0])),
+            rising=bool(self.lot.random() < 0.7),
+            iterations=BALANCE,
+        )
         st.recompute[: int(st.size[0])] = recompute
         alike = [s for s in self.starts if self.size(s) == self.size(Start(0.0, name, st))]
         bar = alike[-1].step_ms if len(alike) >= KEPT else np.inf
@@ -258,9 +214,8 @@ class Lottery:
         self._keep(Start(float(best_ms), name, st))
 
     def size(self, start: Start) -> int:
-        """Half rounds over the ranks; of dealt ones apart."""
-        half_rounds = int(2 * start.state.size[0]) // self.problem.num_ranks
-        return half_rounds + DEALT if start.name.endswith("dealt") else half_rounds
+        """Half rounds over the ranks."""
+        return int(2 * start.state.size[0]) // self.problem.num_ranks
 
     def take(self) -> list[Start]:
         """What was kept, which is then forgotten."""
