@@ -48,3 +48,12 @@ def test_one_limit_is_needed() -> None:
     costs = CostTable.uniform(num_layers=2)
     with pytest.raises(OctoPipeError, match="give one of the two"):
         hide_transfers(build_plan("1f1b", costs, 2, 2), costs)
+
+
+def test_slack_bounds_what_hiding_may_cost() -> None:
+    costs = CostTable.uniform(num_layers=8, p2p_ms=0.5)
+    plan = build_plan("zb-v", costs, 4, 8)
+    before = simulate(plan, costs)
+    better = simulate(hide_transfers(plan, costs, moves=600, slack=0.05), costs)
+    assert better.makespan_ms <= 1.05 * before.makespan_ms
+    assert better.overlap.rate >= before.overlap.rate

@@ -110,8 +110,12 @@ class IpcTransport(OrderedTransport):
     def _make_arena(self) -> Tensor:
         """In host memory that the copy engines reach; on the device where there is too little of that."""
         if self._driver is not None:
-            with contextlib.suppress(OSError, RuntimeError):
-                return self._pin(_make_file(self._shape, torch.uint8))
+            with contextlib.suppress(OSError):
+                memory = _make_file(self._shape, torch.uint8)
+                try:
+                    return self._pin(memory)
+                except RuntimeError:
+                    os.unlink(memory._octopipe_path)  # type: ignore[attr-defined]
         return self._make(self._shape, torch.uint8)
 
     def _pin(self, memory: Tensor) -> Tensor:
@@ -149,9 +153,11 @@ class IpcTransport(OrderedTransport):
 
     def close(self) -> None:
         # A lane that waits for a lost peer never ends: its memory stays pinned until the process does.
-        ended = [lane.close() for lane in self._lanes]
+        idle = True
+        for lane in self._lanes:
+            idle = lane.close(1.0 if idle else 0.0) and idle
         self._lanes.clear()
-        if self._driver is not None and all(ended):
+        if self._driver is not None and idle:
             for memory in self._pinned:
                 self._driver.unpin(memory)
         self._pinned.clear()

@@ -46,8 +46,8 @@ class Lane(ABC):
         """A handle: its `wait(timeout)` makes the computation wait for what was queued so far."""
 
     @abstractmethod
-    def close(self) -> bool:
-        """Stop; False where something queued has not ended within a second."""
+    def close(self, patience_s: float) -> bool:
+        """Stop; False where something queued has not ended within that time."""
 
 
 # -- on the host ---------------------------------------------------------------------------------------
@@ -111,10 +111,10 @@ class HostLane(Lane):
         self._work.put(event.set)
         return _Done(event)
 
-    def close(self) -> bool:
+    def close(self, patience_s: float) -> bool:
         self._stop = True
         self._work.put(None)
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=patience_s)
         return not self._thread.is_alive()
 
 
@@ -199,10 +199,13 @@ class CudaLane(Lane):
         event.record(self.stream)
         return _Event(event)
 
-    def close(self) -> bool:
-        end = time.monotonic() + 1.0
-        while not self.stream.query():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)
+    def close(self, patience_s: float) -> bool:
+        end = time.monotonic() + patience_s
+        try:
+            while not self.stream.query():
+                if time.monotonic() > end:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # the device has failed: that is told elsewhere
+            return False
         return True
