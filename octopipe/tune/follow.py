@@ -84,21 +84,12 @@ def make_times(problem: Problem, max_stages: int) -> Times:
 
 @njit(cache=True, nogil=True)
 def copy_orders(to, of):  # type: ignore[no-untyped-def]
+    """Also from a scratch: the sequences that `schedule` has just built."""
     for r in range(of.length.size):
         n = of.length[r]
         to.length[r] = n
         for i in range(n):
             to.seq[r, i] = of.seq[r, i]
-
-
-@njit(cache=True, nogil=True)
-def take_orders(to, sc):  # type: ignore[no-untyped-def]
-    """The sequences that `schedule` has just built."""
-    for r in range(to.length.size):
-        n = sc.length[r]
-        to.length[r] = n
-        for i in range(n):
-            to.seq[r, i] = sc.seq[r, i]
 
 
 @njit(cache=True, nogil=True)
@@ -464,7 +455,7 @@ class Polisher:
             self.problem, n, st.bounds, st.rank, st.recompute, st.flight, st.entry, st.glob, st.offset, st.wiggle,
             self.margin, np.inf, ANY_PACE, self.scratch,
         )  # fmt: skip
-        take_orders(self.orders, self.scratch)
+        copy_orders(self.orders, self.scratch)
         for to in (self.state, self.best):
             copy_state(to, st)
         copy_orders(self.best_orders, self.orders)
