@@ -49,7 +49,7 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, WALK_UNTIL = 0.15, (0.35, 0.55, 0.7)
+DRAW_UNTIL, WALK_UNTIL = 0.3, (0.45, 0.6, 0.75)
 """Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
 POLISHED = 3
 """Members of the elites whose orders a lane polishes in turn."""

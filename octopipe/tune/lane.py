@@ -32,6 +32,8 @@ TRIALS = 0.6
 """Share of polishing in which all candidates take turns; the rest is the best one's."""
 WALK_MOVES, PATIENCE = 500, 0.5
 """Longest walk in moves per stage, and the share of it without improvement that ends it."""
+WALK_SHARE = 0.03
+"""Most of the budget that one walk takes."""
 FRESH = 0.6
 """How often a walk begins at an unused start once there is an elite."""
 ELITE, ALIKE = 12, 3
@@ -233,8 +235,13 @@ class Lane:
         current = best_ms = min(value, 1e18)
         made = improved = 0
         length = max(WALK_MOVES * int(st.size[0]), 4000)
-        while made < length and made - improved < PATIENCE * length and self.budget.share() < until:
-            temperature = self.heat * HOT * (COLD / HOT) ** (made / length)
+        first = self.budget.share()
+        while (
+            (done := max(made / length, (self.budget.share() - first) / WALK_SHARE)) < 1.0
+            and made - improved < PATIENCE * length
+            and self.budget.share() < until
+        ):
+            temperature = self.heat * HOT * (COLD / HOT) ** done
             clock = time.monotonic()
             chunk = self.chunk if self.budget.moves is None else 200
             current, after, lines = anneal(
