@@ -51,6 +51,8 @@ COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
 DRAW_UNTIL, WALK_UNTIL = 0.3, (0.45, 0.6, 0.75)
 """Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
+DRAW_ROUNDS = 4
+"""How often lanes tell each other what they drew."""
 POLISHED = 3
 """Members of the elites whose orders a lane polishes in turn."""
 EXCHANGED = 2
@@ -167,7 +169,7 @@ class BestSearch:
                 # What a counted search finds must not depend on when the systems' plans are ready.
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
-                self._together(pool, self._draw)
+                self._draw(pool)
                 for until in WALK_UNTIL:
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
@@ -192,8 +194,17 @@ class BestSearch:
             finalists=self._finalists(),
         )
 
-    def _draw(self, lane: Lane) -> None:
-        lane.draw(min(max(DRAW_UNTIL, lane.budget.share() + DRAW_AT_LEAST), 1.0))
+    def _draw(self, pool: ThreadPoolExecutor) -> None:
+        """Let the lanes draw starts, and tell each other in between which shapes and priorities do well."""
+        first = max(lane.budget.share() for lane in self.lanes)
+        until = min(max(DRAW_UNTIL, first + DRAW_AT_LEAST), 1.0)
+        for k in range(DRAW_ROUNDS):
+            self._together(pool, partial(Lane.draw, until=first + (until - first) * (k + 1) / DRAW_ROUNDS))
+            known = [(list(lane.lottery.liked), dict(lane.lottery.keys)) for lane in self.lanes]
+            for i, lane in enumerate(self.lanes):
+                for j, (liked, keys) in enumerate(known):
+                    if i != j:
+                        lane.lottery.learn(liked, keys)
 
     def _together(self, pool: ThreadPoolExecutor, work: Callable[[Lane], None]) -> None:
         """Let every lane do its work; meanwhile report, and turn what they find into plans."""

@@ -37,10 +37,11 @@ from octopipe.tune.starts import limit_flight, partition_evenly
 
 KEPT = 4
 """Starts kept of one size."""
-KEYS_KEPT = 6
+KEYS_KEPT = 4
+"""Priorities remembered of one size, and taken from all sizes."""
 KEYS_NEAR, KEYS_DRAWN = 6, 4
 """Per structure: the best priorities so far, some like them, and new ones."""
-AGAIN, LIKED = 0.6, 3
+AGAIN, LIKED = 0.75, 3
 """How often a shape like one of the best is drawn, and how many of one size are remembered for that."""
 ROUNDS, WHOLE = (1.2, 6.0), 0.2
 """Rounds over the ranks, evenly by their logarithm, and how often their number is whole."""
@@ -223,7 +224,8 @@ class Lottery:
     def __init__(self, problem: Problem, max_stages: int, scratch: Scratch, margin: np.ndarray, seed: tuple[int, ...]):
         self.problem, self.max_stages, self.scratch, self.margin = problem, max_stages, scratch, margin
         self.lot = np.random.default_rng(seed)
-        self.keys: list[tuple[float, Keys]] = []
+        self.keys: dict[int, list[tuple[float, Keys]]] = {}
+        """By size, the best first."""
         self.starts: list[Start] = []
         self.draws = 0
         self.liked: list[tuple[float, Shape]] = []
@@ -248,7 +250,8 @@ class Lottery:
         st.recompute[: int(st.size[0])] = recompute
         alike = [s for s in self.starts if self.size(s) == self._size(len(shape.ranks))]
         bar = alike[-1].step_ms if len(alike) >= KEPT else np.inf
-        tries = [k for _, k in self.keys]
+        size = self._size(len(shape.ranks))
+        tries = self._known_keys(size)
         if tries:
             tries += [near(tries[int(self.lot.integers(len(tries)))], self.lot) for _ in range(KEYS_NEAR)]
         tries += [draw_keys(self.problem, self.lot) for _ in range(KEYS_DRAWN)]
@@ -258,12 +261,7 @@ class Lottery:
         )  # fmt: skip
         if chosen < 0:
             return
-        best_keys = tries[chosen]
-        if all(k is not best_keys for _, k in self.keys):
-            self.keys.append((best_ms, best_keys))
-        self.keys = sorted(((min(v, best_ms) if k is best_keys else v, k) for v, k in self.keys), key=lambda x: x[0])[
-            :KEYS_KEPT
-        ]
+        self._learn_keys(float(best_ms), tries[chosen], size)
         self._like(float(best_ms), shape)
         self._keep(Start(float(best_ms), shape.name, st))
 
@@ -284,6 +282,30 @@ class Lottery:
         width = self.problem.num_ranks
         low, high = -(-size * width // 2), min(((size + 1) * width - 1) // 2, self.max_stages)
         return draw_shape(self.problem, self.max_stages, self.lot, int(self.lot.integers(low, max(low, high) + 1)))
+
+    def _known_keys(self, size: int) -> list[Keys]:
+        """The best priorities for structures of this size, and of all."""
+        every = sorted((x for known in self.keys.values() for x in known), key=lambda x: x[0])
+        found: list[Keys] = []
+        for _, keys in self.keys.get(size, []) + every[:KEYS_KEPT]:
+            if all(keys is not k for k in found):
+                found.append(keys)
+        return found
+
+    def _learn_keys(self, step_ms: float, keys: Keys, size: int) -> None:
+        known = self.keys.get(size, [])
+        before = min((v for v, k in known if k is keys), default=np.inf)
+        others = [x for x in known if x[1] is not keys]
+        self.keys[size] = sorted([*others, (min(step_ms, before), keys)], key=lambda x: x[0])[:KEYS_KEPT]
+
+    def learn(self, liked: list[tuple[float, Shape]], keys: dict[int, list[tuple[float, Keys]]]) -> None:
+        """Remember what another lottery found good."""
+        for step_ms, shape in liked:
+            if all(shape is not s for _, s in self.liked):
+                self._like(step_ms, shape)
+        for size, known in keys.items():
+            for step_ms, k in known:
+                self._learn_keys(step_ms, k, size)
 
     def _like(self, step_ms: float, shape: Shape) -> None:
         size = self._size(len(shape.ranks))
