@@ -64,9 +64,12 @@ COPIES_UNTIL, COPIES_CLOSE, COPIES_ROOM = 0.95, 1.03, 0.96
 share of memory it may fill where tensors between stages take some."""
 FIRST_UNTIL, DRAW_AT_LEAST = 0.1, 0.08
 """Shares of the budget: the end of preset starts, the least for drawing others."""
-SYSTEMS_UNTIL = 0.3
-"""Share of the budget after which no more published systems are built."""
-SWITCH_S = 5e-4
+SYSTEMS_SHARE = 0.1
+"""Share of the budget that building published systems may take of one core: drawn starts are nearly always better."""
+UNLIKE_FIRST = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
+"""Systems built first where time is short: the others' plans are much like one of theirs."""
+SWITCH_S = 3e-5
+"""How soon a thread gives the interpreter to another: lanes need it for a moment between long calls without it."""
 POLL_S = 0.2
 GATHER_PAUSE = 20.0
 """How much longer than making plans of what the lanes found is the pause before it is done again."""
@@ -159,7 +162,6 @@ class BestSearch:
     def run(self) -> Found:
         interrupted = False
         builder = threading.Thread(target=self._build_systems)
-        # Lanes need the interpreter for a moment between long calls without it: let the others give way sooner.
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
@@ -271,8 +273,11 @@ class BestSearch:
         with_copies: list[tuple[str, Plan]] = []
         if self.start is not None and self.copies and improvable(self.start):
             with_copies.append(("start", self.start))
-        for number, name in enumerate(sorted(systems(), key=lambda n: n not in COPYING_SYSTEMS)):
-            late = self.iterations is None and self.elapsed() > SYSTEMS_UNTIL * self.budget_s
+        began = time.thread_time()
+        for number, name in enumerate(
+            sorted(systems(), key=lambda n: (n not in COPYING_SYSTEMS, n not in UNLIKE_FIRST))
+        ):
+            late = self.iterations is None and time.thread_time() - began > SYSTEMS_SHARE * self.budget_s
             if self.stop.is_set() or late:
                 break
             if name in SLOW_SYSTEMS:

@@ -41,12 +41,13 @@ KEYS_KEPT = 4
 """Priorities remembered of one size, and taken from all sizes."""
 KEYS_NEAR, KEYS_DRAWN = 6, 4
 """Per structure: the best priorities so far, some like them, and new ones."""
-AGAIN, LIKED = 0.75, 3
-"""How often a shape like one of the best is drawn, and how many of one size are remembered for that."""
-ROUNDS, WHOLE = (1.2, 6.0), 0.2
-"""Rounds over the ranks, evenly by their logarithm, and how often their number is whole."""
-KINDS = {"loop": 0.35, "mixed": 0.35, "wave": 0.15, "skip": 0.15}
-"""Ways round the ranks, by how often they are drawn."""
+AGAIN, SPREAD, LIKED = 0.85, 60, 3
+"""How often a shape like one of the best is drawn in the end, after how many draws half as often, and how many of one
+size are remembered for that."""
+ROUNDS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.0, 3.5, 4.0, 4.0, 5.0, 6.0)
+"""Rounds over the ranks, a few stages more or less."""
+KINDS = ("loop", "loop", "turn", "turn", "mixed", "wave", "skip")
+"""Ways round the ranks. All kinds of all lengths are drawn in turn, so that no search misses the good ones."""
 SMALLEST = 0.1
 """Least size asked of a stage, the others' being 1."""
 BALANCE = 2000
@@ -148,23 +149,18 @@ def try_keys(p, st, globs, rules, a, b, margin, cutoff, sc):  # type: ignore[no-
     return chosen, best
 
 
-def draw_shape(problem: Problem, max_stages: int, lot: np.random.Generator, stages: int | None = None) -> Shape:
-    """A way round the ranks; of any length, or of this one."""
-    ranks = problem.num_ranks
-    if stages is None:
-        low, high = np.log(ROUNDS)
-        rounds = float(lot.choice([2, 3, 4])) if lot.random() < WHOLE else float(np.exp(lot.uniform(low, high)))
-        stages = round(ranks * rounds)
-    kind = str(lot.choice(list(KINDS), p=list(KINDS.values())))
+def draw_shape(problem: Problem, max_stages: int, stages: int, kind: str, lot: np.random.Generator) -> Shape:
+    """A way round the ranks with stages of drawn sizes."""
     small = lot.choice([0.0, 0.3, 0.6, 0.85], 2)
-    return Shape(go_round(ranks, min(max(stages, 1), max_stages), kind, lot), kind, float(small[0]), float(small[1]))
+    stages = min(max(stages, 1), max_stages)
+    return Shape(go_round(problem.num_ranks, stages, kind, lot), kind, float(small[0]), float(small[1]))
 
 
 def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tuple[int, ...]:
     """Stages' ranks: rounds over all ranks, the last one cut short.
 
-    Loops begin every round at the same rank; waves turn round, the first time anywhere; mixed ones go up or down as it
-    falls; some rounds of skip leave ranks out.
+    Loops begin every round at the same rank, turns go the last one back; waves always turn round, the first time
+    anywhere; mixed ones go up or down as it falls; some rounds of skip leave ranks out.
     """
     up, down = list(range(ranks)), list(range(ranks - 1, -1, -1))
     out: list[int] = []
@@ -177,7 +173,8 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
             through = sorted(
                 lot.choice(ranks, int(lot.integers(max(ranks // 2, 1), ranks + 1)), replace=False).tolist()
             )
-        if out and kind in ("mixed", "skip") and lot.random() < (0.5 if kind == "mixed" else 0.3):
+        back = {"mixed": 0.5, "skip": 0.3, "turn": float(len(out) + ranks >= stages)}.get(kind, 0.0)
+        if out and lot.random() < back:
             through = through[::-1]
         out += through
     out = out[:stages]
@@ -228,6 +225,8 @@ class Lottery:
         """By size, the best first."""
         self.starts: list[Start] = []
         self.draws = 0
+        self.deck: list[tuple[float, str]] = []
+        """Rounds and kinds still to be drawn."""
         self.liked: list[tuple[float, Shape]] = []
         """The best shapes of every size, for good."""
 
@@ -275,13 +274,21 @@ class Lottery:
     def _shape(self, size: int | None) -> Shape:
         """A new shape, or one like those that did well; the best most of all."""
         liked = [s for _, s in self.liked if size is None or self._size(len(s.ranks)) == size]
-        if liked and self.lot.random() < AGAIN:
+        if liked and self.lot.random() < AGAIN * self.draws / (self.draws + SPREAD):
             return near_shape(self.problem, self.max_stages, liked[int(self.lot.random() ** 2 * len(liked))], self.lot)
-        if size is None:
-            return draw_shape(self.problem, self.max_stages, self.lot)
+        if not self.deck:
+            self.deck = [(rounds, kind) for rounds in ROUNDS for kind in KINDS]
+            self.lot.shuffle(self.deck)
+        rounds, kind = self.deck.pop()
         width = self.problem.num_ranks
-        low, high = -(-size * width // 2), min(((size + 1) * width - 1) // 2, self.max_stages)
-        return draw_shape(self.problem, self.max_stages, self.lot, int(self.lot.integers(low, max(low, high) + 1)))
+        low = high = round(width * rounds)
+        if size is not None:
+            low, high = -(-size * width // 2), min(((size + 1) * width - 1) // 2, self.max_stages)
+        elif rounds % 1.0:
+            low, high = low - width // 16, high + width // 16
+        return draw_shape(
+            self.problem, self.max_stages, int(self.lot.integers(low, max(low, high) + 1)), kind, self.lot
+        )
 
     def _known_keys(self, size: int) -> list[Keys]:
         """The best priorities for structures of this size, and of all."""
