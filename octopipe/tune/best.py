@@ -379,7 +379,7 @@ class BestSearch:
     def _gather(self) -> None:
         """Turn the lanes' best into plans."""
         for lane in self.lanes:
-            for start in lane.elite[:1]:
+            for start in lane.elite[:1] or lane.lottery.starts[:1]:
                 if self._consider(start):
                     for other in self.lanes:
                         other.rejudge()

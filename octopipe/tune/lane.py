@@ -44,9 +44,9 @@ HOPE, FINE, FADED = 0.006, 8, 0.0005
 what they come to. Halved by every walk in vain; when hope has faded, new starts are drawn."""
 REDRAW = 0.01
 """Share of the budget for that."""
-CAPS = (float("inf"), 0.03, 0.01)
+CAPS = (float("inf"), float("inf"), 0.03)
 """How far above the best possible load the busiest rank may be, by walk: a rank that is full leaves the others'
-orders without pressure, and a walk would rest there."""
+orders without pressure, and a walk would rest there. Held too tight too often, walks from good starts end worse."""
 CHUNK_S = 0.03
 MOVES_PER_DRAW = 25
 """What a drawn start counts where moves are counted."""
