@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from octopipe.errors import OctoPipeError
+from octopipe.runtime.rerun import Rerun
 from octopipe.runtime.wgrad import SplitMode, WeightQueue
 
 _NOTHING = nullcontext()
@@ -113,6 +114,7 @@ class Stage:
         self._calls = tuple((first_layer + k, m, _takes_one(m)) for k, m in enumerate(self.modules))
         """Every module's layer, the module, and whether it takes one argument."""
         self.mode = SplitMode((p for m in self.modules for p in m.parameters()), WeightQueue())
+        self.rerun = Rerun(self.mode)
 
     def forward(
         self,
@@ -196,12 +198,12 @@ class StageRun:
         """Leaf by leaf of `outputs`: whether I and B take a gradient for it."""
         self._forward(graph)
 
-    def _forward(self, grad: bool) -> None:
+    def _forward(self, grad: bool, mode: SplitMode | None = None) -> None:
         if grad:
             for leaf, wanted in zip(self._leaves, self._wanted):
                 if wanted:
                     leaf.requires_grad_()
-        mode, stage = self._mode, self._stage
+        mode, stage = mode or self._mode, self._stage
         mode.queue = self._queue
         if self._seed is None and not grad:
             self._rng = _rng_state()
@@ -237,12 +239,19 @@ class StageRun:
         """R: build the graph that F with `recompute=True` did not keep."""
         if self._edges is not None:
             raise OctoPipeError("R of a run that kept its graph: pass recompute=True to its forward")
-        if self._rng is None:
-            self._forward(True)
-        else:
-            with rng_kept():
-                _set_rng_state(self._rng)
-                self._forward(True)
+        inputs, leaves, rerun = self._inputs, self._leaves, self._stage.rerun
+        while True:
+            rerun.begin(self._queue)
+            if self._rng is None:
+                self._forward(True, rerun)
+            else:
+                with rng_kept():
+                    _set_rng_state(self._rng)
+                    self._forward(True, rerun)
+            edge = self._edges[0] if self._edges and len(self._edges) == 1 else None
+            if rerun.valid(edge and edge.node):
+                break
+            self._inputs, self._leaves, self._edges = inputs, leaves, None
         self._rng = self.outputs = None  # the next stage has had them
 
     def backward_input(self, grads: Any = None) -> list[Tensor | None]:
