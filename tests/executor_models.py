@@ -64,7 +64,7 @@ class Several(nn.Module):
 
     def forward(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            ids, scale = torch.arange(value.shape[1]), value.detach().mean()
+            ids, scale = torch.arange(value.shape[1], device=value.device), value.detach().mean()
             value = {"x": value, "ids": ids, "scale": scale, "aux": (0.0, None)}
         x = self.block(value["x"]) * (1 + 0.1 * value["scale"]) + 0.01 * value["ids"][None, :, None]
         aux = value["aux"][0] + self.side(x).square().mean()

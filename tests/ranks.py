@@ -1,4 +1,4 @@
-"""Worlds of gloo ranks that stay alive over many tests: starting a process costs seconds, a plan milliseconds."""
+"""Worlds of ranks that stay alive over many tests: starting a process costs seconds, a plan milliseconds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     from octopipe.runtime.world import World
 
     world = World(dist.group.WORLD)
@@ -40,9 +41,17 @@ def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
 
 
 class Ranks:
-    """`size` processes in one gloo world; `run(function, *args)` calls `function(world, *args)` on all of them."""
+    """`size` processes in one world; `run(function, *args)` calls `function(world, *args)` on all of them.
 
-    def __init__(self, size: int):
+    `environment(rank)`: what a rank has in its environment besides.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        backend: str = "gloo",
+        environment: Callable[[int], dict[str, str]] = lambda rank: {},
+    ):
         # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "octopipe.runtime.pipeline", "octopipe.nn"])
@@ -54,7 +63,8 @@ class Ranks:
         self._pipes, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            args = (rank, size, port, theirs, backend, environment(rank))
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)

@@ -54,6 +54,9 @@ class InOrder:
     def recv(self, tensors: list[Any], peer: int, tag: int) -> Work:
         return self._issue(self._group.recv, tensors, peer, tag)
 
+    def eager_connect_single_device(self, device: Any) -> None:
+        pass
+
     def shutdown(self) -> None:
         self._thread.shutdown()
 

@@ -54,6 +54,17 @@ class Recorder:
         """Whether the device has done the last step."""
         return not self._cuda or self.events[-1].query()
 
+    def device_at(self) -> tuple[int, bool] | None:
+        """The first op, by its place in the rank's order, that the device has not done, and whether it has begun it.
+
+        None where the device has done all that was issued. Ops of this step that are not issued yet carry the
+        events of the step before, which are done.
+        """
+        for k, event in enumerate(self.events[:-1]):
+            if not event.query():
+                return k // 2, bool(k % 2)
+        return None
+
     @staticmethod
     def now() -> float:
         """Seconds on the host's clock."""

@@ -5,11 +5,13 @@ Knows: NCCL through torch's process groups. Does not know: the protocol of messa
 NCCL runs the operations of one communicator in issue order and both ends must agree on it; lowering made sure that
 they do. Under `directed` every direction of a pair of ranks has a communicator (and with it a stream) of its own,
 under `pair` and the stricter models every pair has one. Waiting is the device's: `wait` makes the current stream
-wait, the host goes on. A peer that never answers is noticed by NCCL's own watchdog after `timeout_s`.
+wait, the host goes on. A peer that never answers is noticed by the pipeline's watchdog (`board`) after `timeout_s`;
+NCCL's own, which knows no op by name, is told to leave that to us.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,10 +41,13 @@ class NcclTransport(OrderedTransport):
 
     def open(self, slots: Sequence[Slot]) -> None:
         super().open(slots)
+        # Torch warns that the messages of an eagerly made group run one after the other: that is what a queue is.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         me, hello = self._world.rank, torch.zeros(1, device=self.device)
         for pair in sorted({self._queue(s) for s in slots}):  # one order for all ranks: nobody waits in a circle
             group = self._world.new_group(pair, "nccl", f"queue-{self._directed:d}", timeout_s=self.timeout_s)
-            # The communicator is made at the first message; make it now, while nobody computes.
+            # The communicator would be made at the first message; make it now, while nobody computes.
+            group.eager_connect_single_device(self.device)
             (group.send([hello], 1, 0) if me == pair[0] else group.recv([hello], 0, 0)).wait()
             torch.cuda.synchronize(self.device)
             self._groups[pair] = group
