@@ -152,6 +152,7 @@ class IpcTransport(OrderedTransport):
         return buffer, self._receivers[slot.peer].receive(buffer)
 
     def close(self) -> None:
+        super().close()
         # A lane that waits for a lost peer never ends: its memory stays pinned until the process does.
         idle = True
         for lane in self._lanes:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octopipe.runtime.buffers import SMALL_BYTES, Lent
+from octopipe.runtime.buffers import SMALL_BYTES
 from octopipe.runtime.messages import Leaf
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.headed import HeadedTransport
@@ -35,10 +35,7 @@ class GlooTransport(HeadedTransport):
         if leaf.nbytes >= SMALL_BYTES:
             buffer = self._pool.take(leaf.shape, leaf.dtype)
         else:
-            kept = end.kept
-            if kept is None or kept[0] is not leaf or not kept[1].is_free():
-                kept = end.kept = leaf, Lent(torch.empty(leaf.shape, dtype=leaf.dtype))
-            buffer = kept[1].tensor.detach()
+            buffer = self._room(end, leaf)
         return buffer, self.control.recv([buffer], slot.peer, end.tag)
 
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:

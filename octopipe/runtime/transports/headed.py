@@ -1,7 +1,7 @@
 """Messages with headers: what the gloo, NCCL and CUDA-IPC transports have in common.
 
-Knows: the protocol of forward and gradient messages over a gloo group for headers and some way for bodies. Does not
-know: that way; see `gloo`, `nccl` and `cuda_ipc`.
+Knows: the protocol of forward and gradient messages: headers through mailboxes (`mail`) between ranks of one host and
+over a gloo group between hosts, bodies some way. Does not know: that way; see `gloo`, `nccl` and `cuda_ipc`.
 
 A forward message starts with a header (see `messages`), sent from host to host; small host tensors ride inside it.
 They stay where they arrived: a slot's header is received into the same memory again once nobody holds them.
@@ -31,6 +31,7 @@ from octopipe.runtime.buffers import BufferPool, Lent
 from octopipe.runtime.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.base import TransferError, Transport, spread
+from octopipe.runtime.transports.mail import Box, Mail
 from octopipe.runtime.world import Group, wire
 
 
@@ -38,11 +39,13 @@ class End:
     """What the transport keeps for one slot."""
 
     __slots__ = (
-        "bodies", "expected", "fixed", "head", "kept", "memory", "message", "parts", "pointer", "room", "seen", "spec",
-        "tag", "works",
+        "bodies", "box", "expected", "fixed", "head", "kept", "length", "memory", "message", "parts", "pointer", "room",
+        "seen", "spec", "tag", "works",
     )  # fmt: skip
 
-    def __init__(self, slot: Slot):
+    def __init__(self, slot: Slot, box: Box | None):
+        self.box = box
+        """For headers, and for gradients that are one small tensor; None where the peer is on another host."""
         self.tag = 4 * slot.number
         """Bodies; one more: headers; two more: descriptions too long for a header; three more: late bodies."""
         self.works: list[Any] = []
@@ -64,6 +67,8 @@ class End:
         self.room = [self.head]
         self.message = self.room
         """The part of `head` that is sent."""
+        self.length = HEAD_BYTES
+        """Its bytes."""
         self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
         self.fixed = self.memory[:FIXED_BYTES]
         self.pointer = self.head.data_ptr()
@@ -81,10 +86,15 @@ class HeadedTransport(Transport):
         self._timeout = timedelta(seconds=timeout_s)
         self._specs = Specs()
         self._pool = BufferPool(torch.device("cpu"))
+        self._mail = Mail()
 
     def open(self, slots: Sequence[Slot]) -> None:
+        boxes = self._mail.open(self.control, slots, HEAD_BYTES, self.timeout_s)
         for slot in slots:
-            slot.state = End(slot)
+            slot.state = End(slot, boxes.get(2 * slot.number + slot.sending))
+
+    def close(self) -> None:
+        self._mail.close()
 
     # -- moving bodies ---------------------------------------------------------------------------------
 
@@ -128,7 +138,8 @@ class HeadedTransport(Transport):
         if spec is not end.spec:
             end.spec = spec
             end.memory[: len(spec.header)] = spec.header
-            end.message = [end.head[: spec.message_bytes if inline else len(spec.header)]]
+            end.length = spec.message_bytes if inline else len(spec.header)
+            end.message = [end.head[: end.length]]
         if inline:
             at = end.pointer + spec.offset
             for tensor, leaf in zip(tensors, spec.leaves):
@@ -137,7 +148,10 @@ class HeadedTransport(Transport):
                 ctypes.memmove(at, tensor.data_ptr(), leaf.nbytes)
                 at += leaf.padded
         try:
-            end.works.append(self.control.send(end.message, slot.peer, end.tag + 1))
+            if end.box is not None:
+                end.box.put(end.pointer, end.length)
+            else:
+                end.works.append(self.control.send(end.message, slot.peer, end.tag + 1))
             if not inline or end.expected:
                 self._send_bodies(slot, spec, () if inline else spec.leaves, tensors)
         except RuntimeError as error:
@@ -174,6 +188,14 @@ class HeadedTransport(Transport):
         end: End = slot.state
         slot.nbytes = 0
         try:
+            if end.box is not None and self.inline:
+                some = gradients if len(gradients) == 1 else [g for g in gradients if g is not None]
+                if len(some) == 1 and (only := some[0]) is not None and 0 < (nbytes := only.nbytes) <= HEAD_BYTES:
+                    slot.nbytes = nbytes
+                    if not only.is_contiguous():
+                        only = only.contiguous()
+                    end.box.put(only.data_ptr(), nbytes)
+                    return
             for gradient in gradients:
                 if gradient is not None and (nbytes := gradient.nbytes):
                     gradient = self._ready(gradient)
@@ -202,10 +224,20 @@ class HeadedTransport(Transport):
                         end.new_head()
                         end.seen, end.parts = b"", []
                         break
-                end.works.append(self.control.recv(end.room, slot.peer, end.tag + 1))
+                if end.box is not None:
+                    end.box.pointer = end.pointer
+                    end.works.append(end.box)
+                else:
+                    end.works.append(self.control.recv(end.room, slot.peer, end.tag + 1))
                 leaves: Sequence[Leaf] = end.expected
             else:
                 leaves = slot.cell.sent.asking
+                if end.box is not None and self.inline and len(leaves) == 1 and 0 < leaves[0].nbytes <= HEAD_BYTES:
+                    buffer = self._room(end, leaves[0])
+                    end.box.pointer = buffer.data_ptr()
+                    end.works.append(end.box)
+                    end.bodies.append(buffer)
+                    return
             for leaf in leaves:
                 if leaf.nbytes:
                     buffer, work = self._post_body(slot, leaf)
@@ -218,6 +250,13 @@ class HeadedTransport(Transport):
 
     def _empty(self, leaf: Leaf) -> Tensor:
         return torch.empty(leaf.shape, dtype=leaf.dtype)
+
+    def _room(self, end: End, leaf: Leaf) -> Tensor:
+        """Where a small tensor may arrive: the same memory again where nobody holds what came last."""
+        kept = end.kept
+        if kept is None or kept[0] is not leaf or not kept[1].is_free():
+            kept = end.kept = leaf, Lent(torch.empty(leaf.shape, dtype=leaf.dtype))
+        return kept[1].tensor.detach()
 
     def take_forward(self, slot: Slot) -> tuple[Any, Spec]:
         end: End = slot.state

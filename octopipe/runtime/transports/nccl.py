@@ -69,6 +69,7 @@ class NcclTransport(OrderedTransport):
         return buffer, StreamWork(group.recv([buffer], peer, 0))
 
     def close(self) -> None:
+        super().close()
         for group in self._groups.values():
             group.shutdown()
         self._groups.clear()

@@ -138,6 +138,9 @@ class StrictTransport(Transport):
     def end_step(self) -> None:
         self._inner.end_step()
 
+    def close(self) -> None:
+        self._inner.close()
+
 
 def _shared_flags(world: World, count: int) -> Any:
     """One table of step numbers that all ranks see (collective)."""

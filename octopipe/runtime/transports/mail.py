@@ -1,0 +1,223 @@
+"""Mailboxes: small messages between ranks of one host through shared memory.
+
+Knows: boxes of a fixed size in files that two ranks map, how to sleep until one is filled, how a dead or finished peer
+is noticed. Does not know: what messages mean (`headed`).
+
+A message over gloo costs both ends calls into the kernel's network, twenty microseconds and more each; as many as all
+the rest that the executor does for a small op. A box costs a copy and one call that wakes whoever sleeps on it.
+
+Every transfer has a box of its own, used once a step. Its sender writes the message and then its number; the receiver
+sleeps on the number (a futex), copies the message out and notes the number as taken. The next message waits for that.
+The files have lost their names before the first step. A sender holds a lock on its file: when it dies, the lock is
+free, and a receiver that has slept for a while sees so.
+
+Stores must be seen in the order in which they were made: x86 does, other machines use gloo for everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.world import Group, gather_objects
+
+FOLDER = "/dev/shm"
+LINE = 64
+"""Bytes of a cache line: a box begins with one for its numbers."""
+SENT, TAKEN, LENGTH = range(3)
+"""Words of a box: the number of the last message, of the last one taken, bytes of the message."""
+LOOK_EVERY_S = 0.5
+"""How often a sleeper looks whether its peer is alive."""
+_FUTEX, _WAIT, _WAKE = 202, 0, 1
+_WORD = (1 << 32) - 1
+
+
+def supported() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64" and os.path.isdir(FOLDER)
+
+
+class _Time(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_syscall: Any = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
+if _syscall is not None:
+    _syscall.argtypes = [
+        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
+    ]  # fmt: skip
+_slice = _Time(0, int(LOOK_EVERY_S * 1e9))
+_slice_at = ctypes.addressof(_slice)
+
+
+class Shelf:
+    """The boxes from one rank to another: a mapped file. Its first line says whether the sender has closed it."""
+
+    def __init__(self, path: str, boxes: int, room: int, *, create: bool):
+        self._stride = LINE + room
+        size = LINE + boxes * self._stride
+        self._file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0) | os.O_CLOEXEC, 0o600)
+        try:
+            if create:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.posix_fallocate(self._file, 0, size)  # no room is an error now, not a fault later
+            self._map = mmap.mmap(self._file, size)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._boxes = boxes
+        self.words = memoryview(self._map).cast("I")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def box(self, number: int, timeout_s: float) -> Box:
+        return Box(self, LINE + number * self._stride, timeout_s)
+
+    def gone(self) -> bool:
+        """Asked by a receiver: whether the sender has closed the shelf or died."""
+        if self.words[0]:
+            return True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def close(self, *, sender: bool) -> None:
+        if sender:
+            self.words[0] = 1
+            for number in range(self._boxes):
+                wake(self.address + LINE + number * self._stride)
+        self.words.release()
+        with suppress(BufferError):  # the address keeps it; it goes with the last box
+            self._map.close()
+        os.close(self._file)
+
+
+class Box:
+    """One end of one transfer. `wait` is what a transport calls of a posted receive."""
+
+    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "number", "pointer")
+
+    def __init__(self, shelf: Shelf, offset: int, timeout_s: float):
+        self._shelf, self._words, self._at, self._timeout_s = shelf, shelf.words, offset // 4, timeout_s
+        self.address = shelf.address + offset
+        self.number = 0
+        """Of the last message that this end has sent or taken."""
+        self.pointer = 0
+        """Where a received message goes."""
+
+    def put(self, pointer: int, nbytes: int) -> None:
+        """Send so many bytes from there."""
+        words, at = self._words, self._at
+        if words[at + TAKEN] != self.number:
+            self._until_taken()
+        self.number = number = (self.number + 1) & _WORD
+        ctypes.memmove(self.address + LINE, pointer, nbytes)
+        words[at + LENGTH] = nbytes
+        words[at + SENT] = number
+        wake(self.address)
+
+    def wait(self, timeout: object = None) -> None:
+        """Sleep until the next message is there, and copy it to `pointer`."""
+        words, at = self._words, self._at
+        number = (self.number + 1) & _WORD
+        if words[at + SENT] != number:
+            self._until_sent(number)
+        self.number = number
+        ctypes.memmove(self.pointer, self.address + LINE, words[at + LENGTH])
+        words[at + TAKEN] = number
+
+    def _until_sent(self, number: int) -> None:
+        words, at, end = self._words, self._at, time.monotonic() + self._timeout_s
+        while (seen := words[at + SENT]) != number:
+            slept = _syscall(_FUTEX, self.address, _WAIT, seen, _slice_at, None, 0)
+            if slept and words[at + SENT] == seen:
+                # Nobody woke us: a good moment to look around. What is sent before the end still counts.
+                if self._shelf.gone() and words[at + SENT] == seen:
+                    raise RuntimeError("connection closed by peer")
+                if time.monotonic() > end:
+                    raise RuntimeError("timed out")
+            elif words[0] and words[at + SENT] == seen:
+                raise RuntimeError("connection closed by peer")
+
+    def _until_taken(self) -> None:
+        """The receiver is a whole step behind: only where nothing answers, as in evaluation, do senders get so far."""
+        end = time.monotonic() + self._timeout_s
+        while self._words[self._at + TAKEN] != self.number:
+            if time.monotonic() > end:
+                raise RuntimeError("timed out")
+            time.sleep(1e-4)
+
+
+def wake(address: int) -> None:
+    _syscall(_FUTEX, address, _WAKE, _WORD >> 1, None, None, 0)
+
+
+class Mail:
+    """All boxes of one rank of a pipeline."""
+
+    def __init__(self) -> None:
+        self._out: dict[int, Shelf] = {}
+        self._in: dict[int, Shelf] = {}
+
+    def open(self, control: Group, slots: Sequence[Slot], room: int, timeout_s: float) -> dict[int, Box]:
+        """Boxes by slot number and end (2 * number, and one more where it sends), for the peers on this host.
+
+        Collective over the group's ranks. Both ends of a pair number its boxes by the transfers' own numbers.
+        """
+        me = control.rank()
+        names: dict[int, str] = {}
+        for peer, mine in _by_peer(slots, sending=True).items():
+            path = os.path.join(FOLDER, f"octopipe-{uuid.uuid4().hex}")
+            try:
+                if supported():
+                    self._out[peer] = Shelf(path, len(mine), room, create=True)
+                    names[peer] = path
+            except OSError:
+                _unlink(path)
+        offered = gather_objects(control, names)
+        for peer, mine in _by_peer(slots, sending=False).items():
+            if me in offered[peer]:
+                with suppress(OSError):  # not this host's file
+                    self._in[peer] = Shelf(offered[peer][me], len(mine), room, create=False)
+        accepted = gather_objects(control, set(self._in))
+        for path in names.values():
+            _unlink(path)
+        for peer in [p for p in self._out if me not in accepted[p]]:
+            self._out.pop(peer).close(sender=True)
+        boxes: dict[int, Box] = {}
+        for sending, shelves in ((True, self._out), (False, self._in)):
+            for peer, mine in _by_peer(slots, sending=sending).items():
+                if peer in shelves:
+                    for k, slot in enumerate(mine):
+                        boxes[2 * slot.number + sending] = shelves[peer].box(k, timeout_s)
+        return boxes
+
+    def close(self) -> None:
+        for shelf in self._out.values():
+            shelf.close(sender=True)
+        for shelf in self._in.values():
+            shelf.close(sender=False)
+        self._out.clear()
+        self._in.clear()
+
+
+def _by_peer(slots: Sequence[Slot], *, sending: bool) -> dict[int, list[Slot]]:
+    out: dict[int, list[Slot]] = {}
+    for slot in sorted((s for s in slots if s.sending == sending), key=lambda s: s.number):
+        out.setdefault(slot.peer, []).append(slot)
+    return out
+
+
+def _unlink(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,172 @@
+"""Mailboxes between ranks of one host, and gloo in their place between hosts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import time
+from unittest.mock import patch
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
+from random_plans import random_plan  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
+from twins import plain_gradients, worst_error  # noqa: E402
+
+from octopipe.lower import CHANNELS  # noqa: E402
+from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.transports import mail  # noqa: E402
+
+if not mail.supported():
+    pytest.skip("mailboxes need Linux on x86-64", allow_module_level=True)
+
+ROOM = 256
+TIMEOUT_S = 20.0
+
+
+class Transfer:
+    """As much of a slot as mail asks for."""
+
+    def __init__(self, number: int, peer: int, sending: bool):
+        self.number, self.peer, self.sending = number, peer, sending
+
+
+def two_ways(world, count):
+    other = 1 - world.rank
+    return [Transfer(n, other, (n % 2 == 0) == (world.rank == 0)) for n in range(count)]
+
+
+def exchange(world):
+    """Messages of every length, hundreds through every box; the lists that went and came."""
+    post = mail.Mail()
+    slots = two_ways(world, 6)
+    boxes = post.open(world.control, slots, ROOM, TIMEOUT_S)
+    assert len(boxes) == 6
+    world.gather(None)
+    with open("/proc/self/maps") as maps:
+        files = [line for line in maps if f"{mail.FOLDER}/octopipe-" in line]
+    assert files and all("(deleted)" in line for line in files)  # no name is left behind, whatever happens
+    room = ctypes.create_string_buffer(ROOM)
+    got, gave = [], []
+    for turn in range(200):
+        for slot in slots:
+            box = boxes[2 * slot.number + slot.sending]
+            text = bytes((turn + slot.number + k) % 251 for k in range(1 + (37 * turn + slot.number) % ROOM))
+            if slot.sending:
+                held = ctypes.create_string_buffer(text, len(text))
+                box.put(ctypes.addressof(held), len(text))
+                gave.append(text)
+            else:
+                box.pointer = ctypes.addressof(room)
+                box.wait()
+                got.append(room.raw[: len(text)])
+                assert got[-1] == text
+    world.gather(None)
+    post.close()
+    return len(got), len(gave)
+
+
+def test_messages_arrive_in_order_and_whole():
+    assert shared_ranks(2).run(exchange) == [(600, 600), (600, 600)]
+
+
+def run_ahead(world):
+    """A sender that nothing answers stops before it would overwrite what was not taken."""
+    post = mail.Mail()
+    (slot,) = [Transfer(0, 1 - world.rank, world.rank == 0)]
+    box = post.open(world.control, [slot], ROOM, TIMEOUT_S)[slot.sending]
+    seen = []
+    word = ctypes.c_uint32()
+    begin = time.monotonic()
+    for k in range(5):
+        if world.rank == 0:
+            word.value = k
+            box.put(ctypes.addressof(word), 4)
+        else:
+            time.sleep(0.1)
+            box.pointer = ctypes.addressof(word)
+            box.wait()
+            seen.append(word.value)
+    took = time.monotonic() - begin
+    world.gather(None)
+    post.close()
+    return seen, took
+
+
+def test_sender_waits_for_a_receiver_a_step_behind():
+    (_, took), (seen, _) = shared_ranks(2).run(run_ahead)
+    assert seen == [0, 1, 2, 3, 4]
+    assert took > 0.25
+
+
+def lost(world, how):
+    """What rank 0 hears of a message that never comes, and how soon."""
+    post = mail.Mail()
+    slot = Transfer(0, 1 - world.rank, world.rank == 1)
+    box = post.open(world.control, [slot], ROOM, 1.5 if how == "silent" else TIMEOUT_S)[slot.sending]
+    if world.rank == 1:
+        time.sleep(0.3)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "closed":
+            post.close()
+        time.sleep(2.5)
+        return None
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        box.wait()
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "most_s"), [("killed", "closed", 3.0), ("closed", "closed", 2.0), ("silent", "timed out", 5.0)]
+)
+def test_a_message_that_never_comes_is_noticed(how, words, most_s):
+    ranks = Ranks(2)
+    ranks.start(lost, how)
+    (worked, said), _ = ranks.results()
+    ranks.close()
+    assert worked, said
+    assert words in said[0]
+    assert said[1] < most_s
+
+
+class Elsewhere(mail.Shelf):
+    def __init__(self, *_, **__):
+        raise OSError("no such file on this host")
+
+
+def run_plans(world, jobs, where):
+    out = []
+    with patch.object(mail, "Shelf", Elsewhere if where == "other hosts" or world.rank == 1 else mail.Shelf):
+        for name, kind, plan, channel in jobs:
+            case = make(kind, plan.num_micro_batches)
+            expected, _ = plain_gradients(*case)
+            with Pipeline(case.layers, plan, case.loss_fn, group=world, channel=channel, timeout_s=TIMEOUT_S) as pipe:
+                boxes = [slot.state.box for slot in pipe.executor.program.slots]
+                for _ in range(2):
+                    pipe.zero_grad()
+                    pipe.step(case.inputs, case.targets)
+            out.append((name, worst_error(pipe, expected), sum(b is not None for b in boxes), len(boxes)))
+            pipe.zero_grad()
+    return out
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, "other hosts"), (4, "other hosts"), (4, "one on another host")])
+def test_ranks_of_other_hosts_get_the_same_over_gloo(size, where):
+    jobs = []
+    for seed in range(30):
+        rng = random.Random(500 * size + seed)
+        plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.choice((3, 4, 5)))
+        jobs.append((f"seed {seed}", KINDS[seed % len(KINDS)], plan, CHANNELS[seed // len(KINDS) % len(CHANNELS)]))
+    boxes = slots = 0
+    for per_rank in shared_ranks(size).run(run_plans, jobs, where):
+        for name, error, with_box, all_of_them in per_rank:
+            assert error <= 1e-12, name
+            boxes, slots = boxes + with_box, slots + all_of_them
+    assert boxes == 0 if where == "other hosts" else 0 < boxes < slots
