@@ -26,7 +26,7 @@ from octopipe.tune.exact import solve
 from octopipe.tune.explain import explain
 from octopipe.tune.random_search import RandomSearch
 from octopipe.tune.result import Callback, Progress, Step, TuneResult
-from octopipe.tune.robust import most_robust
+from octopipe.tune.robust import SIGMA, most_robust
 
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
@@ -80,6 +80,7 @@ def tune(
             copies=copies,
             lower_bound_ms=bound,
             progress=progress,
+            jitter=SIGMA if robust else 0.0,
         ).run()
     else:
         search = IterativeSearch if method == "octopipe" else RandomSearch

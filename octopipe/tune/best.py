@@ -70,6 +70,10 @@ UNLIKE_FIRST = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "
 """Systems built first where time is short: the others' plans are much like one of theirs."""
 SWITCH_S = 3e-5
 """How soon a thread gives the interpreter to another: lanes need it for a moment between long calls without it."""
+JITTER_DRAWS, JITTER_OPS = 12, 24000
+"""Where the mean under jitter counts, of how many draws it is the mean while orders are polished, the only part of the
+search that knows of it: so many, or more until they jitter so many ops. All moves are judged by the same ones; with few
+ops and few draws orders would suit the draws."""
 POLL_S = 0.2
 GATHER_PAUSE = 20.0
 """How much longer than making plans of what the lanes found is the pause before it is done again."""
@@ -111,8 +115,12 @@ class BestSearch:
         copies: bool,
         lower_bound_ms: float,
         progress: Callback | None,
+        jitter: float = 0.0,
     ) -> None:
-        self.copies = copies
+        """`jitter`: what counts in the end is the mean over times jittered by so much (sigma of a log-normal)."""
+        self.copies, self.jitter = copies, jitter
+        self.steady: list[Plan] = []
+        """Plans made for the least mean."""
         self.began = time.monotonic()
         self.costs, self.budget_s, self.seed, self.progress = costs, budget_s, seed, progress
         self.problem: Problem = make_problem(costs, num_ranks, num_micro_batches)
@@ -359,14 +367,23 @@ class BestSearch:
             sizes.setdefault(self.lanes[0].lottery.size(start), []).append(start)
         queue = best[:1] + [s for group in zip_longest(*sizes.values()) for s in group if s and s is not best[0]]
         turn = {id(lane): queue[k :: len(self.lanes)][:POLISHED] for k, lane in enumerate(self.lanes)}
-        self._together(pool, lambda lane: lane.polish(turn[id(lane)], margin))
+        factors = None
+        if self.jitter:
+            ops = 3 * int(best[0].state.size[0]) * self.problem.num_micro_batches
+            draws = max(JITTER_DRAWS, JITTER_OPS // ops)
+            shape = (draws, 2, 4, self.max_stages, self.problem.num_micro_batches)
+            drawn = np.random.default_rng((self.seed, 4)).normal(-(self.jitter**2) / 2, self.jitter, shape)
+            factors = np.exp(drawn)
+        self._together(pool, lambda lane: lane.polish(turn[id(lane)], margin, factors))
         for lane in self.lanes:
             polished = lane.polished
-            if polished is not None and polished.best_ms < self.best_ms:
+            if polished is not None and (self.jitter or polished.best_ms < self.best_ms):
                 plan = plan_of(self.problem, self.costs, polished.best, polished.best_orders)
                 timeline = simulate(plan, self.costs)
                 if timeline.fits:
-                    self._take(plan, timeline, "fixed orders")
+                    self.steady.append(plan)
+                    if timeline.step_ms < self.best_ms:
+                        self._take(plan, timeline, "fixed orders")
 
     def _buffers(self) -> np.ndarray:
         """Peak memory of the best plan less its peak without any tensor between stages, per rank."""
@@ -421,7 +438,7 @@ class BestSearch:
                 self._note(0, "start", name, self.seen_ms, timeline.step_ms)
             first = self.best_plan is None
             self.best_plan, self.best_timeline = plan, timeline
-        if timeline.step_ms <= self.lower_bound_ms * AT_BOUND and not plan.replicas():
+        if timeline.step_ms <= self.lower_bound_ms * AT_BOUND and not plan.replicas() and not self.jitter:
             self.stop.set()
         if first:
             self._report()  # a first plan is there within a second or two: say so at once
@@ -429,7 +446,7 @@ class BestSearch:
     def _finalists(self) -> list[Plan]:
         """The best plan and every elite's that fits and is nearly as fast."""
         assert self.best_plan is not None
-        plans = [self.best_plan]
+        plans = [self.best_plan, *(p for p in self.steady if p != self.best_plan)]
         for start in (s for lane in self.lanes for s in lane.elite):
             if start.step_ms > (1 + CLOSE) * self.best_ms:
                 continue

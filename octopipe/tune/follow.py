@@ -218,6 +218,84 @@ def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def mean_step(p, st, orders, factors, sc):  # type: ignore[no-untyped-def]
+    """Mean step time of orders that `follow` has just timed, over draws of a factor for every op and its transfer.
+
+    Memory is not asked about again: a rank's ops, and so what it holds, stay in the order they have. What `follow` left
+    for `read_times` is left alone. Optimizer and reductions are not jittered, and not counted.
+    """
+    stages, ranks, M, inf = st.size[0], p.num_ranks, p.num_micro_batches, np.inf
+    vary = 1 if p.variants > 1 else 0
+    total = 0.0
+    for k in range(factors.shape[0]):
+        left = 0
+        for s in range(stages):
+            for m in range(M):
+                sc.arrive_f[s, m] = inf
+                sc.arrive_i[s, m] = inf
+        for m in range(M):
+            sc.arrive_f[0, m] = 0.0
+        for r in range(ranks):
+            sc.clock[r] = 0.0
+            sc.length[r] = 0
+            left += orders.length[r]
+            for q in range(ranks):
+                sc.channel[r, q] = 0.0
+        while left > 0:
+            for r in range(ranks):
+                t = sc.clock[r]
+                i = sc.length[r]
+                first = i
+                while i < orders.length[r]:
+                    code = orders.seq[r, i]
+                    kind = code >> KIND_BITS
+                    s = (code >> STAGE_BITS) & MASK
+                    m = code & MASK
+                    v = st.entry[m] * vary
+                    factor = factors[k, 0, kind, s, m]
+                    carried = factors[k, 1, kind, s, m]
+                    if kind == KIND_F:
+                        at = sc.arrive_f[s, m]
+                        if at == inf:
+                            break
+                        t = max(t, at) + sc.f_ms[s, v] * factor
+                        at = t
+                        if s + 1 < stages:
+                            q = st.rank[s + 1]
+                            if q != r:
+                                at = max(at, sc.channel[r, q]) + sc.hop_f[s, v] * carried
+                                sc.channel[r, q] = at
+                            sc.arrive_f[s + 1, m] = at
+                        else:
+                            sc.arrive_i[s, m] = at
+                    elif kind == KIND_I:
+                        at = sc.arrive_i[s, m]
+                        if at == inf:
+                            break
+                        t = max(t, at) + sc.i_ms[s, v] * factor
+                        if s > 0:
+                            q = st.rank[s - 1]
+                            at = t
+                            if q != r:
+                                at = max(at, sc.channel[r, q]) + sc.hop_i[s, v] * carried
+                                sc.channel[r, q] = at
+                            sc.arrive_i[s - 1, m] = at
+                    elif kind == KIND_W:
+                        t += sc.w_ms[s, v] * factor
+                    else:
+                        t += sc.f_ms[s, v] * factor
+                    i += 1
+                left -= i - first
+                sc.length[r] = i
+                sc.clock[r] = t
+        last = 0.0
+        for r in range(ranks):
+            last = max(last, sc.clock[r])
+        total += last
+    return total / factors.shape[0]
+
+
+@njit(cache=True, nogil=True)
 def read_times(p, st, orders, sc, times):  # type: ignore[no-untyped-def]
     """After `follow`: every op's end, and the critical path; returns the path's length."""
     n = st.size[0]
@@ -388,13 +466,15 @@ def anneal_orders(  # type: ignore[no-untyped-def]
     current,
     best_ms,
     log,
+    factors,
 ):
-    """`iterations` moves on fixed orders; as `anneal`."""
+    """`iterations` moves on fixed orders; as `anneal`. With `factors` the mean under them is what counts."""
     lines = 0
+    jittered = factors.shape[0] > 0
     value = follow(p, st, orders, margin, np.inf, sc)
     if value == np.inf:
         return current, best_ms, 0
-    current = value
+    current = mean_step(p, st, orders, factors, sc) if jittered else value
     path = read_times(p, st, orders, sc, times)
     critical = sc.count[p.num_ranks]
     for i in range(iterations):
@@ -414,6 +494,8 @@ def anneal_orders(  # type: ignore[no-untyped-def]
         value = np.inf
         if quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, sc.free) <= cutoff:
             value = follow(p, st, orders, margin, cutoff, sc)
+            if jittered and value <= cutoff:  # the mean is hardly ever below the time without jitter
+                value = mean_step(p, st, orders, factors, sc)
         if value <= cutoff:
             current = value
             path = read_times(p, st, orders, sc, times)
@@ -438,9 +520,17 @@ class Polisher:
     """One walk over fixed orders and the best it has seen."""
 
     def __init__(
-        self, problem: Problem, max_stages: int, scratch: Scratch, margin: np.ndarray, seed: tuple[int, ...]
+        self,
+        problem: Problem,
+        max_stages: int,
+        scratch: Scratch,
+        margin: np.ndarray,
+        seed: tuple[int, ...],
+        factors: np.ndarray | None = None,
     ) -> None:
+        """`factors` [draws, op or its transfer, kind, stage, micro-batch]: all times are means under these."""
         self.problem, self.scratch, self.margin = problem, scratch, margin
+        self.factors = np.zeros((0, 2, 1, 1, 1)) if factors is None else factors
         self.state, self.best, self.back = (make_state(problem, max_stages) for _ in range(3))
         self.orders, self.best_orders, self.back_orders = (make_orders(problem, max_stages) for _ in range(3))
         self.times = make_times(problem, max_stages)
@@ -462,6 +552,10 @@ class Polisher:
         self.current_ms = self.best_ms = follow(
             self.problem, self.state, self.orders, self.margin, np.inf, self.scratch
         )
+        if self.factors.size and self.best_ms < np.inf:
+            self.current_ms = self.best_ms = mean_step(
+                self.problem, self.state, self.orders, self.factors, self.scratch
+            )
         return bool(self.best_ms < np.inf)
 
     def run(self, iterations: int, temperature: float) -> np.ndarray:
@@ -469,6 +563,6 @@ class Polisher:
         self.current_ms, self.best_ms, lines = anneal_orders(
             self.problem, self.state, self.orders, self.best, self.best_orders, self.back, self.back_orders,
             self.margin, self.scratch, self.times, self.rng, iterations, temperature, temperature,
-            self.current_ms, self.best_ms, self.log,
+            self.current_ms, self.best_ms, self.log, self.factors,
         )  # fmt: skip
         return self.log[:lines].copy()

@@ -151,11 +151,11 @@ class Lane:
             gain = max(min(before, start.step_ms) - reached, 0.0) if before < np.inf else start.step_ms - reached
             self.hope[size] = 0.5 * (self._hope(size, reached) + gain)
 
-    def polish(self, starts: list[Start], margin: np.ndarray) -> None:
+    def polish(self, starts: list[Start], margin: np.ndarray, factors: np.ndarray | None = None) -> None:
         """Anneal the starts' orders as they are: each for a while, then the best for the rest of the budget."""
         for start in starts:
-            seed = int(self.rng[0] & np.uint64(0xFFFF))
-            polisher = Polisher(self.problem, self.max_stages, self.scratch, margin, (seed, len(self.polishers)))
+            seed = (int(self.rng[0] & np.uint64(0xFFFF)), len(self.polishers))
+            polisher = Polisher(self.problem, self.max_stages, self.scratch, margin, seed, factors)
             if polisher.begin(start.state):
                 self.polishers.append(polisher)
         first = self.budget.share()

@@ -1,7 +1,8 @@
 """The robust choice: of the plans a search ends with, the one with the best mean over jittered layer times.
 
-Knows: the finalists and how to jitter them alike. Does not know: how they were found; the search itself runs on
-nominal times, and only plans within CLOSE of its best are finalists.
+Knows: the finalists and how to jitter them alike. Does not know: how they were found. A robust search walks on nominal
+times and then polishes the best orders for their mean under a few draws of jitter (`follow.mean_step`); finalists are
+those, and what the walks found within CLOSE of the best. Here they meet many draws that no search has seen.
 """
 
 from __future__ import annotations
