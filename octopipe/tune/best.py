@@ -49,8 +49,12 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, WALK_UNTIL = 0.3, (0.45, 0.6, 0.75)
-"""Shares of the budget: end of drawing, and the ends of walking at which lanes exchange their elites."""
+DRAW_UNTIL, WALK_ROUNDS = 0.3, 3
+"""Share of the budget at which drawing ends, and into how many parts walking falls: after each, lanes exchange their
+elites."""
+POLISH, POLISH_CELLS = 0.25, 150
+"""Share of the budget for polishing orders, where ranks times micro-batches are no more than this; less in proportion
+where they are more: with 16 ranks and 32 micro-batches it gains nothing, and walking on does."""
 DRAW_ROUNDS = 4
 """How often lanes tell each other what they drew."""
 POLISHED = 3
@@ -180,7 +184,9 @@ class BestSearch:
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
                 self._draw(pool)
-                for until in WALK_UNTIL:
+                end = 1.0 - self._polish_share()
+                for k in range(1, WALK_ROUNDS + 1):
+                    until = DRAW_UNTIL + (end - DRAW_UNTIL) * k / WALK_ROUNDS
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
                 self._polish(pool)
@@ -352,6 +358,11 @@ class BestSearch:
             for j, shown in enumerate(best):
                 if j != k:
                     lane.adopt(shown)
+
+    def _polish_share(self) -> float:
+        """The last part of the budget, for orders; all of it where only polishing knows what counts."""
+        cells = self.problem.num_ranks * self.problem.num_micro_batches
+        return POLISH if self.jitter else POLISH * min(1.0, POLISH_CELLS / cells)
 
     def _polish(self, pool: ThreadPoolExecutor) -> None:
         """The best of all elites, one per lane, with their orders fixed."""
