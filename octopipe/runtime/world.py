@@ -10,10 +10,8 @@ process has made before, so that members that made different numbers of groups w
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -102,9 +100,7 @@ class World:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout_s)
-            # Its watchdog would end the process with a page of frames before ours can name what is waited for.
-            with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-                return dist.ProcessGroupNCCL(prefix, me, len(members), options)
+            return dist.ProcessGroupNCCL(prefix, me, len(members), options)
         return dist.ProcessGroupGloo(prefix, me, len(members), timedelta(seconds=timeout_s))
 
     def gather(self, item: Any) -> list[Any]:
@@ -118,20 +114,6 @@ class World:
         if "nccl" in self.backend:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """The variable has this value inside."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 class StreamWork:

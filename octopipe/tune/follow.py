@@ -93,27 +93,33 @@ def copy_orders(to, of):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
-    """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end."""
-    stages = st.size[0]
-    ranks, M = p.num_ranks, p.num_micro_batches
-    inf = np.inf
-    if not price(p, stages, st.bounds, st.rank, st.recompute, margin, sc):
-        return inf
-    vary = 1 if p.variants > 1 else 0
+def rewind(p, stages, orders, sc):  # type: ignore[no-untyped-def]
+    """Nothing has run yet: only the inputs of the first stage are there. Returns how many ops there are."""
     left = 0
     for s in range(stages):
-        for m in range(M):
-            sc.arrive_f[s, m] = inf
-            sc.arrive_i[s, m] = inf
-    for m in range(M):
+        for m in range(p.num_micro_batches):
+            sc.arrive_f[s, m] = np.inf
+            sc.arrive_i[s, m] = np.inf
+    for m in range(p.num_micro_batches):
         sc.arrive_f[0, m] = 0.0
-    for r in range(ranks):
+    for r in range(p.num_ranks):
         sc.clock[r] = 0.0
         sc.length[r] = 0
         left += orders.length[r]
-        for q in range(ranks):
+        for q in range(p.num_ranks):
             sc.channel[r, q] = 0.0
+    return left
+
+
+@njit(cache=True, nogil=True)
+def follow(p, st, orders, margin, cutoff, sc):  # type: ignore[no-untyped-def]
+    """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end."""
+    stages = st.size[0]
+    ranks, inf = p.num_ranks, np.inf
+    if not price(p, stages, st.bounds, st.rank, st.recompute, margin, sc):
+        return inf
+    vary = 1 if p.variants > 1 else 0
+    left = rewind(p, stages, orders, sc)
     while left > 0:
         moved = False
         for r in range(ranks):
@@ -224,23 +230,11 @@ def mean_step(p, st, orders, factors, sc):  # type: ignore[no-untyped-def]
     Memory is not asked about again: a rank's ops, and so what it holds, stay in the order they have. What `follow` left
     for `read_times` is left alone. Optimizer and reductions are not jittered, and not counted.
     """
-    stages, ranks, M, inf = st.size[0], p.num_ranks, p.num_micro_batches, np.inf
+    stages, ranks, inf = st.size[0], p.num_ranks, np.inf
     vary = 1 if p.variants > 1 else 0
     total = 0.0
     for k in range(factors.shape[0]):
-        left = 0
-        for s in range(stages):
-            for m in range(M):
-                sc.arrive_f[s, m] = inf
-                sc.arrive_i[s, m] = inf
-        for m in range(M):
-            sc.arrive_f[0, m] = 0.0
-        for r in range(ranks):
-            sc.clock[r] = 0.0
-            sc.length[r] = 0
-            left += orders.length[r]
-            for q in range(ranks):
-                sc.channel[r, q] = 0.0
+        left = rewind(p, stages, orders, sc)
         while left > 0:
             for r in range(ranks):
                 t = sc.clock[r]

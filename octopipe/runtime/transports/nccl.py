@@ -12,7 +12,8 @@ NCCL's own, which knows no op by name, is told to leave that to us.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ class NcclTransport(OrderedTransport):
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         me, hello = self._world.rank, torch.zeros(1, device=self.device)
         for pair in sorted({self._queue(s) for s in slots}):  # one order for all ranks: nobody waits in a circle
-            group = self._world.new_group(pair, "nccl", f"queue-{self._directed:d}", timeout_s=self.timeout_s)
+            # NCCL's watchdog would end the process with a page of frames before ours can name what is waited for.
+            with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+                group = self._world.new_group(pair, "nccl", f"queue-{self._directed:d}", timeout_s=self.timeout_s)
             # The communicator would be made at the first message; make it now, while nobody computes.
             group.eager_connect_single_device(self.device)
             (group.send([hello], 1, 0) if me == pair[0] else group.recv([hello], 0, 0)).wait()
@@ -73,3 +76,17 @@ class NcclTransport(OrderedTransport):
         for group in self._groups.values():
             group.shutdown()
         self._groups.clear()
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """The variable has this value inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
