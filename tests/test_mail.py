@@ -20,7 +20,7 @@ from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.lower import CHANNELS  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.transports import mail  # noqa: E402
+from octopipe.runtime.transports import headed, mail  # noqa: E402
 
 if not mail.supported():
     pytest.skip("mailboxes need Linux on x86-64", allow_module_level=True)
@@ -170,3 +170,110 @@ def test_ranks_of_other_hosts_get_the_same_over_gloo(size, where):
             assert error <= 1e-12, name
             boxes, slots = boxes + with_box, slots + all_of_them
     assert boxes == 0 if where == "other hosts" else 0 < boxes < slots
+
+
+class Pair(torch.nn.Module):
+    """Passes two tensors on, one of which is a view of the other's half."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x, y):
+        out = torch.tanh(self.inner(x)) + y.repeat(1, 2)
+        return out, out[:, :8]
+
+
+def first_of(pair, target):
+    return (pair[0] - target).square().mean()
+
+
+def run_sizes(world, plan, sizes, yard, most):
+    """Steps of changing shapes: what fits, what does not, what must wait for room; errors, and who went which way."""
+    torch.manual_seed(0)
+    layers = [Pair() for _ in range(plan.num_layers)]
+    errors, ways = [], set()
+    put, late = mail.Box.put, headed.HeadedTransport._send_late
+
+    def seen_put(box, pointer, nbytes, bodies=()):
+        placed = put(box, pointer, nbytes, bodies)
+        ways.add("placed" if placed else "refused" if bodies else "boxed")
+        return placed
+
+    def seen_late(self, slot, tensor):
+        ways.add("late")
+        return late(self, slot, tensor)
+
+    with (
+        patch.object(mail, "YARD_BYTES", yard),
+        patch.object(headed, "BODIES_BYTES", most),
+        patch.object(mail.Box, "put", seen_put),
+        patch.object(headed.HeadedTransport, "_send_late", seen_late),
+        Pipeline(layers, plan, first_of, group=world, timeout_s=TIMEOUT_S) as pipe,
+    ):
+        for step, rows in enumerate(sizes):
+            shapes = [max(1, rows + (k % 3) * (step % 2)) for k in range(plan.num_micro_batches)]
+            whole = [torch.randn(n, 16, dtype=torch.float64) for n in shapes]
+            inputs = [(x, x[:, :8]) for x in whole]
+            targets = [torch.randn(n, 16, dtype=torch.float64) for n in shapes]
+            expected, _ = plain_gradients(layers, inputs, targets, first_of)
+            pipe.zero_grad()
+            pipe.step(inputs, targets)
+            errors.append(worst_error(pipe, expected))
+    return errors, ways
+
+
+@pytest.mark.parametrize(
+    ("yard", "most", "expected"),
+    [
+        (1 << 20, 1 << 19, {"placed", "boxed"}),
+        (1 << 13, 1 << 15, {"placed", "refused", "late", "boxed"}),
+        (0, 1 << 20, {"refused", "late", "boxed"}),
+        (1 << 20, 0, {"boxed", "late"}),
+    ],
+)
+def test_tensors_lie_in_the_yard_or_go_over_gloo(yard, most, expected):
+    ways = set()
+    for seed in range(4):
+        plan = random_plan(random.Random(seed), num_ranks=2, num_layers=6, num_micro_batches=5)
+        sizes = [3, 60, 60, 1, 200, 200, 30, 60]
+        for errors, seen in shared_ranks(2).run(run_sizes, plan, sizes, yard, most):
+            assert max(errors) <= 1e-12
+            ways |= seen
+    assert ways == expected
+
+
+def fill_yard(world):
+    """Bodies of random sizes, several under way: all whole, refused only where the yard is really full."""
+    post = mail.Mail()
+    slots = [Transfer(n, 1 - world.rank, world.rank == 0) for n in range(8)]
+    rng = random.Random(5)
+    refused = 0
+    with patch.object(mail, "YARD_BYTES", 16 * mail.PAGE):
+        boxes = post.open(world.control, slots, ROOM, TIMEOUT_S)
+        for turn in range(60):
+            sizes = [rng.choice((1, 5000, 12000, 40000)) * (1 + turn % 2) for _ in slots]
+            fill = [bytes([(turn + k) % 251]) * size for k, size in enumerate(sizes)]
+            for slot, text in zip(slots, fill):
+                if world.rank == 0:
+                    held = ctypes.create_string_buffer(text, len(text))
+                    body = (ctypes.addressof(held), len(text), len(text))
+                    refused += not boxes[2 * slot.number + 1].put(0, 0, [body])
+            for slot, text in zip(rng.sample(slots, len(slots)), fill):
+                box, text = boxes.get(2 * slot.number), fill[slot.number]
+                if world.rank == 1:
+                    box.wait()
+                    if box.bodies:
+                        assert ctypes.string_at(box.bodies, len(text)) == text
+                        box.done()
+                    else:
+                        refused += 1
+            world.gather(None)
+    post.close()
+    return refused
+
+
+def test_yard_keeps_bodies_apart_and_takes_them_back():
+    sender, receiver = shared_ranks(2).run(fill_yard)
+    assert sender == receiver
+    assert 0 < sender < 8 * 60

@@ -45,7 +45,7 @@ class Spec:
 
     __slots__ = (
         "asking", "bare", "constants", "header", "inline", "leaves", "long", "message_bytes", "nbytes", "offset",
-        "skeleton", "text", "wanted",
+        "padded", "skeleton", "text", "wanted",
     )  # fmt: skip
 
     def __init__(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]):
@@ -67,7 +67,7 @@ class Spec:
             raise OctoPipeError(f"a stage's output holds something that cannot be sent: {error}") from None
         self.nbytes = sum(x.nbytes for x in leaves)
         self.offset = -(-(FIXED_BYTES + len(self.text)) // ALIGNED) * ALIGNED
-        size = sum(x.padded for x in leaves)
+        self.padded = size = sum(x.padded for x in leaves)
         self.inline = self.offset + size <= HEAD_BYTES
         """Whether the tensors ride inside the header message, from `offset` on, each padded."""
         self.message_bytes = self.offset + size
@@ -154,6 +154,11 @@ class Specs:
         return spec
 
 
+def padded(nbytes: int) -> int:
+    """Bytes from the start of one tensor to the start of the next where several lie in a row."""
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
 def text_bytes(head: bytes) -> int:
     """Length of the description a header announces."""
     return int.from_bytes(head[:8], "little")
@@ -161,7 +166,7 @@ def text_bytes(head: bytes) -> int:
 
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Leaf:
     nbytes = math.prod(shape) * dtype.itemsize
-    return Leaf(shape, dtype, wanted, nbytes, -(-nbytes // ALIGNED) * ALIGNED)
+    return Leaf(shape, dtype, wanted, nbytes, padded(nbytes))
 
 
 def _frozen(skeleton: Any) -> Any:

@@ -9,7 +9,8 @@ The receiver posts the header and, guessing that the tensors have the shapes of 
 buffers too, so that bodies travel the moment they exist. Sender and receiver make the same guess. When it is wrong
 (the first step, or shapes that changed) the sender fills the guessed buffers with anything and sends the right
 bodies late: the receiver makes room for them once it has read the header. Gradients have the form of the message
-they answer, so they need neither header nor guess.
+they answer, so they need neither header nor guess. Nor do host tensors of moderate size between ranks of one host:
+they lie beside the header in shared memory (`_by_mail`), or come late where that is full.
 
 No host waits for a device here. A receiver's host waits for headers, that is for the sender's host to have issued
 its forward; headers only travel downstream, so hosts run ahead of their devices as far as without them.
@@ -28,10 +29,10 @@ import torch
 from torch import Tensor
 
 from octopipe.runtime.buffers import BufferPool, Lent
-from octopipe.runtime.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
+from octopipe.runtime.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, padded, text_bytes
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.base import TransferError, Transport, spread
-from octopipe.runtime.transports.mail import Box, Mail
+from octopipe.runtime.transports.mail import BODIES_BYTES, Box, Mail
 from octopipe.runtime.world import Group, wire
 
 
@@ -45,7 +46,7 @@ class End:
 
     def __init__(self, slot: Slot, box: Box | None):
         self.box = box
-        """For headers, and for gradients that are one small tensor; None where the peer is on another host."""
+        """None where the peer is on another host. For headers, and for all that `_by_mail`."""
         self.tag = 4 * slot.number
         """Bodies; one more: headers; two more: descriptions too long for a header; three more: late bodies."""
         self.works: list[Any] = []
@@ -78,7 +79,7 @@ class HeadedTransport(Transport):
     """See the module. A subclass moves bodies: `_send_body` and `_post_body` return something with `wait`."""
 
     inline = False
-    """Whether small tensors may ride in the header: they must be the host's."""
+    """Whether tensors may ride in the header or lie beside it: they must be the host's."""
 
     def __init__(self, control: Group, *, timeout_s: float):
         self.control = wire(control)
@@ -148,24 +149,33 @@ class HeadedTransport(Transport):
                 ctypes.memmove(at, tensor.data_ptr(), leaf.nbytes)
                 at += leaf.padded
         try:
-            if end.box is not None:
+            box = None if inline or spec.long else self._by_mail(end, spec.padded)
+            late = box is not None
+            if box is not None:
+                tensors = [self._ready(tensor) for tensor in tensors]
+                inline = box.put(end.pointer, end.length, _bodies(tensors))
+            elif end.box is not None:
                 end.box.put(end.pointer, end.length)
             else:
                 end.works.append(self.control.send(end.message, slot.peer, end.tag + 1))
             if not inline or end.expected:
-                self._send_bodies(slot, spec, () if inline else spec.leaves, tensors)
+                self._send_bodies(slot, spec, () if inline else spec.leaves, tensors, late=late)
         except RuntimeError as error:
             raise TransferError(slot, reason(error)) from None
         slot.nbytes = spec.nbytes
         return spec
 
-    def _send_bodies(self, slot: Slot, spec: Spec, leaves: tuple[Leaf, ...], tensors: list[Tensor]) -> None:
+    def _by_mail(self, end: End, nbytes: int) -> Box | None:
+        """The box beside which tensors of so many bytes, padded, lie in shared memory if there is room."""
+        return end.box if self.inline and 0 < nbytes <= BODIES_BYTES else None
+
+    def _send_bodies(
+        self, slot: Slot, spec: Spec, leaves: tuple[Leaf, ...], tensors: list[Tensor], *, late: bool
+    ) -> None:
+        """Send these tensors as expected, or late where nobody expects them or will expect their like."""
         end: End = slot.state
         works, bodies = end.works, end.bodies
-        if not leaves or _same(end.expected, leaves):
-            guessed = bool(leaves)
-        else:
-            guessed = False
+        guessed = bool(leaves) and not late and _same(end.expected, leaves)
         if not guessed:
             works.extend(self._send_filler(slot, leaf) for leaf in end.expected if leaf.nbytes)
         if spec.long:
@@ -182,25 +192,27 @@ class HeadedTransport(Transport):
                 tensor, work = self._send_late(slot, tensor)
                 works.append(work)
             bodies.append(tensor)
-        end.expected = leaves
+        end.expected = () if late else leaves
 
     def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
         end: End = slot.state
-        slot.nbytes = 0
         try:
-            if end.box is not None and self.inline:
-                some = gradients if len(gradients) == 1 else [g for g in gradients if g is not None]
-                if len(some) == 1 and (only := some[0]) is not None and 0 < (nbytes := only.nbytes) <= HEAD_BYTES:
-                    slot.nbytes = nbytes
-                    if not only.is_contiguous():
-                        only = only.contiguous()
-                    end.box.put(only.data_ptr(), nbytes)
+            some = [self._ready(g) for g in gradients if g is not None]
+            slot.nbytes = sum(g.nbytes for g in some)
+            box = self._by_mail(end, sum(padded(g.nbytes) for g in some))
+            if box is not None:
+                if len(some) == 1 and slot.nbytes <= HEAD_BYTES:
+                    box.put(some[0].data_ptr(), slot.nbytes)
                     return
-            for gradient in gradients:
-                if gradient is not None and (nbytes := gradient.nbytes):
-                    gradient = self._ready(gradient)
-                    slot.nbytes += nbytes
-                    end.works.append(self._send_body(slot, gradient))
+                if box.put(0, 0, _bodies(some)):
+                    return
+            for gradient in some:
+                if gradient.nbytes:
+                    if box is not None:
+                        gradient, work = self._send_late(slot, gradient)
+                    else:
+                        work = self._send_body(slot, gradient)
+                    end.works.append(work)
                     end.bodies.append(gradient)
         except RuntimeError as error:
             raise TransferError(slot, reason(error)) from None
@@ -232,11 +244,13 @@ class HeadedTransport(Transport):
                 leaves: Sequence[Leaf] = end.expected
             else:
                 leaves = slot.cell.sent.asking
-                if end.box is not None and self.inline and len(leaves) == 1 and 0 < leaves[0].nbytes <= HEAD_BYTES:
-                    buffer = self._room(end, leaves[0])
-                    end.box.pointer = buffer.data_ptr()
-                    end.works.append(end.box)
-                    end.bodies.append(buffer)
+                box = self._by_mail(end, sum(x.padded for x in leaves))
+                if box is not None:
+                    end.works.append(box)
+                    if len(leaves) == 1 and leaves[0].nbytes <= HEAD_BYTES:
+                        buffer = self._room(end, leaves[0])
+                        box.pointer = buffer.data_ptr()
+                        end.bodies.append(buffer)
                     return
             for leaf in leaves:
                 if leaf.nbytes:
@@ -270,6 +284,11 @@ class HeadedTransport(Transport):
                 self._wait(slot, works[1:])
                 end.bodies, end.expected = [], ()
             tensors = [part.tensor for part in end.parts]
+        elif not spec.long and (box := self._by_mail(end, spec.padded)) is not None:
+            if end.expected:
+                self._wait(slot, works[1:])
+            tensors = self._from_mail(slot, box, spec.leaves)
+            end.bodies, end.expected = [], ()
         else:
             self._wait(slot, works[1:])
             if spec.leaves and _same(end.expected, spec.leaves):
@@ -282,6 +301,19 @@ class HeadedTransport(Transport):
         works.clear()
         slot.posted = False
         return spec.value(tensors), spec
+
+    def _from_mail(self, slot: Slot, box: Box, leaves: Sequence[Leaf]) -> list[Tensor]:
+        """The tensors of a message that has come and has not been `done`."""
+        if not box.bodies:
+            return [self._take_late(slot, leaf) for leaf in leaves]
+        tensors, at = [], box.bodies
+        for leaf in leaves:
+            tensor = self._pool.take(leaf.shape, leaf.dtype)
+            ctypes.memmove(tensor.data_ptr(), at, leaf.nbytes)
+            at += leaf.padded
+            tensors.append(tensor)
+        box.done()
+        return tensors
 
     def _read(self, slot: Slot, end: End) -> Spec:
         head = end.memory.tobytes()
@@ -297,11 +329,13 @@ class HeadedTransport(Transport):
 
     def take_gradient(self, slot: Slot) -> list[Tensor | None]:
         end: End = slot.state
-        self._wait(slot, end.works)
-        end.works.clear()
-        tensors, end.bodies = end.bodies, []
-        slot.posted = False
         sent = slot.cell.sent
+        self._wait(slot, end.works)
+        tensors, end.bodies = end.bodies, []
+        if not tensors and end.works:  # they lie in shared memory
+            tensors = self._from_mail(slot, end.works[0], sent.asking)
+        end.works.clear()
+        slot.posted = False
         return tensors if sent.bare and tensors else spread(sent.wanted, tensors)  # type: ignore[return-value]
 
     def _wait(self, slot: Slot, works: list[Any]) -> None:
@@ -358,6 +392,11 @@ class OrderedTransport(HeadedTransport):
 
     def _take_late(self, slot: Slot, leaf: Leaf) -> Tensor:
         return super()._take_late(slot, leaf).to(self.device, copy=self.device.type == "cpu")
+
+
+def _bodies(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Tensors as a box takes them: address, bytes, bytes with padding."""
+    return [(t.data_ptr(), t.nbytes, padded(t.nbytes)) for t in tensors]
 
 
 def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:

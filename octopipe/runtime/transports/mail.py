@@ -1,13 +1,16 @@
-"""Mailboxes: small messages between ranks of one host through shared memory.
+"""Mailboxes: messages between ranks of one host through shared memory.
 
-Knows: boxes of a fixed size in files that two ranks map, how to sleep until one is filled, how a dead or finished peer
-is noticed. Does not know: what messages mean (`headed`).
+Knows: boxes of a fixed size in files that two ranks map, a yard behind them for what is larger, how to sleep until a
+box is filled, how a dead or finished peer is noticed. Does not know: what messages mean (`headed`).
 
 A message over gloo costs both ends calls into the kernel's network, twenty microseconds and more each; as many as all
-the rest that the executor does for a small op. A box costs a copy and one call that wakes whoever sleeps on it.
+the rest that the executor does for a small op. A box costs a copy and one call that wakes whoever sleeps on it; and a
+tensor of some hundred kilobytes a tenth of what its way over a socket would.
 
 Every transfer has a box of its own, used once a step. Its sender writes the message and then its number; the receiver
 sleeps on the number (a futex), copies the message out and notes the number as taken. The next message waits for that.
+What does not fit into a box lies in the yard, all of whose memory the sender gives out and takes back; a box says
+where. The yard grows with what is under way at once, and a message for which it has no room goes some other way.
 The files have lost their names before the first step. A sender holds a lock on its file: when it dies, the lock is
 free, and a receiver that has slept for a while sees so.
 
@@ -34,8 +37,14 @@ from octopipe.runtime.world import Group, gather_objects
 FOLDER = "/dev/shm"
 LINE = 64
 """Bytes of a cache line: a box begins with one for its numbers."""
-SENT, TAKEN, LENGTH = range(3)
-"""Words of a box: the number of the last message, of the last one taken, bytes of the message."""
+SENT, TAKEN, LENGTH, PLACE = range(4)
+"""Words of a box: the number of the last message, of the last one taken, bytes of the message, and where in the file
+its bodies lie (counted in lines; 0: nowhere)."""
+YARD_BYTES = 32 << 20
+"""The most that can be under way in bodies from one rank to another."""
+BODIES_BYTES = 4 << 20
+"""The most that one message may put there."""
+PAGE = 4096
 LOOK_EVERY_S = 0.5
 """How often a sleeper looks whether its peer is alive."""
 _FUTEX, _WAIT, _WAKE = 202, 0, 1
@@ -59,22 +68,66 @@ _slice = _Time(0, int(LOOK_EVERY_S * 1e9))
 _slice_at = ctypes.addressof(_slice)
 
 
+class Yard:
+    """Who lies where in the memory behind the boxes. Only the sender keeps one."""
+
+    def __init__(self, file: int, start: int):
+        self._file, self._start = file, start
+        self._end = 0
+        """Bytes of the yard that the file has so far."""
+        self._free: list[tuple[int, int]] = []
+        """Sizes and places of what was given back."""
+        self._lent: list[tuple[int, int, Box, int]] = []
+        """Sizes and places of what is under way, with box and number of the message."""
+
+    def find(self, nbytes: int, box: Box, number: int) -> int:
+        """A place for the bodies of this message; 0 where there is no room."""
+        still = []
+        for lent in self._lent:
+            if lent[2].taken == (lent[3] - 1) & _WORD:  # no later message can be in its box before it is taken
+                still.append(lent)
+            else:
+                self._free.append(lent[:2])
+        self._lent = still
+        size = -(-nbytes // PAGE) * PAGE
+        fits = [free for free in self._free if size <= free[0] <= 2 * size]
+        if fits:
+            chosen = min(fits)
+            self._free.remove(chosen)
+        else:
+            if not still and self._end + size > YARD_BYTES:  # sizes have changed: begin anew
+                self._free, self._end = [], 0
+            chosen = (size, self._start + self._end)
+            try:
+                if self._end + size > YARD_BYTES:
+                    return 0
+                os.posix_fallocate(self._file, chosen[1], size)  # no room is an error now, not a fault later
+            except OSError:
+                return 0
+            self._end += size
+        self._lent.append((*chosen, box, number))
+        return chosen[1]
+
+
 class Shelf:
     """The boxes from one rank to another: a mapped file. Its first line says whether the sender has closed it."""
 
     def __init__(self, path: str, boxes: int, room: int, *, create: bool):
         self._stride = LINE + room
-        size = LINE + boxes * self._stride
+        front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
+        size = front + YARD_BYTES
         self._file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0) | os.O_CLOEXEC, 0o600)
         try:
             if create:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.posix_fallocate(self._file, 0, size)  # no room is an error now, not a fault later
+                os.ftruncate(self._file, size)  # the yard gets memory as it is used
+                os.posix_fallocate(self._file, 0, front)
             self._map = mmap.mmap(self._file, size)
         except OSError:
             os.close(self._file)
             raise
         self._boxes = boxes
+        self.yard = Yard(self._file, front)
         self.words = memoryview(self._map).cast("I")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -105,7 +158,7 @@ class Shelf:
 class Box:
     """One end of one transfer. `wait` is what a transport calls of a posted receive."""
 
-    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "number", "pointer")
+    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "bodies", "number", "pointer")
 
     def __init__(self, shelf: Shelf, offset: int, timeout_s: float):
         self._shelf, self._words, self._at, self._timeout_s = shelf, shelf.words, offset // 4, timeout_s
@@ -114,27 +167,54 @@ class Box:
         """Of the last message that this end has sent or taken."""
         self.pointer = 0
         """Where a received message goes."""
+        self.bodies = 0
+        """Where the bodies of the received message lie until `done`; 0: nowhere."""
 
-    def put(self, pointer: int, nbytes: int) -> None:
-        """Send so many bytes from there."""
+    @property
+    def taken(self) -> int:
+        """Number of the last message that the receiver needs no more."""
+        return self._words[self._at + TAKEN]
+
+    def put(self, pointer: int, nbytes: int, bodies: Sequence[tuple[int, int, int]] = ()) -> bool:
+        """Send so many bytes from there, and bodies (address, bytes, bytes of room): False where those found none."""
         words, at = self._words, self._at
         if words[at + TAKEN] != self.number:
             self._until_taken()
         self.number = number = (self.number + 1) & _WORD
-        ctypes.memmove(self.address + LINE, pointer, nbytes)
+        if nbytes:
+            ctypes.memmove(self.address + LINE, pointer, nbytes)
+        place = 0
+        if bodies:
+            place = self._shelf.yard.find(sum(x[2] for x in bodies), self, number)
+            to = self._shelf.address + place
+            for body, size, room in bodies if place else ():
+                ctypes.memmove(to, body, size)
+                to += room
         words[at + LENGTH] = nbytes
+        words[at + PLACE] = place // LINE
         words[at + SENT] = number
         wake(self.address)
+        return place > 0
 
     def wait(self, timeout: object = None) -> None:
-        """Sleep until the next message is there, and copy it to `pointer`."""
+        """Sleep until the next message is there, and copy it to `pointer`; its bodies stay, until `done`."""
         words, at = self._words, self._at
         number = (self.number + 1) & _WORD
         if words[at + SENT] != number:
             self._until_sent(number)
         self.number = number
-        ctypes.memmove(self.pointer, self.address + LINE, words[at + LENGTH])
-        words[at + TAKEN] = number
+        if length := words[at + LENGTH]:
+            ctypes.memmove(self.pointer, self.address + LINE, length)
+        if place := words[at + PLACE]:
+            self.bodies = self._shelf.address + place * LINE
+        else:
+            self.bodies = 0
+            words[at + TAKEN] = number
+
+    def done(self) -> None:
+        """The bodies have been copied."""
+        self.bodies = 0
+        self._words[self._at + TAKEN] = self.number
 
     def _until_sent(self, number: int) -> None:
         words, at, end = self._words, self._at, time.monotonic() + self._timeout_s
