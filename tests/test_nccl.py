@@ -166,6 +166,7 @@ class Stops(nn.Linear):
         Stops.count += 1
         if Stops.count == 5:
             if Stops.how == "dies":
+                time.sleep(1.0)  # the other waits already
                 os._exit(7)
             for _ in range(60):
                 torch.cuda._sleep(2_000_000_000)
@@ -203,6 +204,7 @@ def test_rank_that_stops_is_named_with_what_is_waited_for(how, tmp_path):
     assert not worked
     text = said + (tmp_path / "stderr.0").read_text()
     assert "input gradient of 1B1 (micro-batch 1) from rank 1" in text
+    assert ("rank 1 is gone" in text) == (how == "dies")
     assert "Warning: [PG" not in text
     assert text.splitlines()[-1].startswith("octopipe: rank 0")  # nothing else ended the process
     assert seconds < 60

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
-from octopipe.runtime.board import PATIENCE_S, Board
+from octopipe.runtime.board import PATIENCE_S, Board, Place
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.rng import step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
@@ -363,26 +363,28 @@ class Executor:
             return f"{'send' if at.code == SEND else 'receive'} of the {at.slot.describe()}"
         return str(at.op)
 
-    def pending(self) -> tuple[object, str]:
-        """Where the executor is: a token that changes with progress, and the board's line when it waits.
+    def pending(self) -> Place:
+        """Where the executor is, with the board's line when it waits.
 
         On a GPU the host is far ahead of what is waited for, so the device's place counts, not the host's.
         """
         slot, at = self.transport.waiting, self.at
         if slot is not None:
-            return (self.steps_run, id(at)), f"waits for the {slot.describe()}"
+            return Place((self.steps_run, id(at)), f"waits for the {slot.describe()}")
         device_at = self.recorder.device_at()
         if device_at is not None:
             number, begun = device_at
+            peer = None
             step = next(s for s in self.program.steps if s.number == number and s.code < SEND)
             if begun:
                 line = f"runs {step.op} on its device"
             elif step.slot is not None:
                 line = f"waits on its device for the {step.slot.describe()}"
+                peer = step.slot.peer
             else:
                 line = f"waits on its device before {step.op}"
-            return (self.steps_run, id(at), device_at), line
-        return (self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else ""
+            return Place((self.steps_run, id(at), device_at), line, peer)
+        return Place((self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else "")
 
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"

@@ -130,6 +130,7 @@ class Pipeline:
                 self.executor.pending,
                 timeout_s=timeout_s,
                 device_busy=self._device_busy if self.device.type == "cuda" else None,
+                dead=self.transport.dead,
             )
 
     # -- training --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Knows: the contract. Does not know: any device or network.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +68,10 @@ class Transport(ABC):
 
     def end_step(self) -> None:  # noqa: B027
         """All slots are released."""
+
+    def dead(self) -> Collection[int]:
+        """Ranks known to have died, of those that something is received from. Asked from another thread."""
+        return ()
 
     def close(self) -> None:  # noqa: B027
         """Give back what is held outside this process."""

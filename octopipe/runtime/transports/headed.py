@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +96,9 @@ class HeadedTransport(Transport):
 
     def close(self) -> None:
         self._mail.close()
+
+    def dead(self) -> Collection[int]:
+        return self._mail.dead()
 
     # -- moving bodies ---------------------------------------------------------------------------------
 

@@ -136,13 +136,17 @@ class Shelf:
 
     def gone(self) -> bool:
         """Asked by a receiver: whether the sender has closed the shelf or died."""
+        return bool(self.words[0]) or self.died()
+
+    def died(self) -> bool:
+        """Asked by a receiver: whether the sender died without closing the shelf."""
         if self.words[0]:
-            return True
+            return False
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return False
-        return True
+        return not self.words[0]
 
     def close(self, *, sender: bool) -> None:
         if sender:
@@ -281,6 +285,10 @@ class Mail:
                     for k, slot in enumerate(mine):
                         boxes[2 * slot.number + sending] = shelves[peer].box(k, timeout_s)
         return boxes
+
+    def dead(self) -> list[int]:
+        """Peers that died, of those that send something to this rank."""
+        return [peer for peer, shelf in self._in.items() if shelf.died()]
 
     def close(self) -> None:
         for shelf in self._out.values():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ class NcclTransport(OrderedTransport):
     def close(self) -> None:
         super().close()
         for group in self._groups.values():
-            group.shutdown()
+            with suppress(RuntimeError):  # a peer is gone: that is told elsewhere
+                group.shutdown()
         self._groups.clear()
 
 

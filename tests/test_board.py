@@ -1,0 +1,62 @@
+"""The watchdog of a rank whose device waits: who is gone, what was waited for, and when it keeps still."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import sys, time
+from octopipe.runtime.board import Board, Place, Watchdog
+
+how, timeout_s = sys.argv[1], float(sys.argv[2])
+begin = time.monotonic()
+
+def where():
+    if how == "device failed" and time.monotonic() - begin > 0.05:
+        raise RuntimeError("CUDA error: the server died")
+    moving = time.monotonic() if how == "moves" else 0
+    return Place(moving, "waits on its device for the output of 0F1", 0 if how == "waits for another" else 1)
+
+busy = lambda: how != "idle"
+dead = lambda: [] if how == "device failed" and time.monotonic() - begin < 0.7 else [1]  # dying takes a moment
+Watchdog(Board(None, "x", 0, 2), where, timeout_s=timeout_s, device_busy=busy, dead=dead)
+time.sleep(1.5)
+print("lived")
+"""
+
+
+def watch(how, timeout_s=60.0):
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how, str(timeout_s)], capture_output=True, text=True, timeout=120, check=False
+    )
+    return done, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("how", "words"), [("waits", "rank 1 is gone;"), ("device failed", "and the device failed;")])
+def test_dead_peer_ends_the_process_with_what_was_waited_for(how, words):
+    done, _ = watch(how)
+    assert done.returncode == 1
+    assert "lived" not in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("octopipe: rank 0: rank 1 is gone")
+    assert words in line
+    assert "pending ops: rank 0: waits on its device for the output of 0F1; rank 1: no answer" in line
+
+
+@pytest.mark.parametrize("how", ["moves", "idle", "waits for another"])
+def test_others_death_alone_ends_nothing(how):
+    done, _ = watch(how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "lived\n", "")
+
+
+def test_no_progress_ends_the_process_at_the_timeout():
+    done, _ = watch("waits for another", 0.5)
+    assert done.returncode == 1
+    assert "made no progress for 0.5 s" in done.stderr
