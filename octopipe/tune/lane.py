@@ -34,6 +34,8 @@ WALK_MOVES, PATIENCE = 500, 0.5
 """Longest walk in moves per stage, and the share of it without improvement that ends it."""
 WALK_SHARE = 0.03
 """Most of the budget that one walk takes."""
+STRUCTURE = 0.5
+"""Share of a walk's moves that change partition or placement."""
 FRESH = 0.6
 """How often a walk begins at an unused start once there is an elite."""
 ELITE, ALIKE = 12, 3
@@ -222,7 +224,7 @@ class Lane:
         copy_state(st, chosen.state)
         current, _, _ = anneal(
             self.problem, st, best, self.back, self.margin, self.scratch, self.rng, KICK_MOVES, kick, kick,
-            chosen.step_ms, chosen.step_ms, self.may_recompute, 0.5, cap_ms, self.log,
+            chosen.step_ms, chosen.step_ms, self.may_recompute, STRUCTURE, cap_ms, self.log,
         )  # fmt: skip
         self.budget.made += KICK_MOVES
         copy_state(best, st)
@@ -246,7 +248,7 @@ class Lane:
             chunk = self.chunk if self.budget.moves is None else 200
             current, after, lines = anneal(
                 self.problem, st, best, self.back, self.margin, self.scratch, self.rng, chunk, temperature,
-                temperature, current, best_ms, self.may_recompute, 0.5, cap_ms, self.log,
+                temperature, current, best_ms, self.may_recompute, STRUCTURE, cap_ms, self.log,
             )  # fmt: skip
             self.budget.made += chunk
             made += chunk
