@@ -71,6 +71,9 @@ SLACK = 0.003
 schedules that were accepted in the end hardly one was that late after any lap; of the others most were after two."""
 FULL_RACE = 0.05
 """How often a schedule may run at any pace."""
+FULL, RELIEF = 5e-4, 0.005
+"""A walk this close to its busiest rank's work bound can only gain where that falls: structural moves then aim at up to
+so much less, as shares of the step time."""
 REPAIR = 40
 """Most migrations tried to rebalance the ranks after a structural move."""
 
@@ -580,7 +583,10 @@ def anneal(
             continue
         cutoff = current - temperature * np.log(max(uniform(rng), 1e-300))
         value = np.inf
-        if move >= 7 or repair(p, st, rng, min(cap, cutoff), sc.free) <= max(cap, balance):
+        target = min(cap, cutoff)
+        if current <= balance * (1.0 + FULL) and uniform(rng) < 0.3:
+            target = min(target, current * (1.0 - RELIEF * uniform(rng)))
+        if move >= 7 or repair(p, st, rng, target, sc.free) <= max(cap, balance):
             late = p.num_ranks * (cutoff - current + SLACK * current)
             if uniform(rng) < FULL_RACE:
                 late = np.inf
