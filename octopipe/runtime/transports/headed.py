@@ -153,16 +153,16 @@ class HeadedTransport(Transport):
                 at += leaf.padded
         try:
             box = None if inline or spec.long else self._by_mail(end, spec.padded)
-            late = box is not None
+            with_header = inline
             if box is not None:
                 tensors = [self._ready(tensor) for tensor in tensors]
-                inline = box.put(end.pointer, end.length, _bodies(tensors))
+                with_header = box.put(end.pointer, end.length, _bodies(tensors))
             elif end.box is not None:
                 end.box.put(end.pointer, end.length)
             else:
                 end.works.append(self.control.send(end.message, slot.peer, end.tag + 1))
-            if not inline or end.expected:
-                self._send_bodies(slot, spec, () if inline else spec.leaves, tensors, late=late)
+            if not with_header or end.expected:
+                self._send_bodies(slot, spec, () if with_header else spec.leaves, tensors, late=box is not None)
         except RuntimeError as error:
             raise TransferError(slot, reason(error)) from None
         slot.nbytes = spec.nbytes
