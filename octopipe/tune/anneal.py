@@ -63,6 +63,8 @@ PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("
 
 FOCUS = 0.5
 """How often a structural move starts from a stage of the rank that finished last."""
+STAY = 0.4
+"""How often both halves of a stage that is split stay on its rank."""
 HINTED = 0.4
 """How often a move of the order advances an op that another rank waited for."""
 MAX_HINTS = 64
@@ -339,9 +341,8 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
             cut = st.bounds[s] + 1 + below(rng, width - 1)
             insert_stage(st, s)
             st.bounds[s + 1] = cut
-            e = s + below(rng, 2)
-            st.rank[e] = below(rng, p.num_ranks)
-            if st.rank[s] == st.rank[s + 1] and uniform(rng) < 0.7:
+            if uniform(rng) >= STAY:
+                e = s + below(rng, 2)
                 st.rank[e] = below(rng, p.num_ranks)
             return 5
         if n < 2:

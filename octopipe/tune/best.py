@@ -5,7 +5,8 @@ Knows: how the cores' lanes meet, how candidates become plans, when to stop. Doe
 
 1. A few shapes give a first plan at once; published systems, the user's own plan and structures drawn at random with
    random priorities are further starts.
-2. Every core anneals from them through the list scheduler and keeps an elite; the cores exchange theirs at times.
+2. Every core anneals the structures of the best under priorities bred along the way, then everything together through
+   the list scheduler, and keeps an elite; the cores exchange theirs at times.
 3. The last share of the budget anneals the best plans' partition, placement and orders with the orders fixed.
 4. Candidates are judged by the simulator's full memory model; where transfers' buffers do not fit beside what the
    scheduler reserved, the reserve grows.
@@ -49,9 +50,9 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, WALK_ROUNDS = 0.3, 3
-"""Share of the budget at which drawing ends, and into how many parts walking falls: after each, lanes exchange their
-elites."""
+DRAW_UNTIL, ROAM_UNTIL, WALK_ROUNDS = 0.15, 0.55, 3
+"""Shares of the budget at which drawing and roaming end, and into how many parts walking falls: after each, lanes
+exchange their elites."""
 POLISH, POLISH_CELLS = 0.25, 150
 """Share of the budget for polishing orders, where ranks times micro-batches are no more than this; less in proportion
 where they are more: with 16 ranks and 32 micro-batches it gains nothing, and walking on does."""
@@ -184,9 +185,11 @@ class BestSearch:
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
                 self._draw(pool)
+                self._together(pool, partial(Lane.roam, until=ROAM_UNTIL))
+                self._exchange()
                 end = 1.0 - self._polish_share()
                 for k in range(1, WALK_ROUNDS + 1):
-                    until = DRAW_UNTIL + (end - DRAW_UNTIL) * k / WALK_ROUNDS
+                    until = ROAM_UNTIL + (end - ROAM_UNTIL) * k / WALK_ROUNDS
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
                 self._polish(pool)

@@ -1,11 +1,12 @@
-"""One core's own search: draws starts, walks from them, keeps an elite, polishes the best.
+"""One core's own search: draws starts, roams and walks from them, keeps an elite, polishes the best.
 
 Knows: what a core does with its share of the budget. Does not know: the other cores, plans or the simulator;
 best.py lets the lanes meet and judges what they found.
 
 Annealing one start gains most in its first few thousand moves and then rests, and what it comes to depends on the
 start; so a lane makes many walks of moderate length instead of a long one. A walk begins at a start not yet used
-or at a member of the elite, heated up for a moment, of the size from which most is hoped for.
+or at a member of the elite, heated up for a moment, of the size from which most is hoped for. What roaming came to
+(roam.py: structures first, under priorities bred along the way) is the first of the elite.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from octopipe.tune.anneal import MOVES, PHASE_OF_MOVE, State, anneal, copy_state
 from octopipe.tune.follow import ORDER_MOVES, ORDER_PHASES, Polisher
 from octopipe.tune.kernels import Problem, make_scratch
 from octopipe.tune.lottery import Lottery, Start, twin
+from octopipe.tune.roam import Herd
 
 HOT, COLD, KICK = 8e-4, 1e-4, 4e-3
 """Temperatures as shares of the step time: at a walk's begin and end, and to leave an elite's valley."""
@@ -50,6 +52,13 @@ REDRAW = 0.01
 CAPS = (float("inf"), float("inf"), 0.03)
 """How far above the best possible load the busiest rank may be, by walk: a rank that is full leaves the others'
 orders without pressure, and a walk would rest there. Held too tight too often, walks from good starts end worse."""
+HERD, ROAM_JUDGED = 8, 10_000
+"""Most walkers of a herd, and how many schedules each should have."""
+ROAM_STEPS, ROAM_MOVES = 20, 10
+"""Temperatures of a herd, and moves between looks at the clock."""
+ROAM_HOT, ROAM_COLD, ROAM_CELLS = 1e-2, 1e-3, 128
+"""Temperatures of roaming as shares of the step time, up to so many ranks times micro-batches; less in proportion where
+they are more: there fewer moves are made."""
 CHUNK_S = 0.03
 MOVES_PER_DRAW = 25
 """What a drawn start counts where moves are counted."""
@@ -127,6 +136,34 @@ class Lane:
             self.budget.made += MOVES_PER_DRAW
         self.starts += self.lottery.take()
 
+    def roam(self, until: float) -> None:
+        """Let a herd roam from the best starts until this share of the budget is spent."""
+        herd = Herd(self.problem, self.max_stages, self.scratch, self.margin, self.rng, self.may_recompute)
+        starts = sorted((s for s in self.starts if s.keys is not None), key=lambda s: s.step_ms)
+        judgeable = self._judgeable(starts[0].state, until) if starts else 0.0
+        effort = min(judgeable / ROAM_JUDGED, 1.0)
+        for start in starts[: min(max(int(judgeable / ROAM_JUDGED), 1), HERD)]:
+            if self.budget.share() < until:
+                self.budget.made += herd.add(start, effort)
+        cells = self.problem.num_ranks * self.problem.num_micro_batches
+        first, cool = self.budget.share(), min(1.0, ROAM_CELLS / cells)
+        for step in range(ROAM_STEPS if herd.walkers else 0):
+            heat = self.heat * cool * ROAM_HOT * (ROAM_COLD / ROAM_HOT) ** (step / (ROAM_STEPS - 1))
+            end = first + (until - first) * (step + 1) / ROAM_STEPS
+            for k, walker in enumerate(herd.walkers):
+                now = self.budget.share()
+                stop = now + (end - now) / (len(herd.walkers) - k)
+                while self.budget.share() < stop:
+                    judged, lines = herd.run(walker, ROAM_MOVES, heat)
+                    self.budget.made += max(judged, 1)
+                    for i, move, before, after in lines:
+                        self.note(int(i), PHASE_OF_MOVE[int(move)], MOVES[int(move)], before, after)
+                    self.note(ROAM_MOVES, "", "", np.inf, np.inf)
+            herd.thin(heat, self.dice)
+        self.starts += herd.results()
+        for start in herd.results()[:1]:
+            self._keep(start._replace(state=twin(self.problem, self.max_stages, start.state), used=True))
+
     def walk(self, until: float) -> None:
         """Walk until this share of the budget is spent."""
         while self.budget.share() < until:
@@ -174,6 +211,15 @@ class Lane:
     def polished(self) -> Polisher | None:
         """What polishing made best."""
         return min(self.polishers, key=lambda q: q.best_ms, default=None)
+
+    def _judgeable(self, state: State, until: float) -> float:
+        """How many schedules like this one can be judged until this share of the budget is spent."""
+        left = until - self.budget.share()
+        if self.budget.moves is not None:
+            return left * self.budget.moves
+        began = time.perf_counter()
+        judge(self.problem, state, self.margin, np.inf, self.scratch)
+        return left * self.budget.seconds / (time.perf_counter() - began)
 
     def _anneal_orders(self, polisher: Polisher, until: float, heat: float) -> None:
         first, chunk = self.budget.share(), 200

@@ -16,24 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from octopipe.tune.anneal import State, copy_state, fit_flight, judge, make_state
-from octopipe.tune.kernels import (
-    A_F,
-    A_I,
-    B_F,
-    B_I,
-    BANK,
-    C_I,
-    C_W,
-    LOOK,
-    NEVER,
-    NUM_GLOBALS,
-    RHO,
-    W_OVER,
-    Problem,
-    Scratch,
-)
-from octopipe.tune.starts import limit_flight, partition_evenly
+from octopipe.tune.anneal import State, below, copy_state, make_state
+from octopipe.tune.kernels import Problem, Scratch
+from octopipe.tune.keys import NUM_KEYS, draw_keys, judge_keys, use_keys, vary_keys
+from octopipe.tune.starts import partition_evenly
 
 KEPT = 4
 """Starts kept of one size."""
@@ -48,41 +34,42 @@ ROUNDS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.0, 3.5, 4.0, 4.0, 5.0, 6
 """Rounds over the ranks, a few stages more or less."""
 KINDS = ("loop", "loop", "turn", "turn", "mixed", "wave", "skip")
 """Ways round the ranks. All kinds of all lengths are drawn in turn, so that no search misses the good ones."""
+DIVIDED = 0.3
+"""How often a visit to a rank falls into one stage more, one after another on that rank: no transfer between them, but
+memory is taken and given back in smaller pieces, and other ops can run in between."""
 SMALLEST = 0.1
 """Least size asked of a stage, the others' being 1."""
 BALANCE = 2000
 """Moves of the partition's own annealing."""
 
 
-class Keys(NamedTuple):
-    """One set of priorities and the rule for micro-batches in flight."""
-
-    glob: np.ndarray
-    rule: int
-    """0: no limit; 1: the same for all stages; 2: fill a share of each rank's memory; 3: Little's law."""
-    a: float
-    b: float
-
-
 class Shape(NamedTuple):
     """What a structure is drawn from."""
 
-    ranks: tuple[int, ...]
-    """Of the stages."""
+    way: tuple[int, ...]
+    """The ranks in the order in which a micro-batch visits them."""
+    parts: tuple[int, ...]
+    """How many stages, one after another on its rank, every visit consists of."""
     kind: str
     small_first: float
-    """How much smaller than the others the very first stage is to be; this fades out within a round."""
+    """How much smaller than the others the very first visit is to be; this fades out within a round."""
     small_last: float
 
     @property
     def name(self) -> str:
-        return f"{len(self.ranks)} stages, {self.kind}"
+        return f"{sum(self.parts)} stages, {self.kind}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the stages."""
+        return tuple(rank for rank, parts in zip(self.way, self.parts) for _ in range(parts))
 
     def sizes(self, num_ranks: int) -> np.ndarray:
         """Work wanted of every stage, in proportion."""
-        at = np.arange(len(self.ranks))
+        at = np.arange(len(self.way))
         first, last = np.maximum(0.0, 1.0 - at / num_ranks), np.maximum(0.0, 1.0 - at[::-1] / num_ranks)
-        return np.maximum(1.0 - self.small_first * first - self.small_last * last, SMALLEST)
+        visits = np.maximum(1.0 - self.small_first * first - self.small_last * last, SMALLEST)
+        return np.repeat(visits / self.parts, self.parts)
 
 
 class Start(NamedTuple):
@@ -93,59 +80,29 @@ class Start(NamedTuple):
     state: State
     used: bool = False
     """It was walked from, or is what a walk came to."""
-
-
-def draw_keys(problem: Problem, lot: np.random.Generator) -> Keys:
-    """Priorities, limits and tolerances from the ranges in which good ones were seen."""
-    r = float(problem.num_ranks)
-    glob = np.zeros(NUM_GLOBALS)
-    glob[A_F], glob[A_I] = 10 ** lot.uniform(-1, 1), 10 ** lot.uniform(-1, 1)
-    glob[B_F], glob[B_I] = lot.uniform(-2 * r, 4 * r), lot.uniform(-2 * r, 4 * r)
-    glob[C_I] = -1e3 if lot.random() < 0.5 else lot.uniform(-2 * r, 2 * r)
-    glob[LOOK] = 0.0 if lot.random() < 0.5 else lot.uniform(0, 0.05 if lot.random() < 0.8 else 0.5)
-    glob[RHO] = 1.0 if lot.random() < 0.5 else lot.random()
-    glob[W_OVER] = 10.0 if lot.random() < 0.25 else lot.uniform(0, 0.1)
-    glob[C_W] = NEVER
-    glob[BANK] = 0.0 if not problem.has_limit or lot.random() < 0.85 else lot.random()
-    u = lot.random()
-    if not problem.has_limit and u < 0.6:
-        return Keys(glob, 0, 0.0, 0.0)
-    if u < 0.4:
-        return Keys(glob, 1, problem.num_ranks + float(lot.integers(-2, 4)), 0.0)
-    if u < 0.75 and problem.has_limit:
-        return Keys(glob, 2, lot.uniform(0.7, 1.3), 0.0)
-    return Keys(glob, 3, 10 ** lot.uniform(0, 0.5), lot.uniform(0.5, 3.0))
+    keys: np.ndarray | None = None
+    """All its priorities, where no stage or op has an offset."""
 
 
 @njit(cache=True, nogil=True)
-def use_keys(p, st, glob, rule, a, b):  # type: ignore[no-untyped-def]
-    """Set a state's priorities; offsets of stages and ops are cleared."""
-    n = st.size[0]
-    st.glob[:] = glob
-    st.offset[:, :n] = 0.0
-    st.wiggle[:, :n] = 0.0
-    st.flight[:] = p.num_micro_batches
-    if rule == 1:
-        st.flight[:n] = min(max(int(a), 1), p.num_micro_batches)
-    elif rule == 2:
-        for rank in range(p.num_ranks):
-            fit_flight(p, st, rank, a)
-    elif rule == 3:
-        limit_flight(p, st, a, b)
+def try_keys(p, st, tries, known, near, margin, cutoff, sc, rng):  # type: ignore[no-untyped-def]
+    """The best of many priorities for a structure: (its row in `tries` or -1, step time).
 
-
-@njit(cache=True, nogil=True)
-def try_keys(p, st, globs, rules, a, b, margin, cutoff, sc):  # type: ignore[no-untyped-def]
-    """The best of many priorities for a structure: (its number or -1, step time); all in one call, so that threads
-    do not wait for each other's turn in between."""
+    The first rows are `known`; the next ones become like those, the others new. All in one call, so that threads do
+    not wait for each other's turn in between.
+    """
     best, chosen = cutoff, -1
-    for i in range(rules.size):
-        use_keys(p, st, globs[i], rules[i], a[i], b[i])
-        value = judge(p, st, margin, best, sc)
+    for i in range(tries.shape[0]):
+        if known <= i < known + near:
+            tries[i] = tries[below(rng, known)]
+            vary_keys(p, tries[i], rng)
+        elif i >= known:
+            draw_keys(p, tries[i], rng)
+        value = judge_keys(p, st, tries[i], margin, best, sc)
         if value < best:
             best, chosen = value, i
     if chosen >= 0:
-        use_keys(p, st, globs[chosen], rules[chosen], a[chosen], b[chosen])
+        use_keys(p, st, tries[chosen])
     return chosen, best
 
 
@@ -153,7 +110,19 @@ def draw_shape(problem: Problem, max_stages: int, stages: int, kind: str, lot: n
     """A way round the ranks with stages of drawn sizes."""
     small = lot.choice([0.0, 0.3, 0.6, 0.85], 2)
     stages = min(max(stages, 1), max_stages)
-    return Shape(go_round(problem.num_ranks, stages, kind, lot), kind, float(small[0]), float(small[1]))
+    way = go_round(problem.num_ranks, stages, kind, lot)
+    shape = Shape(way, (1,) * len(way), kind, float(small[0]), float(small[1]))
+    while lot.random() < DIVIDED:
+        shape = divide(shape, max_stages, lot)
+    return shape
+
+
+def divide(shape: Shape, max_stages: int, lot: np.random.Generator) -> Shape:
+    """One visit in one part more."""
+    if sum(shape.parts) >= max_stages:
+        return shape
+    at = int(lot.integers(len(shape.way)))
+    return shape._replace(parts=tuple(parts + (i == at) for i, parts in enumerate(shape.parts)))
 
 
 def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tuple[int, ...]:
@@ -184,35 +153,26 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
 
 
 def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.Generator) -> Shape:
-    """A shape like this one: a few stages more or less, or other sizes."""
-    ranks, stages = shape.ranks, len(shape.ranks)
-    if lot.random() < 0.5:
-        stages = min(max(stages + int(lot.integers(-2, 3)), min(problem.num_ranks, stages)), max_stages)
-        ranks = (ranks + go_round(problem.num_ranks, stages, shape.kind, lot)[len(ranks) :])[:stages]
-        if len(set(ranks)) < len(set(shape.ranks)):
-            ranks = shape.ranks
+    """A shape like this one: a few visits more or less, other parts, or other sizes."""
+    way, parts, visits = shape.way, shape.parts, len(shape.way)
+    if lot.random() < DIVIDED:
+        if max(parts) == 1 or lot.random() < 0.6:
+            parts = divide(shape, max_stages, lot).parts
+        else:
+            at = int(lot.choice(np.flatnonzero(np.array(parts) > 1)))
+            parts = tuple(n - (i == at) for i, n in enumerate(parts))
+    elif lot.random() < 0.5:
+        most = max_stages - sum(parts) + visits
+        visits = min(max(visits + int(lot.integers(-2, 3)), min(problem.num_ranks, visits)), most)
+        way = (way + go_round(problem.num_ranks, visits, shape.kind, lot)[len(way) :])[:visits]
+        parts = (parts + (1,) * visits)[:visits]
+        if len(set(way)) < len(set(shape.way)):
+            way, parts = shape.way, shape.parts
     elif lot.random() < 0.3:
-        ranks = go_round(problem.num_ranks, stages, shape.kind, lot)
-    first, last = np.clip(np.array(shape[2:]) + lot.normal(0.0, 0.15, 2) * (lot.random(2) < 0.5), 0.0, 0.9)
-    return Shape(ranks, shape.kind, float(first), float(last))
-
-
-def near(keys: Keys, lot: np.random.Generator) -> Keys:
-    """The same priorities, a little different."""
-    glob = keys.glob.copy()
-    for k in (A_F, A_I):
-        glob[k] *= 10 ** lot.normal(0.0, 0.12)
-    for k in (B_F, B_I, C_I):
-        glob[k] += lot.normal(0.0, 0.5)
-    if lot.random() < 0.5:
-        glob[LOOK] = max(0.0, glob[LOOK] + lot.normal(0.0, 0.01))
-    if lot.random() < 0.5:
-        glob[RHO] = np.clip(glob[RHO] + lot.normal(0.0, 0.15), 0.0, 1.0)
-    if lot.random() < 0.3:
-        glob[W_OVER] = lot.uniform(0, 0.1)
-    spread = {0: 0.0, 1: 1.0, 2: 0.06, 3: 0.1}[keys.rule]
-    a = keys.a + lot.normal(0.0, spread) if spread else 0.0
-    return Keys(glob, keys.rule, a, keys.b + (lot.normal(0.0, 0.3) if keys.rule == 3 else 0.0))
+        way = go_round(problem.num_ranks, visits, shape.kind, lot)
+    small = np.array((shape.small_first, shape.small_last)) + lot.normal(0.0, 0.15, 2) * (lot.random(2) < 0.5)
+    first, last = np.clip(small, 0.0, 0.9)
+    return Shape(way, parts, shape.kind, float(first), float(last))
 
 
 class Lottery:
@@ -221,7 +181,8 @@ class Lottery:
     def __init__(self, problem: Problem, max_stages: int, scratch: Scratch, margin: np.ndarray, seed: tuple[int, ...]):
         self.problem, self.max_stages, self.scratch, self.margin = problem, max_stages, scratch, margin
         self.lot = np.random.default_rng(seed)
-        self.keys: dict[int, list[tuple[float, Keys]]] = {}
+        self.rng = self.lot.integers(1, 1 << 62, 1).astype(np.uint64)
+        self.keys: dict[int, list[tuple[float, np.ndarray]]] = {}
         """By size, the best first."""
         self.starts: list[Start] = []
         self.draws = 0
@@ -250,19 +211,19 @@ class Lottery:
         alike = [s for s in self.starts if self.size(s) == self._size(len(shape.ranks))]
         bar = alike[-1].step_ms if len(alike) >= KEPT else np.inf
         size = self._size(len(shape.ranks))
-        tries = self._known_keys(size)
-        if tries:
-            tries += [near(tries[int(self.lot.integers(len(tries)))], self.lot) for _ in range(KEYS_NEAR)]
-        tries += [draw_keys(self.problem, self.lot) for _ in range(KEYS_DRAWN)]
+        known = self._known_keys(size)
+        near = KEYS_NEAR if known else 0
+        tries = np.zeros((len(known) + near + KEYS_DRAWN, NUM_KEYS))
+        tries[: len(known)] = known or 0.0
         chosen, best_ms = try_keys(
-            self.problem, st, np.array([k.glob for k in tries]), np.array([k.rule for k in tries]),
-            np.array([k.a for k in tries]), np.array([k.b for k in tries]), self.margin, bar, self.scratch,
+            self.problem, st, tries, len(known), near, self.margin, bar, self.scratch, self.rng
         )  # fmt: skip
         if chosen < 0:
             return
-        self._learn_keys(float(best_ms), tries[chosen], size)
+        keys = known[chosen] if chosen < len(known) else tries[chosen].copy()
+        self._learn_keys(float(best_ms), keys, size)
         self._like(float(best_ms), shape)
-        self._keep(Start(float(best_ms), shape.name, st))
+        self._keep(Start(float(best_ms), shape.name, st, keys=keys))
 
     def size(self, start: Start) -> int:
         """Half rounds over the ranks."""
@@ -290,22 +251,22 @@ class Lottery:
             self.problem, self.max_stages, int(self.lot.integers(low, max(low, high) + 1)), kind, self.lot
         )
 
-    def _known_keys(self, size: int) -> list[Keys]:
+    def _known_keys(self, size: int) -> list[np.ndarray]:
         """The best priorities for structures of this size, and of all."""
         every = sorted((x for known in self.keys.values() for x in known), key=lambda x: x[0])
-        found: list[Keys] = []
+        found: list[np.ndarray] = []
         for _, keys in self.keys.get(size, []) + every[:KEYS_KEPT]:
             if all(keys is not k for k in found):
                 found.append(keys)
         return found
 
-    def _learn_keys(self, step_ms: float, keys: Keys, size: int) -> None:
+    def _learn_keys(self, step_ms: float, keys: np.ndarray, size: int) -> None:
         known = self.keys.get(size, [])
         before = min((v for v, k in known if k is keys), default=np.inf)
         others = [x for x in known if x[1] is not keys]
         self.keys[size] = sorted([*others, (min(step_ms, before), keys)], key=lambda x: x[0])[:KEYS_KEPT]
 
-    def learn(self, liked: list[tuple[float, Shape]], keys: dict[int, list[tuple[float, Keys]]]) -> None:
+    def learn(self, liked: list[tuple[float, Shape]], keys: dict[int, list[tuple[float, np.ndarray]]]) -> None:
         """Remember what another lottery found good."""
         for step_ms, shape in liked:
             if all(shape is not s for _, s in self.liked):
