@@ -63,8 +63,8 @@ PHASE_OF_MOVE = ("partition",) * 2 + ("placement",) * 5 + ("schedule",) * 3 + ("
 
 FOCUS = 0.5
 """How often a structural move starts from a stage of the rank that finished last."""
-STAY = 0.4
-"""How often both halves of a stage that is split stay on its rank."""
+STAY, STAY_WIDTH = 0.4, 3
+"""How often both halves of a stage that is split stay on its rank, if it has so many layers."""
 HINTED = 0.4
 """How often a move of the order advances an op that another rank waited for."""
 MAX_HINTS = 64
@@ -341,13 +341,21 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
             cut = st.bounds[s] + 1 + below(rng, width - 1)
             insert_stage(st, s)
             st.bounds[s + 1] = cut
-            if uniform(rng) >= STAY:
+            if width < STAY_WIDTH or uniform(rng) >= STAY:
                 e = s + below(rng, 2)
                 st.rank[e] = below(rng, p.num_ranks)
             return 5
         if n < 2:
             return -1
         s = 1 + below(rng, n - 1)
+        if uniform(rng) < STAY:
+            # Splits in place hardly cost anything: undone as often as they are made, or stages would grow in number.
+            for _ in range(n - 1):
+                if st.rank[s - 1] == st.rank[s]:
+                    break
+                s = s + 1 if s + 1 < n else 1
+            if st.rank[s - 1] != st.rank[s]:
+                return -1
         remove_boundary(st, s, s - below(rng, 2))
         return 6
     u = uniform(rng)

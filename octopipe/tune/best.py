@@ -50,16 +50,19 @@ SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
 COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-DRAW_UNTIL, ROAM_UNTIL, WALK_ROUNDS = 0.15, 0.55, 3
-"""Shares of the budget at which drawing and roaming end, and into how many parts walking falls: after each, lanes
-exchange their elites."""
-POLISH, POLISH_CELLS = 0.25, 150
+DRAW_UNTIL, WALK = 0.15, 0.08
+"""Shares of the budget: the end of drawing, and the walks between roaming and polishing."""
+ROAM_ROUNDS, WALK_ROUNDS = 4, 2
+"""Into how many parts roaming and walking fall: after each, lanes exchange the best they have."""
+POLISH, POLISH_CELLS = 0.2, 150
 """Share of the budget for polishing orders, where ranks times micro-batches are no more than this; less in proportion
 where they are more: with 16 ranks and 32 micro-batches it gains nothing, and walking on does."""
 DRAW_ROUNDS = 4
 """How often lanes tell each other what they drew."""
 POLISHED = 3
 """Members of the elites whose orders a lane polishes in turn."""
+SHOWN = 4
+"""One of so many walkers of a herd is shown to the others, the best first."""
 EXCHANGED = 2
 """Members of the elite that a lane shows the others."""
 COPIES_HOT, COPIES_COLD = 2e-3, 5e-5
@@ -185,11 +188,10 @@ class BestSearch:
                 builder.join()
             with ThreadPoolExecutor(len(self.lanes)) as pool:
                 self._draw(pool)
-                self._together(pool, partial(Lane.roam, until=ROAM_UNTIL))
-                self._exchange()
                 end = 1.0 - self._polish_share()
+                self._roam(pool, end - WALK)
                 for k in range(1, WALK_ROUNDS + 1):
-                    until = ROAM_UNTIL + (end - ROAM_UNTIL) * k / WALK_ROUNDS
+                    until = end - WALK * (1.0 - k / WALK_ROUNDS)
                     self._together(pool, partial(Lane.walk, until=until))
                     self._exchange()
                 self._polish(pool)
@@ -224,6 +226,24 @@ class BestSearch:
                 for j, (liked, keys) in enumerate(known):
                     if i != j:
                         lane.lottery.learn(liked, keys)
+
+    def _roam(self, pool: ThreadPoolExecutor, until: float) -> None:
+        """Let every lane's herds roam until then, and show the best walkers to the others in between."""
+        first = max(lane.budget.share() for lane in self.lanes)
+        for k in range(ROAM_ROUNDS):
+            stop = first + (until - first) * (k + 1) / ROAM_ROUNDS
+            self._together(pool, partial(Lane.roam, until=stop, part=k, parts=ROAM_ROUNDS))
+            self._show_walkers()
+            self._exchange()
+        for lane in self.lanes:
+            lane.settle()
+
+    def _show_walkers(self) -> None:
+        shown = [sorted(lane.herd.walkers, key=lambda w: w.current) if lane.herd else [] for lane in self.lanes]
+        for i, lane in enumerate(self.lanes):
+            if lane.herd is not None:
+                others = [some[: -(-len(some) // SHOWN)] for j, some in enumerate(shown) if i != j]
+                lane.herd.admit([walker for some in others for walker in some])
 
     def _together(self, pool: ThreadPoolExecutor, work: Callable[[Lane], None]) -> None:
         """Let every lane do its work; meanwhile report, and turn what they find into plans."""

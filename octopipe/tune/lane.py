@@ -52,13 +52,18 @@ REDRAW = 0.01
 CAPS = (float("inf"), float("inf"), 0.03)
 """How far above the best possible load the busiest rank may be, by walk: a rank that is full leaves the others'
 orders without pressure, and a walk would rest there. Held too tight too often, walks from good starts end worse."""
-HERD, ROAM_JUDGED = 8, 10_000
-"""Most walkers of a herd, and how many schedules each should have."""
+HERDS, DRAW_AGAIN = (1, 2), 0.05
+"""Herds that roam one after another, by lane, and the share of the budget for new starts between them. A hot herd gains
+to the end; a cool one settles early, and another from other starts is worth more than its second half."""
+HERD, ROAM_JUDGED = 8, 5_000
+"""Most walkers of a herd, and how many schedules each should have at least."""
 ROAM_STEPS, ROAM_MOVES = 20, 10
 """Temperatures of a herd, and moves between looks at the clock."""
-ROAM_HOT, ROAM_COLD, ROAM_CELLS = 1e-2, 1e-3, 128
-"""Temperatures of roaming as shares of the step time, up to so many ranks times micro-batches; less in proportion where
-they are more: there fewer moves are made."""
+TIMED = 5
+"""Schedules timed to know how many fit into a time: other threads may hold one up."""
+ROAM_HOT, ROAM_COOL, ROAM_CELLS = (1.2e-2, 4e-3), 0.1, 256
+"""Temperatures at which roaming begins, by lane, as shares of the step time (tight memory wants the hotter one), and
+how far they fall. Less in proportion where ranks times micro-batches are more than so many: fewer moves are made."""
 CHUNK_S = 0.03
 MOVES_PER_DRAW = 25
 """What a drawn start counts where moves are counted."""
@@ -104,7 +109,7 @@ class Lane:
         note: Note,
     ) -> None:
         self.problem, self.max_stages, self.margin, self.work_ms = problem, max_stages, margin, work_ms
-        self.may_recompute, self.budget, self.note = may_recompute, budget, note
+        self.may_recompute, self.budget, self.note, self.number = may_recompute, budget, note, seed[1]
         self.scratch = make_scratch(problem, max_stages)
         self.lottery = Lottery(problem, max_stages, self.scratch, margin, seed)
         self.dice = np.random.default_rng((*seed, 2))
@@ -115,6 +120,10 @@ class Lane:
         self.starts: list[Start] = []
         """Not yet walked from."""
         self.elite: list[Start] = []
+        self.roamed: list[Start] = []
+        """What herds came to: where walks begin, not other herds."""
+        self.herd: Herd | None = None
+        self.herds = 1
         self.hope: dict[int, float] = {}
         """By size (half rounds over the ranks): what walks gained of late, in ms."""
         self.redrawn: dict[int, int] = {}
@@ -136,33 +145,60 @@ class Lane:
             self.budget.made += MOVES_PER_DRAW
         self.starts += self.lottery.take()
 
-    def roam(self, until: float) -> None:
-        """Let a herd roam from the best starts until this share of the budget is spent."""
-        herd = Herd(self.problem, self.max_stages, self.scratch, self.margin, self.rng, self.may_recompute)
-        starts = sorted((s for s in self.starts if s.keys is not None), key=lambda s: s.step_ms)
-        judgeable = self._judgeable(starts[0].state, until) if starts else 0.0
-        effort = min(judgeable / ROAM_JUDGED, 1.0)
-        for start in starts[: min(max(int(judgeable / ROAM_JUDGED), 1), HERD)]:
-            if self.budget.share() < until:
-                self.budget.made += herd.add(start, effort)
+    def roam(self, until: float, part: int, parts: int) -> None:
+        """Let a herd roam from the best starts until this share of the budget is spent.
+
+        This is one of so many parts, between which lanes trade walkers. Some lanes begin anew halfway, if time allows.
+        """
+        if part == 0:
+            plenty = self.judgeable(until) * parts > 2 * HERD * ROAM_JUDGED
+            self.herds = HERDS[self.number % len(HERDS)] if plenty else 1
+        per_herd = -(-parts // self.herds)
+        if part % per_herd == 0:
+            self.settle()
+            if part > 0:
+                self.draw(min(self.budget.share() + DRAW_AGAIN, until))
+            self.herd = self._gather_herd(until, min(per_herd, parts - part))
+        assert self.herd is not None
+        begin, end = (part % per_herd) / per_herd, (part % per_herd + 1) / per_herd
+        herd, first = self.herd, self.budget.share()
         cells = self.problem.num_ranks * self.problem.num_micro_batches
-        first, cool = self.budget.share(), min(1.0, ROAM_CELLS / cells)
-        for step in range(ROAM_STEPS if herd.walkers else 0):
-            heat = self.heat * cool * ROAM_HOT * (ROAM_COLD / ROAM_HOT) ** (step / (ROAM_STEPS - 1))
-            end = first + (until - first) * (step + 1) / ROAM_STEPS
+        hot = self.heat * min(1.0, ROAM_CELLS / cells) * ROAM_HOT[self.number % len(ROAM_HOT)]
+        steps = max(round(ROAM_STEPS * (end - begin)), 1)
+        for step in range(steps if herd.walkers else 0):
+            heat = hot * ROAM_COOL ** (begin + (end - begin) * step / steps)
+            stop = first + (until - first) * (step + 1) / steps
             for k, walker in enumerate(herd.walkers):
                 now = self.budget.share()
-                stop = now + (end - now) / (len(herd.walkers) - k)
-                while self.budget.share() < stop:
+                turn = now + (stop - now) / (len(herd.walkers) - k)
+                while self.budget.share() < turn:
                     judged, lines = herd.run(walker, ROAM_MOVES, heat)
                     self.budget.made += max(judged, 1)
                     for i, move, before, after in lines:
                         self.note(int(i), PHASE_OF_MOVE[int(move)], MOVES[int(move)], before, after)
                     self.note(ROAM_MOVES, "", "", np.inf, np.inf)
             herd.thin(heat, self.dice)
-        self.starts += herd.results()
         for start in herd.results()[:1]:
             self._keep(start._replace(state=twin(self.problem, self.max_stages, start.state), used=True))
+
+    def _gather_herd(self, until: float, parts: int) -> Herd:
+        """As many of the best starts as there is time for, in so many parts as long as the one until then."""
+        herd = Herd(self.problem, self.max_stages, self.scratch, self.margin, self.rng, self.may_recompute)
+        enough = parts * self.judgeable(until) / ROAM_JUDGED
+        starts = sorted((s for s in self.starts if s.keys is not None), key=lambda s: s.step_ms)
+        effort = min(enough, 1.0)
+        chosen = starts[: min(max(int(enough), 1), HERD)]
+        for start in chosen:
+            if self.budget.share() < until:
+                self.budget.made += herd.add(start, effort)
+        self.starts = [s for s in self.starts if all(s is not c for c in chosen)]
+        return herd
+
+    def settle(self) -> None:
+        """Dissolve the herd; walks begin at what it came to."""
+        if self.herd is not None:
+            self.roamed += self.herd.results()
+            self.herd = None
 
     def walk(self, until: float) -> None:
         """Walk until this share of the budget is spent."""
@@ -212,14 +248,20 @@ class Lane:
         """What polishing made best."""
         return min(self.polishers, key=lambda q: q.best_ms, default=None)
 
-    def _judgeable(self, state: State, until: float) -> float:
-        """How many schedules like this one can be judged until this share of the budget is spent."""
+    def judgeable(self, until: float) -> float:
+        """How many schedules like that of the best start can be judged until this share of the budget is spent."""
         left = until - self.budget.share()
         if self.budget.moves is not None:
             return left * self.budget.moves
-        began = time.perf_counter()
-        judge(self.problem, state, self.margin, np.inf, self.scratch)
-        return left * self.budget.seconds / (time.perf_counter() - began)
+        best = min(self.starts, key=lambda s: s.step_ms, default=None)
+        if best is None:
+            return 0.0
+        took = []
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            judge(self.problem, best.state, self.margin, np.inf, self.scratch)
+            took.append(time.perf_counter() - began)
+        return left * self.budget.seconds / min(took)
 
     def _anneal_orders(self, polisher: Polisher, until: float, heat: float) -> None:
         first, chunk = self.budget.share(), 200
@@ -240,6 +282,8 @@ class Lane:
         """The size of structure from which the next walk promises most: the best of it, less what one may hope for."""
         while self.inbox:
             self.starts.append(self.inbox.pop())
+        self.starts += self.roamed
+        self.roamed = []
         best: dict[int, float] = {}
         for start in (*self.starts, *self.elite):
             size = self.lottery.size(start)
@@ -335,3 +379,6 @@ class Lane:
 
         self.elite = sorted((s for s in map(again, self.elite) if s.step_ms < np.inf), key=lambda s: s.step_ms)
         self.starts = [s for s in map(again, self.starts) if s.step_ms < np.inf]
+        self.roamed = [s for s in map(again, self.roamed) if s.step_ms < np.inf]
+        if self.herd is not None:
+            self.herd.rejudge()

@@ -34,9 +34,10 @@ ROUNDS = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.0, 3.5, 4.0, 4.0, 5.0, 6
 """Rounds over the ranks, a few stages more or less."""
 KINDS = ("loop", "loop", "turn", "turn", "mixed", "wave", "skip")
 """Ways round the ranks. All kinds of all lengths are drawn in turn, so that no search misses the good ones."""
-DIVIDED = 0.3
+DIVIDED, WIDE = 0.3, 3.0
 """How often a visit to a rank falls into one stage more, one after another on that rank: no transfer between them, but
-memory is taken and given back in smaller pieces, and other ops can run in between."""
+memory is taken and given back in smaller pieces, and other ops can run in between. Only where visits have so many
+layers on average."""
 SMALLEST = 0.1
 """Least size asked of a stage, the others' being 1."""
 BALANCE = 2000
@@ -112,9 +113,13 @@ def draw_shape(problem: Problem, max_stages: int, stages: int, kind: str, lot: n
     stages = min(max(stages, 1), max_stages)
     way = go_round(problem.num_ranks, stages, kind, lot)
     shape = Shape(way, (1,) * len(way), kind, float(small[0]), float(small[1]))
-    while lot.random() < DIVIDED:
+    while wide(problem, shape) and lot.random() < DIVIDED:
         shape = divide(shape, max_stages, lot)
     return shape
+
+
+def wide(problem: Problem, shape: Shape) -> bool:
+    return problem.num_layers >= WIDE * sum(shape.parts)
 
 
 def divide(shape: Shape, max_stages: int, lot: np.random.Generator) -> Shape:
@@ -155,8 +160,8 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
 def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.Generator) -> Shape:
     """A shape like this one: a few visits more or less, other parts, or other sizes."""
     way, parts, visits = shape.way, shape.parts, len(shape.way)
-    if lot.random() < DIVIDED:
-        if max(parts) == 1 or lot.random() < 0.6:
+    if (wide(problem, shape) or max(parts) > 1) and lot.random() < DIVIDED:
+        if max(parts) == 1 or (wide(problem, shape) and lot.random() < 0.6):
             parts = divide(shape, max_stages, lot).parts
         else:
             at = int(lot.choice(np.flatnonzero(np.array(parts) > 1)))

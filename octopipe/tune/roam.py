@@ -40,9 +40,9 @@ POPULATION = 16
 """Keys that a walker breeds from."""
 DRAWN, BRED = 100, 300
 """Keys drawn and bred for a structure before its walk begins."""
-TRIES, AGAIN_BRED = 2, 6
-"""Keys under which a changed structure is judged (the best so far, then children), and children bred on it once it is
-accepted. More of either gave less: moves are worth more than care."""
+TRIES, REJUDGED, AGAIN_BRED = 2, 4, 4
+"""Keys under which a changed structure is judged (the best so far, then children); once it is accepted, keys that are
+judged again and children bred on it. More of each gave less: moves are worth more than care."""
 NEAR = 1.04
 """Keys that are so much worse than the best on a new structure leave the population."""
 COMPOUND = 0.3
@@ -132,6 +132,26 @@ class Herd:
             kept.append(walker.copy(self.problem, self.max_stages) if any(walker is w for w in kept) else walker)
         self.walkers = kept
 
+    def admit(self, others: list[Walker]) -> None:
+        """Copies of others' walkers take the places of those that are behind them."""
+        size = len(self.walkers)
+        copies = [w.copy(self.problem, self.max_stages) for w in others]
+        self.walkers = sorted([*self.walkers, *copies], key=lambda w: w.current)[:size]
+
+    def rejudge(self) -> None:
+        """After more memory was reserved: what does not fit any more goes."""
+        kept, best = self.walkers, self.best
+        self.walkers, self.best = [], None
+        for walker in kept:
+            keys = walker.population[0]
+            walker.current = float(judge_keys(self.problem, walker.state, keys, self.margin, np.inf, self.scratch))
+            if walker.current < np.inf:
+                self.walkers.append(walker)
+                self._keep(walker.current, walker.name, walker.state, keys)
+        if best is not None and best.keys is not None:
+            value = float(judge_keys(self.problem, best.state, best.keys, self.margin, np.inf, self.scratch))
+            self._keep(value, best.name, best.state, best.keys)
+
     def results(self) -> list[Start]:
         """What the walkers came to, the best first."""
         found = [] if self.best is None else [self.best]
@@ -212,7 +232,7 @@ def roam(
             copy_state(st, back)
             continue
         renew(p, st, population, values, chosen, value, margin, sc, rng)
-        judged += values.size + AGAIN_BRED
+        judged += REJUDGED + AGAIN_BRED
         current = judge_keys(p, st, population[0], margin, np.inf, sc)
         pace[:] = sc.pace
         critical = sc.count[p.num_ranks]
@@ -232,10 +252,19 @@ def roam(
 
 @njit(cache=True, nogil=True)
 def renew(p, st, population, values, keys, value, margin, sc, rng):  # type: ignore[no-untyped-def]
-    """Judge a population again, on a structure that was accepted under `keys`, and breed it a little."""
+    """Judge the best of a population again, on a structure that was accepted under `keys`, and breed it a little.
+
+    The others remain as parents behind them: to judge all of them every time took longer than the walk itself.
+    """
     before = population.copy()
     values[:] = np.inf
     keep_keys(population, values, keys, value)
-    for i in range(values.size):
+    for i in range(REJUDGED):
         keep_keys(population, values, before[i], judge_keys(p, st, before[i], margin, value * NEAR, sc))
+    count = count_of(values)
+    for i in range(REJUDGED, before.shape[0]):
+        if count < values.size:
+            population[count] = before[i]
+            values[count] = value * NEAR * (1.0 + 1e-9 * i)
+            count += 1
     breed(p, st, population, values, 0, AGAIN_BRED, margin, sc, rng)
