@@ -30,17 +30,17 @@ def test_turns_go_the_last_round_back() -> None:
 
 
 def test_sizes_grow_from_the_first_stage_and_shrink_to_the_last() -> None:
-    sizes = Shape(tuple(s % 4 for s in range(14)), "loop", 0.85, 0.5).sizes(4)
+    sizes = Shape(tuple(s % 4 for s in range(14)), (1,) * 14, "loop", 0.85, 0.5).sizes(4)
     assert sizes[0] == pytest.approx(0.15) and sizes[-1] == pytest.approx(0.5)
     assert (np.diff(sizes[:5]) > 0).all() and (sizes[4:10] == 1.0).all() and (np.diff(sizes[10:]) < 0).all()
     # Both ends of a short way take from the same stages, yet none is asked to be nothing.
-    assert (Shape((0, 1, 2, 3), "loop", 0.9, 0.9).sizes(4) > 0).all()
+    assert (Shape((0, 1, 2, 3), (1,) * 4, "loop", 0.9, 0.9).sizes(4) > 0).all()
 
 
 def test_a_shape_like_another_still_uses_all_its_ranks() -> None:
     problem = make_problem(CostTable.uniform(num_layers=20), 4, 4)
     lot = np.random.default_rng(1)
-    shape = Shape(go_round(4, 9, "skip", lot), "skip", 0.6, 0.0)
+    shape = Shape(go_round(4, 9, "skip", lot), (1,) * 9, "skip", 0.6, 0.0)
     lengths = set()
     for _ in range(300):
         shape = near_shape(problem, 16, shape, lot)

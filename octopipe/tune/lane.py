@@ -52,7 +52,7 @@ REDRAW = 0.01
 CAPS = (float("inf"), float("inf"), 0.03)
 """How far above the best possible load the busiest rank may be, by walk: a rank that is full leaves the others'
 orders without pressure, and a walk would rest there. Held too tight too often, walks from good starts end worse."""
-HERDS, DRAW_AGAIN = (1, 2), 0.05
+HERDS, DRAW_AGAIN = (2, 1), 0.05
 """Herds that roam one after another, by lane, and the share of the budget for new starts between them. A hot herd gains
 to the end; a cool one settles early, and another from other starts is worth more than its second half."""
 HERD, ROAM_JUDGED = 8, 5_000
@@ -61,7 +61,7 @@ ROAM_STEPS, ROAM_MOVES = 20, 10
 """Temperatures of a herd, and moves between looks at the clock."""
 TIMED = 5
 """Schedules timed to know how many fit into a time: other threads may hold one up."""
-ROAM_HOT, ROAM_COOL, ROAM_CELLS = (1.2e-2, 4e-3), 0.1, 256
+ROAM_HOT, ROAM_COOL, ROAM_CELLS = (4e-3, 1.2e-2), 0.1, 256
 """Temperatures at which roaming begins, by lane, as shares of the step time (tight memory wants the hotter one), and
 how far they fall. Less in proportion where ranks times micro-batches are more than so many: fewer moves are made."""
 CHUNK_S = 0.03
