@@ -6,7 +6,7 @@ best.py lets the lanes meet and judges what they found.
 Annealing one start gains most in its first few thousand moves and then rests, and what it comes to depends on the
 start; so a lane makes many walks of moderate length instead of a long one. A walk begins at a start not yet used
 or at a member of the elite, heated up for a moment, of the size from which most is hoped for. What roaming came to
-(roam.py: structures first, under priorities bred along the way) is the first of the elite.
+(roam.py: structures first, under priorities bred along the way) are the first starts of walks.
 """
 
 from __future__ import annotations
