@@ -8,12 +8,12 @@ from test_tune_best import uneven
 
 from octopipe.cost import CostTable
 from octopipe.simulate import simulate
-from octopipe.tune.anneal import judge
+from octopipe.tune.anneal import below, change_places, fetch, judge, send
 from octopipe.tune.encode import plan_of
-from octopipe.tune.kernels import Problem, Scratch, make_problem, make_scratch
+from octopipe.tune.kernels import LAPS, Problem, Scratch, make_problem, make_scratch
 from octopipe.tune.keys import NUM_KEYS, breed, count_of, draw_keys, judge_keys, keep_keys, make_child, use_keys
 from octopipe.tune.lottery import Lottery, Shape, Start, divide, draw_shape, near_shape
-from octopipe.tune.roam import POPULATION, Herd, Walker, change
+from octopipe.tune.roam import POPULATION, Herd, Walker, change, rate
 
 RANKS, MICRO_BATCHES, MAX_STAGES = 4, 6, 12
 
@@ -36,7 +36,7 @@ def drawn(problem: Problem, scratch: Scratch, seed: int, count: int = 8) -> list
 
 
 def herd_of(problem: Problem, scratch: Scratch, seed: int, walkers: int = 3) -> Herd:
-    herd = Herd(problem, MAX_STAGES, scratch, np.zeros(RANKS), dice(seed), False)
+    herd = Herd(problem, MAX_STAGES, scratch, np.zeros(RANKS), dice(seed), False, 0.0)
     for start in drawn(problem, scratch, seed)[:walkers]:
         herd.add(start, 0.1)
     assert herd.walkers, "some start fits"
@@ -115,15 +115,63 @@ def test_changes_keep_every_layer_on_one_rank_and_stages_in_order(seed: int) -> 
     assert len(sizes) > 3, "stages are split and merged"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_stages_sent_and_fetched_and_visits_exchanged_leave_every_rank_as_many_layers(seed: int) -> None:
+    _, problem, scratch = setting(seed)
+    state, rng = drawn(problem, scratch, seed)[0].state, dice(seed)
+
+    def layers() -> list[int]:
+        n = int(state.size[0])
+        widths = np.diff(state.bounds[: n + 1])
+        assert state.bounds[0] == 0 and state.bounds[n] == 17 and (widths > 0).all()
+        return [int(widths[state.rank[:n] == r].sum()) for r in range(RANKS)]
+
+    before, done = layers(), {"send": 0, "fetch": 0, "change": 0}
+    for _ in range(2000):
+        n = int(state.size[0])
+        s, e = sorted((below(rng, n), below(rng, n)))
+        width = int(state.bounds[s + 1] - state.bounds[s])
+        if width > 1 and n < MAX_STAGES:
+            done["send"] += bool(send(state, rng, s, width))
+            assert layers() == before
+        done["fetch"] += bool(fetch(state, rng))
+        assert layers() == before
+        s, e = sorted((below(rng, int(state.size[0])), below(rng, int(state.size[0]))))
+        if state.rank[s] != state.rank[e]:
+            change_places(state, s, e)
+            done["change"] += 1
+        assert layers() == before
+    assert min(done.values()) > 50, done
+
+
+def test_a_score_counts_a_rank_that_is_nearly_full_against_a_walker() -> None:
+    pace = np.full(LAPS, 4 * 95.0)
+    roomy, tight = rate(100.0, pace, 4, 85.0, 80.0), rate(100.0, pace, 4, 99.0, 80.0)
+    assert roomy < 100.0, "the ranks' mean finish counts"
+    assert tight == pytest.approx(roomy + 99.0 - 96.0)
+    assert rate(np.inf, np.full(LAPS, np.inf), 4, 85.0, 80.0) == np.inf
+    assert rate(100.0, np.full(LAPS, np.inf), 4, 85.0, 80.0) == pytest.approx(100.0), "too few ops for laps"
+
+
+def test_a_walkers_score_and_pace_are_those_of_its_schedule() -> None:
+    _, problem, scratch = setting(2)
+    herd = herd_of(problem, scratch, 2)
+    for walker in herd.walkers:
+        herd.run(walker, 100, 5e-3)
+        score, pace = walker.score, walker.pace.copy()
+        assert herd._judge(walker)
+        assert walker.score == pytest.approx(score) and walker.pace == pytest.approx(pace)
+
+
 def test_thinning_keeps_the_number_and_favours_those_ahead() -> None:
     _, problem, scratch = setting(0)
     herd = herd_of(problem, scratch, 0)
     start = Start(100.0, "x", herd.walkers[0].state)
     herd.walkers = [Walker(problem, MAX_STAGES, start) for _ in range(6)]
     for walker, value in zip(herd.walkers, (100.0, 100.1, 140.0, 150.0, 160.0, 170.0)):
-        walker.current = value
+        walker.score = value
     herd.thin(1e-3, np.random.default_rng(0))
-    assert len(herd.walkers) == 6 and {w.current for w in herd.walkers} == {100.0, 100.1}
+    assert len(herd.walkers) == 6 and {w.score for w in herd.walkers} == {100.0, 100.1}
     assert len({id(w.state) for w in herd.walkers}) == 6, "copies do not share what they walk on"
 
 
@@ -131,9 +179,9 @@ def test_others_walkers_take_the_places_of_those_behind() -> None:
     _, problem, scratch = setting(0)
     herd = herd_of(problem, scratch, 0)
     size, other = len(herd.walkers), Walker(problem, MAX_STAGES, Start(1.0, "x", herd.walkers[0].state))
-    other.current = 1.0
+    other.score = 1.0
     herd.admit([other])
-    assert len(herd.walkers) == size and herd.walkers[0].current == 1.0 and herd.walkers[0] is not other
+    assert len(herd.walkers) == size and herd.walkers[0].score == 1.0 and herd.walkers[0] is not other
 
 
 def test_more_reserved_memory_drops_what_does_not_fit() -> None:

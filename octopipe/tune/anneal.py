@@ -65,6 +65,11 @@ FOCUS = 0.5
 """How often a structural move starts from a stage of the rank that finished last."""
 STAY, STAY_WIDTH = 0.4, 3
 """How often both halves of a stage that is split stay on its rank, if it has so many layers."""
+VISIT, CHANGE_PLACES = 0.33, 0.33
+"""How often all stages that follow one another on a rank go to another one together, and how often they take their
+sizes along when they are exchanged."""
+ELSEWHERE, MOST_SENT = 0.4, 3
+"""How often a stage that is split or merged is so with another place of the chain, and how many layers are sent."""
 HINTED = 0.4
 """How often a move of the order advances an op that another rank waited for."""
 MAX_HINTS = 64
@@ -284,6 +289,94 @@ def fit_flight(p, st, rank, share):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def hand_over(st, s, of, to):  # type: ignore[no-untyped-def]
+    """Give stage `s` and its neighbours on rank `of` to another rank."""
+    e = s
+    while e < st.size[0] and st.rank[e] == of:
+        st.rank[e] = to
+        e += 1
+    e = s - 1
+    while e >= 0 and st.rank[e] == of:
+        st.rank[e] = to
+        e -= 1
+
+
+@njit(cache=True, nogil=True)
+def change_places(st, s, e):  # type: ignore[no-untyped-def]
+    """Exchange two visits, s before e on other ranks, with as many layers as they have: ranks keep their work."""
+    n = st.size[0]
+    a, b, c, d = s, s + 1, e, e + 1
+    while a > 0 and st.rank[a - 1] == st.rank[s]:
+        a -= 1
+    while st.rank[b] == st.rank[s]:
+        b += 1
+    while st.rank[c - 1] == st.rank[e]:
+        c -= 1
+    while d < n and st.rank[d] == st.rank[e]:
+        d += 1
+    ranks, widths = np.empty(d - a, np.int32), np.empty(d - a, np.int32)
+    k = 0
+    for first, last in ((c, d), (b, c), (a, b)):
+        for i in range(first, last):
+            ranks[k], widths[k] = st.rank[i], st.bounds[i + 1] - st.bounds[i]
+            k += 1
+    for k in range(d - a):
+        st.rank[a + k] = ranks[k]
+        st.bounds[a + k + 1] = st.bounds[a + k] + widths[k]
+
+
+@njit(cache=True, nogil=True)
+def send(st, rng, s, width):  # type: ignore[no-untyped-def]
+    """Some layers of stage `s` become a stage of its rank elsewhere in the chain; those between slide, none changes its
+    size, and no rank its work but for layers that differ."""
+    n = st.size[0]
+    r = st.rank[s]
+    j = below(rng, n + 1)
+    if (j < n and st.rank[j] == r) or (j > 0 and st.rank[j - 1] == r):
+        return False
+    by = 1 + below(rng, min(width - 1, MOST_SENT))
+    if j <= s:
+        for k in range(j, s + 1):
+            st.bounds[k] += by
+        insert_stage(st, j)
+        st.bounds[j + 1] = st.bounds[j]
+        st.bounds[j] -= by
+    else:
+        for k in range(s + 1, j):
+            st.bounds[k] -= by
+        end = st.bounds[j]
+        insert_stage(st, j - 1)
+        st.bounds[j] = end - by
+    st.rank[j] = r
+    return True
+
+
+@njit(cache=True, nogil=True)
+def fetch(st, rng):  # type: ignore[no-untyped-def]
+    """The layers of a stage join another one of its rank elsewhere: as `send`, undone."""
+    n = st.size[0]
+    s = below(rng, n)
+    e = below(rng, n)
+    for _ in range(n):
+        if st.rank[e] == st.rank[s] and abs(e - s) > 1:
+            break
+        e = e + 1 if e + 1 < n else 0
+    if st.rank[e] != st.rank[s] or abs(e - s) < 2:
+        return False
+    by = st.bounds[s + 1] - st.bounds[s]
+    if s < e:
+        for k in range(s + 1, e + 1):
+            st.bounds[k] -= by
+        # Stage s is empty now: the one after it takes its place.
+        remove_boundary(st, s + 1, s + 1)
+    else:
+        for k in range(e + 1, s + 1):
+            st.bounds[k] += by
+        remove_boundary(st, s, s - 1)
+    return True
+
+
+@njit(cache=True, nogil=True)
 def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  # type: ignore[no-untyped-def]
     """One random move; returns its number in MOVES, or -1 where it does not apply.
 
@@ -301,16 +394,28 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
             r = below(rng, p.num_ranks)
             if st.rank[s] == r:
                 return -1
-            st.rank[s] = r
+            if uniform(rng) < VISIT:
+                hand_over(st, s, st.rank[s], r)
+            else:
+                st.rank[s] = r
             return 2
         if u < 0.74:
             s = pick(st, rng, critical)
             e = below(rng, n)
             if uniform(rng) < 0.5:
                 e = min(s + 1 + below(rng, 3), n - 1)
-            if st.rank[s] == st.rank[e]:
+            x, y = st.rank[s], st.rank[e]
+            if x == y:
                 return -1
-            st.rank[s], st.rank[e] = st.rank[e], st.rank[s]
+            u = uniform(rng)
+            if u < CHANGE_PLACES:
+                change_places(st, min(s, e), max(s, e))
+            elif u < CHANGE_PLACES + VISIT:
+                hand_over(st, e, y, -1)
+                hand_over(st, s, x, y)
+                hand_over(st, e, -1, x)
+            else:
+                st.rank[s], st.rank[e] = y, x
             return 3
         if u < 0.78:
             if n < 3:
@@ -338,6 +443,8 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
             width = st.bounds[s + 1] - st.bounds[s]
             if width < 2 or n >= st.rank.size:
                 return -1
+            if uniform(rng) < ELSEWHERE:
+                return 5 if send(st, rng, s, width) else -1
             cut = st.bounds[s] + 1 + below(rng, width - 1)
             insert_stage(st, s)
             st.bounds[s + 1] = cut
@@ -347,6 +454,8 @@ def mutate(p, st, rng, may_recompute, structure, critical, hints, num_hints):  #
             return 5
         if n < 2:
             return -1
+        if uniform(rng) < ELSEWHERE:
+            return 6 if fetch(st, rng) else -1
         s = 1 + below(rng, n - 1)
         if uniform(rng) < STAY:
             # Splits in place hardly cost anything: undone as often as they are made, or stages would grow in number.

@@ -239,7 +239,7 @@ class BestSearch:
             lane.settle()
 
     def _show_walkers(self) -> None:
-        shown = [sorted(lane.herd.walkers, key=lambda w: w.current) if lane.herd else [] for lane in self.lanes]
+        shown = [sorted(lane.herd.walkers, key=lambda w: w.score) if lane.herd else [] for lane in self.lanes]
         for i, lane in enumerate(self.lanes):
             if lane.herd is not None:
                 others = [some[: -(-len(some) // SHOWN)] for j, some in enumerate(shown) if i != j]

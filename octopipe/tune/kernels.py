@@ -204,7 +204,8 @@ class Scratch(NamedTuple):
     end: Any
     """[R, ops]: when each op of seq ends."""
     pace: Any
-    """[LAPS]: after each lap, the sum over ranks of their times if none idled any more."""
+    """[LAPS]: after each lap, the sum over ranks of their times if none idled any more; infinite where it did not get
+    that far."""
 
 
 def make_scratch(problem: Problem, max_stages: int) -> Scratch:
@@ -328,6 +329,7 @@ def schedule(p, stages, bounds, rank, recompute, flight, entry, glob, offset, wi
     total = 3 * stages * p.num_micro_batches
     remaining = total
     lap = ZERO
+    sc.pace[:] = inf
     check = remaining_at(lap, total)
     look = glob[LOOK] * p.unit
     over = glob[W_OVER] * p.unit

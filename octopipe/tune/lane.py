@@ -183,7 +183,9 @@ class Lane:
 
     def _gather_herd(self, until: float, parts: int) -> Herd:
         """As many of the best starts as there is time for, in so many parts as long as the one until then."""
-        herd = Herd(self.problem, self.max_stages, self.scratch, self.margin, self.rng, self.may_recompute)
+        herd = Herd(
+            self.problem, self.max_stages, self.scratch, self.margin, self.rng, self.may_recompute, self.work_ms
+        )
         enough = parts * self.judgeable(until) / ROAM_JUDGED
         starts = sorted((s for s in self.starts if s.keys is not None), key=lambda s: s.step_ms)
         effort = min(enough, 1.0)
