@@ -469,8 +469,8 @@ def hybrid(size: int, tokens: int) -> tuple[list[nn.Module], Tensor]:
 
 def _profile(layers: list[nn.Module], tokens: Tensor, world: World) -> CostTable:
     """What our profiler says of the layers, with all ranks at work, and of the link between two ranks."""
-    from octopipe.runtime.links import measure_links
-    from octopipe.runtime.profiler import assemble, gather, profile_layers
+    from octopipe.measure.links import measure_links
+    from octopipe.measure.profiler import assemble, gather, profile_layers
 
     # One pair stands for all: the ranks are on one machine.
     sizes = (1 << 12, 4 * tokens.numel() * WIDTH)
@@ -482,8 +482,8 @@ def _profile(layers: list[nn.Module], tokens: Tensor, world: World) -> CostTable
 
 def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """A hybrid model, profiled by our profiler with all ranks at work, tuned and run, against their schedules."""
-    from octopipe.simulate import simulate
-    from octopipe.tune import tune
+    from octopipe.simulator import simulate
+    from octopipe.tuner import tune
 
     size, count, world = seat.size, max(args.micro_batches, 2 * seat.size), World(dist.group.WORLD)
     layers, tokens = hybrid(size, args.tokens)

@@ -65,7 +65,7 @@ def models(small: bool = False) -> dict[str, ModelSpec]:
 
 
 def workload(spec: ModelSpec, args: argparse.Namespace) -> Any:
-    from octopipe.runtime.trial import Workload
+    from octopipe.measure.trial import Workload
 
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     return Workload(spec=spec, tokens=args.tokens, device=args.device, dtype=dtype, compile_scans=not args.eager_scans)
@@ -79,11 +79,11 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
     import torch
 
     from octopipe.cost import CostTable
-    from octopipe.lower import lower
+    from octopipe.lowering import lower
+    from octopipe.measure.links import measure_links
+    from octopipe.measure.trial import Workload
     from octopipe.nn import cross_entropy
-    from octopipe.runtime.links import measure_links
     from octopipe.runtime.pipeline import Pipeline
-    from octopipe.runtime.trial import Workload
     from octopipe.runtime.world import World
     from octopipe.systems import build_plan
 
@@ -127,7 +127,7 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
 
 
 def profile_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, bytes]:
-    from octopipe.runtime.trial import profile_workload
+    from octopipe.measure.trial import profile_workload
     from octopipe.runtime.world import World
 
     world = World.make(None, None, None)
@@ -171,8 +171,8 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from octopipe.errors import OctoPipeError
+    from octopipe.measure.trial import fidelity, profile_workload, run_plan
     from octopipe.plan_file import plan_from_json
-    from octopipe.runtime.trial import fidelity, profile_workload, run_plan
     from octopipe.runtime.world import World
 
     world = World.make(None, None, None)
@@ -243,8 +243,8 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
 
 def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
     """What the simulator says when every op takes its time under full load."""
-    from octopipe.lower import lower
-    from octopipe.simulate import simulate
+    from octopipe.lowering import lower
+    from octopipe.simulator import simulate
 
     return simulate(lower(plan, profile.costs, channel=channel), profile.costs).makespan_ms
 
@@ -253,8 +253,8 @@ def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
 
 
 def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
+    from octopipe.measure.mps import Mps
     from octopipe.runtime.launch import by_rank, run_ranks
-    from octopipe.runtime.mps import Mps
 
     if args.device == "cpu":
         return run_ranks(by_rank(task), args.nproc, args, timeout_s=timeout_s)
@@ -267,9 +267,9 @@ def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> An
     the best the plan that hides most of its transfers. Every layer on one rank: copies would have their gradients
     reduced through the host here."""
     from octopipe.contention import predict
+    from octopipe.fidelity import hidden
     from octopipe.hide import hide_transfers
-    from octopipe.runtime.validate import hidden
-    from octopipe.tune import tune
+    from octopipe.tuner import tune
 
     found = []
     for seed in range(args.seeds):
@@ -291,7 +291,7 @@ def make_plans(args: argparse.Namespace) -> None:
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import save_plan
     from octopipe.profile_file import load_profile
-    from octopipe.simulate import simulate
+    from octopipe.simulator import simulate
     from octopipe.systems import build_plan
 
     for model in args.models:

@@ -20,7 +20,7 @@ from report_cases import hundred_thousand, noisy
 from test_browser import FLAGS, until
 
 from octopipe.report import Entry, report_html
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 
 FRAMES = """async () => {
     const view = octopipe.view, frame = () => new Promise(requestAnimationFrame), between = [];

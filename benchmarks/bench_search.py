@@ -23,11 +23,11 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import read_json_object
 from octopipe.layer_times import costs_of_layer_times
-from octopipe.tune import tune
-from octopipe.tune.algorithm1 import PHASES, IterativeSearch
-from octopipe.tune.exact import solve
-from octopipe.tune.random_search import RandomSearch
-from octopipe.tune.result import Step
+from octopipe.tuner import tune
+from octopipe.tuner.algorithm1 import PHASES, IterativeSearch
+from octopipe.tuner.exact import solve
+from octopipe.tuner.random_search import RandomSearch
+from octopipe.tuner.result import Step
 
 PROFILE = Path(__file__).resolve().parents[2] / "shared" / "profiles" / "nemotron-h-8b.json"
 SYNTHETIC = {

@@ -19,11 +19,11 @@ import twin
 
 from octopipe import _engine
 from octopipe.cost import CostTable
-from octopipe.lower import lower
+from octopipe.lowering import lower
 from octopipe.plan import Plan, route_neighbours
 from octopipe.price import hop_times, op_durations
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import jitter_ms, makespan_ms, simulate
+from octopipe.simulator import jitter_ms, makespan_ms, simulate
 from octopipe.systems import build_plan
 from octopipe.systems.split import split_backward
 

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from octopipe.compare import compare
+from octopipe.comparison import compare
 from octopipe.cost import CostTable
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune import Progress, tune
+from octopipe.tuner import Progress, tune
 
 PROFILES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
 GIB = float(1 << 30)

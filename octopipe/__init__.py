@@ -20,12 +20,12 @@ _HOME = {
     "Op": "octopipe.plan",
     "Stage": "octopipe.plan",
     "Plan": "octopipe.plan",
-    "Program": "octopipe.lower",
-    "lower": "octopipe.lower",
+    "Program": "octopipe.lowering",
+    "lower": "octopipe.lowering",
     "Timeline": "octopipe.timeline",
-    "simulate": "octopipe.simulate",
+    "simulate": "octopipe.simulator",
     "build_plan": "octopipe.systems",
-    "tune": "octopipe.tune",
+    "tune": "octopipe.tuner",
     "Pipeline": "octopipe.runtime",
 }
 __all__ = ["__version__", *_HOME]

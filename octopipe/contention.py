@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.cost import CostTable
-from octopipe.lower import Channel, Program, lower
+from octopipe.lowering import Channel, Program, lower
 from octopipe.plan import KINDS, Plan
 from octopipe.price import op_durations
 from octopipe.profile_file import Profile
-from octopipe.simulate import memory_curves
+from octopipe.simulator import memory_curves
 from octopipe.timeline import Spans, Timeline, Transfers
 
 Floats = NDArray[np.float64]

@@ -22,7 +22,7 @@ from dataclasses import replace
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
 
 REACH = (1, 1, 1, 2, 3)

@@ -23,10 +23,10 @@ from octopipe.cluster import gpu as gpu_preset
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import read_json_object, shown
-from octopipe.huggingface import from_config
 from octopipe.layer_times import costs_of_layer_times
 from octopipe.model import ModelSpec
 from octopipe.profile_file import profile_from_object
+from octopipe.readers.hf_config import from_config
 from octopipe.zoo import PRESETS, names, preset, suggestion
 
 DEFAULT_SEQ = 4096

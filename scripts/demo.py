@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from octopipe.compare import Result, compare
+from octopipe.comparison import Result, compare
 from octopipe.errors import OctoPipeError
 from octopipe.files import write_whole
 from octopipe.model import Embedding, Head, ModelSpec
 from octopipe.plan_file import save_plan
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import simulate
-from octopipe.tune import Progress, TuneResult, tune
+from octopipe.simulator import simulate
+from octopipe.tuner import Progress, TuneResult, tune
 from octopipe.verbs.common import console
 from octopipe.verbs.compare import show
 from octopipe.zoo import preset
@@ -33,7 +33,7 @@ from octopipe.zoo import preset
 if TYPE_CHECKING:
     from octopipe.cost import CostTable
     from octopipe.plan import Plan
-    from octopipe.runtime.job import TrainJob, TrainResult
+    from octopipe.training.job import TrainJob, TrainResult
 
 SETTING = {"model": "nemotron-h-56b", "gpu": "h800", "tp": 8}
 PP, MICRO_BATCHES = 8, 8
@@ -124,7 +124,7 @@ def train_for_real(steps: int, busy: float) -> None:
     if importlib.util.find_spec("torch") is None:
         out.print('Skipped: torch is not installed; pip install "octopipe[torch]" and run this again.')
         return
-    from octopipe.runtime.job import TrainJob
+    from octopipe.training.job import TrainJob
 
     spec = narrow_model()
     job = TrainJob(spec=spec, nproc=2, steps=steps, micro_batches=6, seq=128, timeout_s=60.0)
@@ -173,8 +173,8 @@ def narrow_model() -> ModelSpec:
 
 def run(jobs: list[TrainJob]) -> list[TrainResult]:
     """A step of each job in turn, so that whatever else the machine does, it does to both."""
-    from octopipe.runtime.job import Phase, StepReport
-    from octopipe.runtime.train import train_in_turns
+    from octopipe.training.job import Phase, StepReport
+    from octopipe.training.train import train_in_turns
     from octopipe.verbs.train import step_line
 
     live: Any = out.status("starting ranks") if out.is_terminal else nullcontext()

@@ -23,9 +23,9 @@ from octopipe.export.svg import timeline_svg
 from octopipe.export.terminal import timeline_text
 from octopipe.report import Entry, report_html
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune import tune
+from octopipe.tuner import tune
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the browser's flags and the large case live with the tests

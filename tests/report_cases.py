@@ -7,10 +7,10 @@ import numpy as np
 from octopipe._engine import longest_path
 from octopipe._graph import topological_order
 from octopipe.cost import CostTable
-from octopipe.lower import lower
+from octopipe.lowering import lower
 from octopipe.plan import Plan
 from octopipe.price import op_durations
-from octopipe.simulate import memory_curves
+from octopipe.simulator import memory_curves
 from octopipe.systems import build_plan
 from octopipe.timeline import Spans, Timeline, Transfers
 

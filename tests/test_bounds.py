@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from octopipe.bounds import bounds, lower_bound_ms, ramp_bound_ms
-from octopipe.compare import compare
+from octopipe.comparison import compare
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan, systems
-from octopipe.tune import tune
+from octopipe.tuner import tune
 
 GIB = float(1 << 30)
 

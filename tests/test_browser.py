@@ -26,7 +26,7 @@ from octopipe.cost import CostTable
 from octopipe.plan_file import load_plan
 from octopipe.report import Entry, report_html
 from octopipe.report.serve import make_server
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 
 FLAGS = [

@@ -11,10 +11,10 @@ from ranks import Ranks, shared_ranks  # noqa: E402
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import OctoPipeError  # noqa: E402
 from octopipe.plan import Op, Plan, Stage  # noqa: E402
-from octopipe.runtime.checkpoint import latest, load_checkpoint, save_checkpoint  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.world import World  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
+from octopipe.training.checkpoint import latest, load_checkpoint, save_checkpoint  # noqa: E402
 
 torch.set_num_threads(1)
 

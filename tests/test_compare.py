@@ -9,12 +9,12 @@ import pytest
 
 from octopipe.bounds import lower_bound_ms
 from octopipe.cli import main
-from octopipe.compare import Comparison, compare
+from octopipe.comparison import Comparison, compare
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import Setting, build_plan, registry, system, systems
 
 FEW = ("1f1b", "gpipe", "interleaved", "zb-h1", "dualpipe")

@@ -9,9 +9,9 @@ import pytest
 
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune.explain import explain
+from octopipe.tuner.explain import explain
 
 
 def costs_with_head(head: float = 7.0, **more: object) -> CostTable:

@@ -27,7 +27,7 @@ from octopipe.export.style import BUBBLES, COLOURS, shade, ticks
 from octopipe.export.svg import timeline_svg
 from octopipe.export.table import timeline_csv
 from octopipe.plan import KINDS, Op, Plan, Stage, orders_from_csv
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Timeline
 

@@ -8,7 +8,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.hide import hide_transfers
 from octopipe.plan import Op, Plan, Stage
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 
 F0, F1, I0, I1, W0, W1 = ((kind, m) for kind in "FIW" for m in (0, 1))

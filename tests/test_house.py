@@ -9,23 +9,28 @@ PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
 
 ROOMS = [
     ["errors", "files", "_graph"],
-    ["layers", "mixers", "model", "zoo", "huggingface", "hf_decoder"],
+    ["layers", "mixers", "model", "zoo"],
+    ["readers"],
     ["cluster"],
     ["cost", "flops", "analytic", "layer_times", "profile_file", "resolve"],
     ["plan", "plan_file", "price"],
-    ["_engine", "lower"],
-    ["timeline"],
+    ["_engine"],
+    ["lowering"],
+    ["timeline", "fidelity"],
     ["ramp"],
-    ["simulate", "bounds", "contention", "hide"],
-    ["systems", "compare"],
-    ["tune"],
-    ["nn", "runtime"],
+    ["simulator", "bounds", "contention", "hide"],
+    ["systems", "comparison"],
+    ["tuner"],
+    ["runtime"],
+    ["nn"],
+    ["measure"],
+    ["training"],
     ["export", "report"],
     ["reproduce"],
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "nn"}
+TORCH_ROOMS = {"runtime", "nn", "measure", "training"}
 # Notebooks ask a timeline or a plan to draw itself; the drawing lives below, so the import is made on demand.
 ALLOWED = {("timeline", "report"), ("plan", "report")}
 

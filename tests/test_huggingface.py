@@ -7,7 +7,7 @@ import json
 import pytest
 
 from octopipe.errors import OctoPipeError
-from octopipe.huggingface import from_config
+from octopipe.readers.hf_config import from_config
 from octopipe.zoo import preset
 
 BASE = {

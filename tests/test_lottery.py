@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from octopipe.cost import CostTable
-from octopipe.tune.anneal import judge
-from octopipe.tune.kernels import make_problem, make_scratch
-from octopipe.tune.lottery import KINDS, Lottery, Shape, go_round, near_shape
+from octopipe.tuner.anneal import judge
+from octopipe.tuner.kernels import make_problem, make_scratch
+from octopipe.tuner.lottery import KINDS, Lottery, Shape, go_round, near_shape
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))

@@ -11,9 +11,9 @@ from plans import random_costs, random_plan
 
 from octopipe.cost import CostTable
 from octopipe.errors import DeadlockError, OctoPipeError
-from octopipe.lower import CHANNELS, Program, lower, prove_deadlock_free
+from octopipe.lowering import CHANNELS, Program, lower, prove_deadlock_free
 from octopipe.plan import Op, Plan, Stage
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 
 seeds = st.integers(0, 2**32 - 1)

@@ -18,7 +18,7 @@ from random_plans import random_plan  # noqa: E402
 from ranks import Ranks, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.lower import CHANNELS  # noqa: E402
+from octopipe.lowering import CHANNELS  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.transports import headed, mail  # noqa: E402
 

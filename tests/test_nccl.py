@@ -23,9 +23,9 @@ from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import NotApplicableError  # noqa: E402
-from octopipe.lower import CHANNELS  # noqa: E402
+from octopipe.lowering import CHANNELS  # noqa: E402
+from octopipe.measure.mps import Mps  # noqa: E402
 from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
-from octopipe.runtime.mps import Mps  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.systems import build_plan, systems  # noqa: E402
 

@@ -14,14 +14,11 @@ from octopipe.cluster import Link
 from octopipe.contention import predict
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.lower import lower
-from octopipe.profile_file import Profile, load_profile, profile_from_object
-from octopipe.resolve import resolve_costs
-from octopipe.runtime.launch import by_rank, run_ranks
-from octopipe.runtime.links import fit
-from octopipe.runtime.mps import Mps
-from octopipe.runtime.profiler import assemble, groups_of_modules, groups_of_spec, profile_layers
-from octopipe.runtime.trial import (
+from octopipe.lowering import lower
+from octopipe.measure.links import fit
+from octopipe.measure.mps import Mps
+from octopipe.measure.profiler import assemble, groups_of_modules, groups_of_spec, profile_layers
+from octopipe.measure.trial import (
     Workload,
     profile_workload,
     rehearsal_plan,
@@ -29,10 +26,13 @@ from octopipe.runtime.trial import (
     run_plan,
     side_by_side,
 )
+from octopipe.profile_file import Profile, load_profile, profile_from_object
+from octopipe.resolve import resolve_costs
+from octopipe.runtime.launch import by_rank, run_ranks
 from octopipe.runtime.world import World
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune import tune
+from octopipe.tuner import tune
 from octopipe.zoo import preset
 
 

@@ -30,7 +30,7 @@ from octopipe.report.load import load_entries
 from octopipe.report.pack import Packer, unpack
 from octopipe.report.page import SCRIPTS, asset, report_data
 from octopipe.report.serve import Server, make_server
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import MemoryCurve, load_timeline
 

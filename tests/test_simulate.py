@@ -14,9 +14,9 @@ from plans import random_costs, random_plan
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.lower import CHANNELS, lower
+from octopipe.lowering import CHANNELS, lower
 from octopipe.plan import Op, Plan, Stage
-from octopipe.simulate import jitter_ms, makespan_ms, simulate
+from octopipe.simulator import jitter_ms, makespan_ms, simulate
 from octopipe.systems import build_plan
 
 seeds = st.integers(0, 2**32 - 1)

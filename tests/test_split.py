@@ -12,7 +12,7 @@ from plans import random_plan
 from octopipe.cost import CostTable
 from octopipe.plan import Op, Plan
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import makespan_ms, simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import build_plan
 from octopipe.systems.split import split_backward
 from octopipe.timeline import Timeline

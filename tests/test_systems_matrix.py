@@ -11,7 +11,7 @@ import pytest
 
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError
-from octopipe.lower import CHANNELS, lower
+from octopipe.lowering import CHANNELS, lower
 from octopipe.resolve import resolve_costs
 from octopipe.systems import build_plan, systems
 

@@ -14,7 +14,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
 from octopipe.price import stage_memory
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import makespan_ms, simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import adapipe, alpa, build_plan, dapple, metis, mist
 from octopipe.systems.layer_ranges import LayerRanges, layer_ranges, one_f_one_b_plan
 from octopipe.systems.shapes import even_sizes

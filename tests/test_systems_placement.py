@@ -9,7 +9,7 @@ from octopipe.cluster import Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import NotApplicableError, OctoPipeError
 from octopipe.plan import Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.systems.bidirectional import bidirectional_plan
 from octopipe.systems.chimera import slots

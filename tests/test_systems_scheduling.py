@@ -11,7 +11,7 @@ import pytest
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.plan import Op
-from octopipe.simulate import makespan_ms, simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import build_plan
 from octopipe.systems.dynapipe import cluster, cyclic_orders, micro_batch_samples, sequences
 from octopipe.systems.mario import (

@@ -10,11 +10,11 @@ import pytest
 from octopipe.cluster import Network
 from octopipe.cost import CostTable
 from octopipe.errors import NotApplicableError
-from octopipe.lower import CHANNELS, lower, prove_deadlock_free
+from octopipe.lowering import CHANNELS, lower, prove_deadlock_free
 from octopipe.plan import Plan
 from octopipe.price import stage_memory
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan, v_half, v_min, zb_h1, zb_h2, zb_v
 from octopipe.systems.zb_heuristic import Choices, _prices, _Schedule
 from octopipe.systems.zero_bubble import handcrafted_forms, straight_plan

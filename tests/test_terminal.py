@@ -11,7 +11,7 @@ from rich.console import Console
 from octopipe.cost import CostTable
 from octopipe.export.terminal import timeline_lines, timeline_text
 from octopipe.plan import KINDS
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Spans, Timeline, Transfers
 

@@ -26,10 +26,10 @@ from octopipe.systems import build_plan
 
 torch = pytest.importorskip("torch")
 from octopipe.runtime import launch  # noqa: E402
-from octopipe.runtime import train as trainer  # noqa: E402
-from octopipe.runtime.checkpoint import checkpoints, latest, read_record  # noqa: E402
-from octopipe.runtime.data import SyntheticTokens, TokenFile, micro_batches, shuffled  # noqa: E402
-from octopipe.runtime.job import TrainJob, TrainResult  # noqa: E402
+from octopipe.training import train as trainer  # noqa: E402
+from octopipe.training.checkpoint import checkpoints, latest, read_record  # noqa: E402
+from octopipe.training.data import SyntheticTokens, TokenFile, micro_batches, shuffled  # noqa: E402
+from octopipe.training.job import TrainJob, TrainResult  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 H, VOCAB = 16, 64
@@ -167,7 +167,7 @@ def _dies_in_step_3(seat: launch.Seat, asked: TrainJob) -> Any:
             return micro_batches(source, first, count, size)
 
         trainer.micro_batches = deadly
-    from octopipe.runtime.train import train_rank
+    from octopipe.training.train import train_rank
 
     return train_rank(seat, asked)
 

@@ -15,7 +15,7 @@ from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import DeadlockError, OctoPipeError  # noqa: E402
-from octopipe.lower import CHANNELS, lower, prove_deadlock_free  # noqa: E402
+from octopipe.lowering import CHANNELS, lower, prove_deadlock_free  # noqa: E402
 from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
 from octopipe.runtime.buffers import BufferPool, Lent  # noqa: E402
 from octopipe.runtime.messages import ALIGNED, HEAD_BYTES, Specs  # noqa: E402

@@ -10,15 +10,15 @@ import pytest
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Bubbles, Timeline
-from octopipe.tune import tune
-from octopipe.tune.algorithm1 import PHASES, IterativeSearch, bubble_phase
-from octopipe.tune.candidate import Desk
-from octopipe.tune.partition import migrations, slide
-from octopipe.tune.placement import disperse
-from octopipe.tune.random_search import RandomSearch
+from octopipe.tuner import tune
+from octopipe.tuner.algorithm1 import PHASES, IterativeSearch, bubble_phase
+from octopipe.tuner.candidate import Desk
+from octopipe.tuner.partition import migrations, slide
+from octopipe.tuner.placement import disperse
+from octopipe.tuner.random_search import RandomSearch
 
 RANKS, MICRO_BATCHES = 4, 8
 

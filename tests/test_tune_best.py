@@ -14,15 +14,15 @@ from octopipe.bounds import bounds
 from octopipe.cli import main
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
-from octopipe.lower import CHANNELS, lower
+from octopipe.lowering import CHANNELS, lower
 from octopipe.plan_file import load_plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan, systems
-from octopipe.tune import tune
-from octopipe.tune.anneal import State, copy_state
-from octopipe.tune.follow import Orders, Polisher, alter, copy_orders, follow, read_times
-from octopipe.tune.kernels import KIND_BITS, STAGE_BITS, make_problem, make_scratch
-from octopipe.tune.lane import Budget, Lane
+from octopipe.tuner import tune
+from octopipe.tuner.anneal import State, copy_state
+from octopipe.tuner.follow import Orders, Polisher, alter, copy_orders, follow, read_times
+from octopipe.tuner.kernels import KIND_BITS, STAGE_BITS, make_problem, make_scratch
+from octopipe.tuner.lane import Budget, Lane
 
 
 def uneven(seed: int, layers: int, p2p_ms: float = 0.2, **changes: object) -> CostTable:

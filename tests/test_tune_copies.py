@@ -7,11 +7,11 @@ import pytest
 
 from octopipe.bounds import work_bound_ms
 from octopipe.cost import CostTable
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune import tune
-from octopipe.tune.copies import Copies, improvable
-from octopipe.tune.kernels import make_problem
+from octopipe.tuner import tune
+from octopipe.tuner.copies import Copies, improvable
+from octopipe.tuner.kernels import make_problem
 
 GIB = float(1 << 30)
 

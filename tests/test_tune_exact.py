@@ -13,10 +13,10 @@ pytest.importorskip("ortools")
 from octopipe.cluster import GIB, Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune import tune
-from octopipe.tune.exact import solve
+from octopipe.tuner import tune
+from octopipe.tuner.exact import solve
 
 
 def instance(seed: int, layers: int, *, p2p_ms: float = 0.3, **more: object) -> CostTable:

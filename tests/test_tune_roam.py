@@ -7,13 +7,13 @@ import pytest
 from test_tune_best import uneven
 
 from octopipe.cost import CostTable
-from octopipe.simulate import simulate
-from octopipe.tune.anneal import below, change_places, fetch, judge, send
-from octopipe.tune.encode import plan_of
-from octopipe.tune.kernels import LAPS, Problem, Scratch, make_problem, make_scratch
-from octopipe.tune.keys import NUM_KEYS, breed, count_of, draw_keys, judge_keys, keep_keys, make_child, use_keys
-from octopipe.tune.lottery import Lottery, Shape, Start, divide, draw_shape, near_shape
-from octopipe.tune.roam import POPULATION, Herd, Walker, change, rate
+from octopipe.simulator import simulate
+from octopipe.tuner.anneal import below, change_places, fetch, judge, send
+from octopipe.tuner.encode import plan_of
+from octopipe.tuner.kernels import LAPS, Problem, Scratch, make_problem, make_scratch
+from octopipe.tuner.keys import NUM_KEYS, breed, count_of, draw_keys, judge_keys, keep_keys, make_child, use_keys
+from octopipe.tuner.lottery import Lottery, Shape, Start, divide, draw_shape, near_shape
+from octopipe.tuner.roam import POPULATION, Herd, Walker, change, rate
 
 RANKS, MICRO_BATCHES, MAX_STAGES = 4, 6, 12
 

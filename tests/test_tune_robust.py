@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from octopipe.cost import CostTable
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tune import tune
-from octopipe.tune.anneal import make_state
-from octopipe.tune.follow import Polisher, follow, mean_step
-from octopipe.tune.kernels import make_problem, make_scratch
-from octopipe.tune.robust import mean_jittered_ms, most_robust
+from octopipe.tuner import tune
+from octopipe.tuner.anneal import make_state
+from octopipe.tuner.follow import Polisher, follow, mean_step
+from octopipe.tuner.kernels import make_problem, make_scratch
+from octopipe.tuner.robust import mean_jittered_ms, most_robust
 
 
 def uneven(layers: int = 10) -> CostTable:

@@ -10,18 +10,18 @@ import torch
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.fidelity import compare, hidden
+from octopipe.measure.trial import Workload
 from octopipe.nn import cross_entropy
 from octopipe.profile_file import Profile
 from octopipe.resolve import resolve_costs
-from octopipe.runtime.adapt import Adapter, corrected, switch
 from octopipe.runtime.launch import by_rank, run_ranks
 from octopipe.runtime.pipeline import Pipeline
-from octopipe.runtime.trial import Workload
-from octopipe.runtime.validate import compare, hidden
 from octopipe.runtime.world import World
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Spans, Timeline, Transfers
+from octopipe.training.adapt import Adapter, corrected, switch
 from octopipe.zoo import preset
 
 

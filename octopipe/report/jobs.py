@@ -19,7 +19,7 @@ from octopipe.plan import Plan
 from octopipe.report.entry import Entry
 from octopipe.report.page import report_data, report_html
 from octopipe.resolve import resolve_costs
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan, get_system
 
 MAX_RANKS, MAX_MICRO_BATCHES, MAX_BUDGET_S, KEPT = 128, 1024, 3600.0, 20

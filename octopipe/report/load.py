@@ -20,7 +20,7 @@ from octopipe.plan import Plan
 from octopipe.plan_file import FORMAT as PLAN_FORMAT
 from octopipe.plan_file import plan_from_json
 from octopipe.report.entry import Entry
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.timeline import FORMAT as TIMELINE_FORMAT
 from octopipe.timeline import Timeline, timeline_from_json
 

@@ -14,7 +14,7 @@ from octopipe.export.png import timeline_png
 from octopipe.export.svg import timeline_svg
 from octopipe.plan import Plan
 from octopipe.report.load import costs_of
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
 
 MAX_SVG_OPS = 3000

@@ -77,7 +77,7 @@ def make_server(
             raise OctoPipeError(f"{file}: no such file; check the path")
         models[f"{Path(file).stem} (file)"] = str(file)
     if tune is None:
-        from octopipe.tune import tune as search
+        from octopipe.tuner import tune as search
 
         tune = search
     return Server(host, port, Jobs(models, tune))

@@ -75,7 +75,7 @@ def warm_up() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["octopipe.runtime.warm"])
+    context.set_forkserver_preload(["octopipe.training.warm"])
     forkserver.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server)

@@ -21,7 +21,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.runtime.slots import RankProgram
 from octopipe.runtime.world import Group, gather_objects
-from octopipe.simulate import memory_curves
+from octopipe.simulator import memory_curves
 from octopipe.timeline import Extra, Spans, Timeline, Transfers
 
 

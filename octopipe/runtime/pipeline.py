@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.lower import Channel, Program, lower
+from octopipe.lowering import Channel, Program, lower
 from octopipe.plan import Plan
 from octopipe.runtime.board import Board, Watchdog, board_name
 from octopipe.runtime.executor import Executor

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe._graph import topological_order
-from octopipe.lower import Program
+from octopipe.lowering import Program
 from octopipe.plan import Op, Plan, with_rank_order
 
 

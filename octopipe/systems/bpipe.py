@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from octopipe.cost import CostTable
 from octopipe.plan import Op, Plan
 from octopipe.price import stage_memory
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.closed_forms import ClosedForm, even_layers
 from octopipe.systems.registry import Setting, build_plan, system
 from octopipe.systems.shapes import even_sizes, loop, make_plan, one_f_one_b_order, stages_from_sizes

@@ -9,7 +9,7 @@ Simplified: its sharded data parallelism and the overlap of that with compute ar
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Op, Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.closed_forms import ClosedForm, bubble_ms, even_layers, on_timeline, peak_of_rank
 from octopipe.systems.registry import Setting, require, system
 from octopipe.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes

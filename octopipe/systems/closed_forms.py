@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octopipe.cost import CostTable
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.registry import build_plan, systems
 from octopipe.timeline import Timeline
 

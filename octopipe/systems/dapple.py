@@ -16,7 +16,7 @@ import numpy as np
 
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.frontier import Floats, Ints, best_partition
 from octopipe.systems.layer_ranges import LayerRanges, layer_ranges, one_f_one_b_plan, within_memory
 from octopipe.systems.registry import Setting, system

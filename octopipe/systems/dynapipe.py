@@ -30,7 +30,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
 from octopipe.plan import B, F, Op, Plan
 from octopipe.price import stage_memory, stage_times, static_bytes
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.registry import Setting, system
 from octopipe.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes
 from octopipe.timeline import Timeline

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Op, Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.registry import Setting, require, system
 from octopipe.systems.shapes import even_sizes, make_plan, stages_from_sizes, wave
 

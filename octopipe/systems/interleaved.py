@@ -9,7 +9,7 @@ Bubble (p-1)(F+b)/v; device-0 peak 2(p-1)+(v-1)p+1 chunks, capped at mv.
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Op, Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.registry import Setting, require, system
 from octopipe.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes
 

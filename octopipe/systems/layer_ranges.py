@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError
 from octopipe.plan import Op, Plan
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.shapes import even_sizes, make_plan, one_f_one_b_order, stages_from_sizes
 from octopipe.timeline import GIB
 

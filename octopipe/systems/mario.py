@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Op, Plan
-from octopipe.simulate import makespan_ms, simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems.registry import Setting, get_system, system
 from octopipe.timeline import Timeline
 

@@ -14,7 +14,7 @@ Time: candidates differ in how much W may be put off and in how small a gap W ma
 simulation wins, the plain I,W pair among them, so the result is never slower than that or the fused plan.
 
 >>> from octopipe.cost import CostTable
->>> from octopipe.simulate import simulate
+>>> from octopipe.simulator import simulate
 >>> from octopipe.systems import build_plan
 >>> costs = CostTable.uniform(num_layers=4)
 >>> simulate(build_plan("1f1b", costs, 4, 8), costs).span_ms  # 8 * 3 + 3 * (1 + 2)
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from octopipe.cost import CostTable
 from octopipe.plan import B, F, I, Op, Plan, R, W
 from octopipe.price import boundary_bytes, hop_times, stage_memory, stage_times
-from octopipe.simulate import makespan_ms, simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.timeline import Timeline
 
 DEFERRALS = (1.0, 0.75, 0.5, 0.25)

@@ -25,7 +25,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.price import static_bytes
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.registry import Setting, require, system
 from octopipe.systems.repetend import Blocks, Floats, Repetend, packed, packed_tightly, plan_of, serial
 from octopipe.systems.repetend_solver import complete, cp_model, find_repetend

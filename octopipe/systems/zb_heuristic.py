@@ -22,7 +22,7 @@ from typing import NamedTuple
 from octopipe.cost import CostTable
 from octopipe.plan import F, I, Op, Plan, W
 from octopipe.price import hop_times, match, stage_memory, stage_times
-from octopipe.simulate import simulate
+from octopipe.simulator import simulate
 from octopipe.systems.closed_forms import ClosedForm
 from octopipe.systems.registry import Setting, system
 from octopipe.systems.zero_bubble import ZERO_BUBBLE, handcrafted_order, rate_forms, straight_plan

@@ -51,7 +51,7 @@ def _deadlocks(plan, path: str) -> list[str]:  # type: ignore[no-untyped-def]
     """The lowered program of every channel model must be free of cycles; unit costs are enough to see that."""
     from octopipe.cost import CostTable
     from octopipe.errors import DeadlockError
-    from octopipe.lower import CHANNELS, lower
+    from octopipe.lowering import CHANNELS, lower
 
     problems = []
     costs = CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.1)

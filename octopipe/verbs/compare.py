@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from octopipe.compare import Comparison, Progress, Result
+    from octopipe.comparison import Comparison, Progress, Result
 
 SOLVERS = ("tessel",)
 """Systems whose search takes the option time_limit_s."""
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.compare import compare
+    from octopipe.comparison import compare
     from octopipe.errors import OctoPipeError
 
     names = None

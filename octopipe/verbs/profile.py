@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, whole_number
 
 if TYPE_CHECKING:
+    from octopipe.measure.trial import Workload
     from octopipe.model import ModelSpec
     from octopipe.profile_file import Profile
-    from octopipe.runtime.trial import Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.runtime.trial import ProfileJob, on_ranks, profile_task
+    from octopipe.measure.trial import ProfileJob, on_ranks, profile_task
 
     recipe = {
         "model": args.model,
@@ -88,7 +88,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
 
     spec = spec_of(recipe)
     try:
-        from octopipe.runtime.trial import Workload
+        from octopipe.measure.trial import Workload
     except ModuleNotFoundError as error:
         raise OctoPipeError(f"measuring needs PyTorch ({error}); pip install 'octopipe[torch]'") from None
     return Workload(

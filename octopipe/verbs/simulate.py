@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.lower import lower
+    from octopipe.lowering import lower
     from octopipe.plan_file import save_plan
-    from octopipe.simulate import jitter_ms, simulate
+    from octopipe.simulator import jitter_ms, simulate
 
     plan, costs = plan_and_costs(args)
     program = lower(plan, costs, channel=args.channel)

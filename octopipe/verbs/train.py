@@ -16,7 +16,7 @@ from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
     from octopipe.model import ModelSpec
-    from octopipe.runtime.job import Phase, StepReport, TrainJob, TrainResult
+    from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
 
 GIB = float(1 << 30)
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
     try:
-        from octopipe.runtime.train import train
+        from octopipe.training.train import train
     except ModuleNotFoundError as error:
         raise _no_torch(error) from None
     screen = Screen(job, quiet=args.json)
@@ -94,9 +94,9 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import load_plan
     from octopipe.profile_file import load_profile
-    from octopipe.runtime.job import TrainJob
     from octopipe.runtime.launch import under_torchrun
     from octopipe.systems.registry import get_system
+    from octopipe.training.job import TrainJob
 
     spec = _spec(args)
     plan = load_plan(args.plan) if args.plan else None
@@ -188,7 +188,7 @@ class Screen:
         self._live.__exit__(*error)
 
     def show(self, news: Phase | StepReport) -> None:
-        from octopipe.runtime.job import Phase
+        from octopipe.training.job import Phase
 
         text = news.text if isinstance(news, Phase) else step_line(news, self.job.steps)
         if self._status is not None:

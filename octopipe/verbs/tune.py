@@ -1,6 +1,6 @@
 """`octopipe tune`: search for a faster plan, with a live line, and write it to a file.
 
-Knows: flags, the progress line, how the result is told. Does not know: how the search works (octopipe/tune/).
+Knows: flags, the progress line, how the result is told. Does not know: how the search works (octopipe/tuner/).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octopipe.verbs.common import (
 )
 
 if TYPE_CHECKING:
-    from octopipe.tune import Progress, TuneResult
+    from octopipe.tuner import Progress, TuneResult
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import load_plan, save_plan
-    from octopipe.tune import tune
+    from octopipe.tuner import tune
 
     if args.split_backward is False:
         raise OctoPipeError("tune always splits the backward pass; leave --no-split-backward out")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octopipe.verbs.common import console, print_json, whole_number
 
 if TYPE_CHECKING:
-    from octopipe.runtime.validate import Fidelity
+    from octopipe.fidelity import Fidelity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
     work = workload_of(recipe)
 
-    from octopipe.runtime.trial import ValidateJob, on_ranks, validate_task
-    from octopipe.runtime.validate import compare
+    from octopipe.fidelity import compare
+    from octopipe.measure.trial import ValidateJob, on_ranks, validate_task
 
     job = ValidateJob(
         work=work,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from octopipe.errors import OctoPipeError
-from octopipe.lower import Program
+from octopipe.lowering import Program
 from octopipe.runtime.transports.base import TransferError, Transport
 from octopipe.runtime.world import World
 

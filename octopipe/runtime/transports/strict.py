@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from octopipe.lower import Program
+from octopipe.lowering import Program
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.base import TransferError, Transport
 from octopipe.runtime.transports.gloo import GlooTransport

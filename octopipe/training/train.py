@@ -1,0 +1,428 @@
+"""The trainer: a model, a plan (given, a system's, or tuned on the spot), data, an optimizer, checkpoints.
+
+Knows: the order of things in a training run and what is told about each step. Does not know: flags and screens
+(verbs/train.py), processes (`launch.py`), how a step runs (`pipeline.py`).
+
+    result = train(TrainJob(spec=preset("nemotron-h-8b").scaled(0.05), nproc=2, steps=20, tune_s=10.0))
+    result.losses, result.step_ms, result.predicted_ms
+
+Equal jobs have equal losses under every plan: the same parameters to start with, the same tokens, and gradients that
+add up in micro-batch order wherever the plan runs W in that order (otherwise they differ by rounding).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from octopipe.contention import predict
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.files import shown
+from octopipe.measure.trial import Workload, profile_workload
+from octopipe.model import ModelSpec
+from octopipe.nn import cross_entropy
+from octopipe.plan import Plan
+from octopipe.profile_file import Profile
+from octopipe.runtime import launch
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.reduce import wait_for
+from octopipe.runtime.world import World
+from octopipe.systems import build_plan
+from octopipe.training.adapt import Adapter, switch
+from octopipe.training.checkpoint import checkpoints, latest, load_checkpoint, read_record, save_checkpoint
+from octopipe.training.data import micro_batches, open_tokens
+from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
+from octopipe.tuner import tune
+
+Listener = Callable[[Phase | StepReport], None]
+
+
+def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
+    """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
+    _check_folder(job)
+    try:
+        result: TrainResult | None = _start(train_rank, job, job, listen)
+        return result
+    except launch.RankError as error:
+        last = latest(job.checkpoint) if job.checkpoint is not None else None
+        mend = "" if last is None else f"; {shown(last)} is complete: --resume goes on from it"
+        raise launch.RankError(error.rank, f"{error}{mend}") from None
+
+
+def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
+    """Several runs in the same processes, a step of each in turn: whatever else the machine does, it does to all.
+
+    Jobs share ranks and device, and the first one's measurements. Meant for comparing plans.
+    """
+    result: list[TrainResult] | None = _start(train_ranks_in_turns, jobs[0], list(jobs), listen)
+    return result
+
+
+def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | None) -> Any:
+    if launch.under_torchrun():
+        return launch.join_ranks(work, payload, backend=_backend(job), listen=listen)
+    with _shared_gpu(job) as environment:
+        return launch.run_ranks(
+            work,
+            job.nproc,
+            payload,
+            backend=_backend(job),
+            environment=environment,
+            threads=job.threads,
+            grace_s=min(job.timeout_s, 5.0) + 3.0,
+            listen=listen,
+        )[0]
+
+
+def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
+    """One rank's whole run; the first rank of all has the result."""
+    with contextlib.closing(_prepare(seat, job, *_worlds(seat, job))) as run:
+        for _ in run.steps():
+            pass
+        return run.result()
+
+
+def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[TrainResult] | None:
+    """One rank's part of all runs."""
+    worlds = _worlds(seat, jobs[0])
+    with contextlib.ExitStack() as stack:
+        runs: list[_Run] = []
+        for job in jobs:
+            if runs and job.profile is None:
+                job = replace(job, profile=runs[0].profile)
+            runs.append(stack.enter_context(contextlib.closing(_prepare(seat, job, *worlds))))
+        for _ in itertools.zip_longest(*(run.steps() for run in runs)):
+            pass
+        results = [run.result() for run in runs]
+    return [r for r in results if r is not None] or None
+
+
+def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone) -> _Run:
+    """Measure, find the plan, build this rank's layers, load what was saved."""
+    work = Workload(
+        spec=job.spec,
+        tokens=job.seq,
+        micro_batch_size=job.micro_batch_size,
+        device=job.device,
+        dtype="float32" if job.dtype == "bfloat16" else job.dtype,
+        seed=job.seed,
+    )
+    device = work.place(seat.local_rank)
+    profile = job.profile
+    if profile is None and job.measure:
+        seat.tell(Phase(text="measuring layers and links"))
+        with _autocast(job, device):
+            profile = profile_workload(work, world, repeats=8, warm_up=2)
+        # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
+        profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
+    plan, profile = everyone.first((_plan(job, profile, seat.tell), profile) if seat.rank == 0 else None)
+    seat.tell(Phase(text="building the model"))
+
+    def make_pipe(plan: Plan) -> Pipeline:
+        return Pipeline(
+            work.layers(device),
+            plan,
+            cross_entropy,
+            costs=None if profile is None else profile.costs,
+            device=device,
+            group=world,
+            autocast=torch.bfloat16 if job.dtype == "bfloat16" else None,
+            seed=job.seed,
+            transport=work.transport(world),
+            timeout_s=job.timeout_s,
+        )
+
+    return _Run(job, seat, make_pipe, plan, profile)
+
+
+class _Run:
+    """The loop of one rank."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        seat: launch.Seat,
+        make_pipe: Callable[[Plan], Pipeline],
+        plan: Plan,
+        profile: Profile | None,
+    ):
+        self.pipe = pipe = make_pipe(plan)
+        self.job, self.seat, self.profile, self._make_pipe = job, seat, profile, make_pipe
+        self._adapter: Adapter | None = None
+        if job.adapt_every is not None and profile is not None:
+            self._adapter = Adapter(profile, threshold=job.adapt_gain, budget_s=job.adapt_s, seed=job.seed)
+        self.optimizer = _optimizer(job, pipe)
+        self.seen = 0
+        """Samples trained on, by all pipelines."""
+        self.saved: str | None = None
+        self.reports: list[StepReport] = []
+        self._source = open_tokens(job.data, vocab=job.spec.vocab, seq=job.seq, seed=job.seed)
+        self._one_host = len({*pipe.world.gather(socket.gethostname())}) == 1
+        # A GPU would wait for the host at every report.
+        self._every = 1 if job.device == "cpu" else max(1, job.steps // 100)
+        self.first = self.resume() if job.resume else 1
+
+    def close(self) -> None:
+        self.pipe.close()
+
+    def result(self) -> TrainResult | None:
+        """On the first rank; the others help with its timeline."""
+        job, plan, profile = self.job, self.pipe.plan, self.profile
+        measured = self.pipe.timeline() if job.timeline and self.reports else None
+        if self.seat.rank:
+            return None
+        return TrainResult(
+            plan=plan,
+            reports=tuple(self.reports),
+            first_step=self.first,
+            parameters=job.spec.training_parameters,
+            profile=profile,
+            predicted=None if profile is None else predict(plan, profile),
+            measured=measured,
+            checkpoint=self.saved,
+        )
+
+    def resume(self) -> int:
+        """Load the newest checkpoint; the step to go on with."""
+        assert self.job.checkpoint is not None
+        path = latest(self.job.checkpoint)
+        if path is None:
+            raise OctoPipeError(f"{shown(self.job.checkpoint)}: no checkpoint to resume from; leave --resume out")
+        model = read_record(path).get("model")
+        if model != _identity(self.job.spec):
+            raise OctoPipeError(
+                f"{shown(path)} is of {model}, this run is of {_identity(self.job.spec)}; "
+                "use the same MODEL, --scale and --layers"
+            )
+        record = load_checkpoint(path, self.pipe, self.optimizer)
+        self.seen = int(record.get("samples", 0))
+        self.pipe.step_number = record["step"]
+        self.saved = str(path)
+        return int(record["step"]) + 1
+
+    def steps(self) -> Iterator[None]:
+        """Train; comes back after every step."""
+        job = self.job
+        took_s, counted = 0.0, 0
+        for step in range(self.first, job.steps + 1):
+            began = time.perf_counter()
+            loss = self._step(step)
+            counted += 1
+            last = step == job.steps
+            reports = counted == self._every or last
+            # The exchange of the step's numbers waits for all ranks, so the clock stops when the step is over.
+            rows = self._exchange() if reports else []
+            took_s += time.perf_counter() - began
+            if reports:
+                report = self._report(step, float(loss), 1e3 * took_s / counted, rows)
+                took_s, counted = 0.0, 0
+                self.reports.append(report)
+                self.seat.tell(report)
+                if not math.isfinite(report.loss):
+                    raise OctoPipeError(f"the loss is {report.loss} at step {step}; use a smaller --lr or a --warmup")
+            if job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0)):
+                about = {"model": _identity(job.spec), "samples": self.seen, "seed": job.seed}
+                self.saved = str(
+                    save_checkpoint(job.checkpoint, self.pipe, self.optimizer, step=step, about=about, keep=job.keep)
+                )
+            if job.adapt_every and step % job.adapt_every == 0 and not last:
+                self._adapt(step)
+            yield
+
+    def _adapt(self, step: int) -> None:
+        """Correct the costs by the step just made; switch plans where that pays."""
+        adapter = self._adapter
+        if adapter is None:
+            return
+        adapter.observe(self.pipe.plan, self.pipe.timeline())
+        plan = adapter.propose(self.pipe.plan, self.pipe.world)
+        self.profile = adapter.profile
+        if plan is None:
+            return
+        self.seat.tell(Phase(text=f"step {step}: switching plans for {100 * adapter.last_gain:.0f} % more speed"))
+        self.pipe, optimizer = switch(
+            self.pipe,
+            self.optimizer,
+            plan,
+            make_pipe=self._make_pipe,
+            make_optimizer=partial(_optimizer, self.job),
+        )
+        assert optimizer is not None
+        self.optimizer = optimizer
+
+    def _step(self, step: int) -> Tensor:
+        job, pipe, program = self.job, self.pipe, self.pipe.executor.program
+        count = job.num_micro_batches * job.micro_batch_size
+        inputs = targets = None
+        if program.needs_batch or program.needs_target:
+            mine = self.seen + pipe.world.replica * count
+            inputs, targets = micro_batches(self._source, mine, job.num_micro_batches, job.micro_batch_size)
+            inputs, targets = ([t.to(pipe.device, non_blocking=True) for t in part] for part in (inputs, targets))
+        loss = pipe.step(inputs, targets)
+        assert loss is not None
+        if job.clip is not None:
+            pipe.clip_grad_norm_(job.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = job.lr * min(1.0, step / job.warmup) if job.warmup else job.lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seen += job.dp * count
+        return loss
+
+    def _exchange(self) -> list[list[float]]:
+        """Per rank of the pipeline: first start, last end, time at work (s), memory (bytes)."""
+        pipe = self.pipe
+        started, ended = pipe.recorder.times()
+        busy = sum(ended) - sum(started)
+        row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, _memory_bytes(pipe.device)]
+        table = torch.zeros(pipe.world.size, 4, dtype=torch.float64)
+        table[pipe.rank] = torch.tensor(row, dtype=torch.float64)
+        if pipe.world.control is not None:
+            work = dist.all_reduce(table, group=pipe.world.control, async_op=True)
+            wait_for(work, self.job.timeout_s, "the exchange of step times")
+        rows: list[list[float]] = table.tolist()
+        return rows
+
+    def _report(self, step: int, loss: float, step_ms: float, rows: list[list[float]]) -> StepReport:
+        active = [row for row in rows if math.isfinite(row[0])]
+        if self._one_host:
+            span_s = max(row[1] for row in active) - min(row[0] for row in active)
+        else:  # clocks differ: the longest rank's own view
+            span_s = max(row[1] - row[0] for row in active)
+        return StepReport(
+            step=step,
+            loss=loss,
+            step_ms=step_ms,
+            pipeline_ms=1e3 * span_s,
+            bubble_ratio=1.0 - sum(row[2] for row in active) / (len(rows) * span_s) if span_s > 0 else 0.0,
+            memory_bytes=tuple(row[3] for row in rows),
+            tokens_per_s=1e3 * self.job.tokens_per_step / step_ms,
+        )
+
+
+# -- what a run is made of -----------------------------------------------------------------------------
+
+
+class _Everyone:
+    """All ranks of all pipelines."""
+
+    def __init__(self, seat: launch.Seat, group: dist.ProcessGroup | None):
+        self._seat, self._group = seat, group
+
+    def first(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+
+def _worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, _Everyone]:
+    if seat.size != job.nproc:
+        raise OctoPipeError(f"{seat.size} ranks were started for a run of {job.nproc}; leave --nproc out")
+    if seat.size == 1:
+        return World(None), _Everyone(seat, None)
+    backend = str(dist.get_backend())
+    group = dist.group.WORLD if "gloo" in backend else dist.new_group(backend="gloo")
+    if job.dp == 1:
+        return World(dist.group.WORLD), _Everyone(seat, group)
+    kind = "cuda" if "nccl" in backend else "cpu"
+    mesh = init_device_mesh(kind, (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
+    return World.make(None, None, mesh), _Everyone(seat, group)
+
+
+def _plan(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:
+    if job.plan is not None:
+        return job.plan
+    costs = CostTable.uniform(num_layers=job.spec.num_layers, model=job.spec.name) if profile is None else profile.costs
+    if job.tune_s is None:
+        return build_plan(job.system, costs, job.pp, job.num_micro_batches)
+    if profile is None:
+        raise OctoPipeError("tuning needs costs; give --profile or leave --no-measure out")
+    tell(Phase(text=f"tuning for {job.tune_s:g} s"))
+    return tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
+
+
+def _optimizer(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not."""
+    parameters = [p for p in pipe.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": job.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if job.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=job.lr, momentum=0.9)
+    kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, lr=job.lr, betas=(0.9, 0.95), fused=job.device == "cuda" or None)
+
+
+def _identity(spec: ModelSpec) -> str:
+    return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}"
+
+
+def _autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if job.dtype == "bfloat16" else contextlib.nullcontext()
+
+
+def _check_folder(job: TrainJob) -> None:
+    """Say before anything starts that a run would mix with another's checkpoints."""
+    if job.checkpoint is None or job.resume:
+        if job.resume and job.checkpoint is not None and not checkpoints(job.checkpoint):
+            raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
+        return
+    found = latest(job.checkpoint)
+    if found is not None:
+        raise OctoPipeError(
+            f"{shown(job.checkpoint)} holds a run up to {found.name}; add --resume to go on with it, "
+            "or name another folder"
+        )
+
+
+def _backend(job: TrainJob) -> str:
+    if job.device == "cpu":
+        return "gloo"
+    if not torch.cuda.is_available():
+        raise OctoPipeError("no CUDA device here; use --device cpu")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
+    return "nccl" if torch.cuda.device_count() >= here else "gloo"
+
+
+@contextlib.contextmanager
+def _shared_gpu(job: TrainJob) -> Iterator[dict[str, str]]:
+    """MPS where several ranks share a GPU, so that they compute at the same time."""
+    if job.device == "cpu" or torch.cuda.device_count() >= job.nproc:
+        yield {}
+        return
+    from octopipe.measure.mps import Mps
+
+    with Mps.start(num_ranks=-(-job.nproc // torch.cuda.device_count())) as mps:
+        yield dict(mps.environment)
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        with open("/proc/self/statm") as file:
+            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(peak if sys.platform == "darwin" else peak * 1024)
