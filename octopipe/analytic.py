@@ -64,6 +64,8 @@ into and added to the fp32 gradient)."""
 OPTIMIZER_BYTES = 26.0
 """Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
 weight written."""
+BIAS_PASSES = 6.0
+"""Memory passes over the experts' outputs that biases cost, in F and again in I (our estimate)."""
 KERNELS, MOE_KERNELS = 6, 24
 """Kernels of a part beside two per product (norm, residual, activation, casts), and those that routing adds."""
 
@@ -177,19 +179,22 @@ def _part_ms(part: Layer, work: Work, pricing: _Pricing) -> tuple[float, float, 
             forward = products.forward_ms + tp_ms + launch_ms
             return forward + loss_ms, forward, products.weight_ms + launch_ms
 
-    core = SCAN_SHARE.get(part.kind, pricing.plain.core)
+    core = SCAN_SHARE.get(part.kind, pricing.plain.core * _narrow(part))
     core_ms = work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core)
     # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
     routed_ms = 0.0
-    if work.routed_width:
+    if isinstance(part, Moe):
         routed = 2.0 * tokens * work.routed_width * stream_share(setup)
-        routed_ms = rates.moe_passes * routed / pricing.bytes_per_ms
+        if part.bias:
+            # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
+            outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / tp
+            routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
+        routed_ms += rates.moe_passes * routed / pricing.bytes_per_ms
         size = cluster.ep * cluster.expert_tp
         if cluster.ep > 1:
-            copies = max(1, round(work.routed_width / getattr(part, "expert_width", part.hidden)))
-            routed_ms += 2 * exchange_ms(cluster, routed, size, copies=copies, share=rates.link)
+            routed_ms += 2 * exchange_ms(cluster, routed, size, copies=part.top_k, share=rates.link)
     ring = pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
     forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
     backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
@@ -199,6 +204,12 @@ def _part_ms(part: Layer, work: Work, pricing: _Pricing) -> tuple[float, float, 
         backward += 2 * again / pricing.bytes_per_ms
         backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
     return forward, backward, products.weight_ms + rates.launch_ms * len(work.products)
+
+
+def _narrow(part: Layer) -> float:
+    """Heads narrower than 128 leave a matrix unit partly idle in softmax attention."""
+    width = getattr(part, "head_dim", 128)
+    return min(1.0, max(0.25, width / 128))
 
 
 def _gather_ms(weights: Weights, pricing: _Pricing) -> tuple[float, float]:
@@ -342,7 +353,7 @@ def setup_costs(
     if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
         raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
     pricing = _Pricing.of(setup, rates)
-    costs, weights = _price_all(spec, pricing)
+    costs, weights = _price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in LayerCost.__dataclass_fields__}
     exposed_ms = _exposed_reduction_ms(columns, weights, pricing)
     reduction, total = Link(), float(columns["gradient_bytes"].sum())
@@ -392,6 +403,28 @@ def _price_all(spec: ModelSpec, pricing: _Pricing) -> tuple[list[LayerCost], lis
         if layer not in known:
             known[layer] = _priced(layer, pricing)
     return [known[layer][0] for layer in spec.layers], [known[layer][1] for layer in spec.layers]
+
+
+def _price_recomputing(spec: ModelSpec, pricing: _Pricing) -> tuple[list[LayerCost], list[Weights]]:
+    """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
+    setup, inner = pricing.setup, spec.num_layers - 2
+    if setup.recompute != "full":
+        return _price_all(spec, pricing)
+    count = inner if setup.recompute_layers is None else min(setup.recompute_layers, inner)
+    whole, weights = _price_all(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
+    rest = replace(setup, recompute="none" if count == inner else "selective", recompute_layers=None)
+    costs, _ = _price_all(spec, replace(pricing, setup=rest))
+    for i in range(1, inner + 1):
+        if i * count // inner > (i - 1) * count // inner:
+            layer, kept = whole[i], whole[i - 1].boundary_bytes
+            costs[i] = replace(
+                layer,
+                input_ms=layer.input_ms + layer.forward_ms,
+                activation_bytes=min(kept, layer.activation_bytes),
+                stash_bytes=min(kept, layer.stash_bytes),
+                workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
+            )
+    return costs, weights
 
 
 def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: _Pricing) -> float:

@@ -307,7 +307,8 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 tokens=tokens,
                 products=(Product(h, part.vocab, rows=n, low_precision=False),),
                 stream_width=n * 2 * h,
-                inner_width=n * 3 * part.vocab,
+                # The logits; a fused cross-entropy writes their gradient over them.
+                inner_width=n * part.vocab,
                 stash_stream_width=n * h,
                 stash_inner_width=n * part.vocab,
                 collectives=0.5 * n,

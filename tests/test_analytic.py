@@ -78,7 +78,7 @@ def test_activations_follow_the_formulas(tp, batch):
         MAMBA: 2 * t * (2 * H + (2 * di + 2 * gn + nh) + (di + 2 * gn) + 2 * di)
         + batch * 4 * (S // 128) * nh * 64 * n,
         Moe(hidden=H, experts=16, top_k=2, ffn=4096): 2 * t * (2 * H + 2 * (2 * H + 3 * 4096)) + 4 * t * 16,
-        HEAD: 4 * t * H + 6 * t * V,
+        HEAD: 4 * t * H + 2 * t * V,
     }
     for layer, nbytes in expected.items():
         cost = layer_cost(layer, cluster, seq=S, micro_batch_size=batch)

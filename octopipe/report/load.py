@@ -25,7 +25,8 @@ from octopipe.timeline import FORMAT as TIMELINE_FORMAT
 from octopipe.timeline import Timeline, timeline_from_json
 
 SETTING = (
-    *("model", "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute"),
+    *("model", "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients"),
+    *("recompute", "recompute_layers"),
     *("sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds", "gpus_per_node", "nodes"),
 )
 """Keys of a plan's setting that price it; others are ignored."""
@@ -43,8 +44,8 @@ def costs_of(plan: Plan, setting: Mapping[str, Any], where: str = "plan") -> Cos
         raise OctoPipeError(f"{where}: the file does not say which model it is about; give --model")
     numbers = {key: known[key] for key in SETTING[1:] if known.get(key) is not None}
     speeds = numbers.pop("speeds", None)
-    if numbers.get("recompute") in ("auto", "full"):
-        del numbers["recompute"]  # which layers are computed again stands in the plan itself
+    if numbers.get("recompute") == "auto":
+        del numbers["recompute"]
     memory = numbers.get("memory_gib")
     if isinstance(memory, list | tuple):
         numbers["memory_gib"] = memory[0] if len(memory) == 1 else tuple(memory)
