@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from octopipe.analytic import setup_costs
 from octopipe.calibration import RATES, Rates
 from octopipe.cluster import gpu
 from octopipe.cost import CostTable
-from octopipe.analytic import setup_costs
 from octopipe.model import ModelSpec
 from octopipe.planner.estimate import estimate
 from octopipe.recompute import plan_under
@@ -147,8 +147,8 @@ def show(result: dict[str, Any]) -> None:
     for r in result["rows"]:
         fits = "" if r["fits"] else "  DOES NOT FIT"
         print(
-            f"{r['row']:42} {r['published']:9.0f} {r['predicted']:9.0f} {100 * r['error']:+6.1f}% {100 * r['mfu']:5.1f}% "
-            f"{r['peak_gib']:6.1f} of {r['limit_gib']:5.1f}  {r['recompute']}{fits}"
+            f"{r['row']:42} {r['published']:9.0f} {r['predicted']:9.0f} {100 * r['error']:+6.1f}% "
+            f"{100 * r['mfu']:5.1f}% {r['peak_gib']:6.1f} of {r['limit_gib']:5.1f}  {r['recompute']}{fits}"
         )
     print(f"median {result['median_error']:.1%}, worst {result['worst_error']:.1%}, all fit: {result['all_fit']}")
 

@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from octopipe.errors import DoesNotFitError, OctoPipeError, PlanError
 
 VERBS = {
+    "plan": "how to split a model over a whole cluster, and what one gets",
     "models": "list the model presets, or show one layer by layer",
+    "gpus": "list the GPU presets",
     "simulate": "predict step time, bubbles and memory of a system or a plan",
     "check": "say everything that is wrong with a plan file",
     "systems": "list the published systems; --check re-derives their closed forms",
     "compare": "run every system on a model, side by side",
     "tune": "find a faster plan: partition, placement and order together",
+    "scale": "weak and strong scaling of one split over more and more GPUs",
     "report": "one self-contained HTML page about plans and timelines",
     "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
     "serve": "a local page to tune and look at plans",

@@ -16,6 +16,7 @@ Flops(forward=655360.0, input=655360.0, weight=655360.0)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -344,4 +345,8 @@ def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
 
 def model_flops(layers: Iterable[Layer], *, seq: int, micro_batch_size: int = 1) -> float:
     """What utilisation is measured by: three times the forward FLOPs, nothing that is computed again."""
-    return 3.0 * sum(layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward for layer in layers)
+    counts = Counter(layers)
+    return 3.0 * sum(
+        count * layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward
+        for layer, count in counts.items()
+    )

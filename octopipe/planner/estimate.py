@@ -16,7 +16,6 @@ from octopipe.systems.shapes import even_sizes
 from octopipe.timeline import GIB
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """What a split would give."""

@@ -9,18 +9,20 @@ pipeline; splits are judged in the order of that bound until it exceeds the wors
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.model import ModelSpec
+from octopipe.model import ModelSpec, Moe
 from octopipe.plan import Plan
 from octopipe.planner.estimate import Estimate, estimate
-from octopipe.planner.splits import RUNTIMES, Runtime, Split, splits
+from octopipe.planner.splits import RUNTIMES, Runtime, Split, finer, least_state_bytes, splits
 from octopipe.recompute import plan_under
 from octopipe.resolve import costs_of_setup
 from octopipe.setup import Setup
@@ -82,6 +84,9 @@ class Pricer:
 
     def __init__(self, spec: ModelSpec, base: Setup, global_batch: int):
         self.spec, self.base, self.global_batch = spec, base, global_batch
+        parts = [part for layer in spec for part in layer.parts]
+        self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
+        self.dense = float(spec.training_parameters) - self.experts
         self._known: dict[Setup, CostTable] = {}
         self._work: dict[tuple[object, ...], tuple[float, float]] = {}
 
@@ -96,12 +101,18 @@ class Pricer:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         # Without ZeRO-3 a layer's time does not depend on how many ranks and replicas there are.
-        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.zero == 3 and split.dp, split.dp < split.ep)
+        # ZeRO-3's gathers can only add to it.
+        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
         if key not in self._work:
-            costs = self.costs(split)
+            costs = self.costs(replace(split, zero=0))
             self._work[key] = float(costs.layer_ms.sum()), float(min(costs.slowdown(r) for r in range(split.pp)))
         work, fastest = self._work[key]
         return fastest * (m * work / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+
+    def may_fit(self, split: Split) -> bool:
+        """Is there room for the state alone?"""
+        limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
+        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes) < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
@@ -129,7 +140,8 @@ class Pricer:
     def simulated(self, split: Split, recompute: str = "auto") -> Candidate:
         """The split under (interleaved) 1F1B, op by op."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        system, options = ("interleaved", {"chunks": split.vp}) if split.vp > 1 else ("1f1b", {})
+        system = "interleaved" if split.vp > 1 else "1f1b"
+        options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
 
         def build(costs: CostTable) -> Plan:
             return build_plan(system, costs, split.pp, m, **options)
@@ -188,7 +200,9 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged = judge(pricer, every, modes, tell)
+    kept, judged = judge(pricer, every, modes, tell, until=began + budget_s / 2)
+    if "vp" not in (fixed or {}):
+        kept = _refined(pricer, kept, modes)
     if not kept:
         raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     tell("simulating the best few")
@@ -209,10 +223,10 @@ def search(
             if better is not None:
                 tuned.append(better)
             left -= time.monotonic() - began_one
-    best = min([*fitting, *tuned], key=lambda c: c.step_ms)
+    best = min([*fitting, *tuned], key=simpler_first)
     done = {c.split for c in simulated}
     rest = [c for c in kept if c.split not in done]
-    ranked = sorted([*tuned, *simulated, *rest], key=lambda c: (not c.fits, c.step_ms))
+    ranked = sorted([*tuned, *simulated, *rest], key=lambda c: (c is not best, not c.fits, simpler_first(c)))
     return Found(
         best=best,
         ranked=tuple(ranked),
@@ -223,13 +237,16 @@ def search(
     )
 
 
-def judge(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: Say) -> tuple[list[Candidate], int]:
-    """The `KEPT` fastest splits that fit, by estimate; splits whose bound is above all of them are never judged."""
-    queue = sorted((pricer.bound_ms(split), split) for split in every)
+def judge(
+    pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: Say, *, until: float = math.inf
+) -> tuple[list[Candidate], int]:
+    """The `KEPT` fastest splits that fit, by estimate; splits whose bound is above all of them are never judged, nor,
+    once `until` has come, those whose bounds are the worst."""
+    queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
     kept: list[tuple[float, int, Candidate]] = []
     judged = 0
     for bound, split in queue:
-        if len(kept) >= KEPT and bound >= -kept[0][0]:
+        if (len(kept) >= KEPT and bound >= -kept[0][0]) or (kept and time.monotonic() > until):
             break
         judged += 1
         if judged % 50 == 0:
@@ -239,7 +256,27 @@ def judge(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: 
             heapq.heappush(kept, (-found.step_ms, judged, found))
             if len(kept) > KEPT:
                 heapq.heappop(kept)
-    return [c for _, _, c in sorted(kept, key=lambda e: -e[0])], judged
+    return sorted((c for _, _, c in kept), key=simpler_first), judged
+
+
+def _refined(pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...]) -> list[Candidate]:
+    """The best splits with every number of stages per rank."""
+    splits_seen = {c.split for c in kept}
+    out = list(kept)
+    blocks = pricer.spec.num_layers - 2
+    for candidate in kept[:SIMULATED]:
+        m = pricer.global_batch // (candidate.split.dp * candidate.split.micro_batch_size)
+        for split in finer(candidate.split, blocks, m):
+            if split not in splits_seen:
+                splits_seen.add(split)
+                out.append(pricer.candidate(split, modes))
+    return sorted((c for c in out if c.fits), key=simpler_first)
+
+
+def simpler_first(candidate: Candidate) -> float:
+    """Step time, with a little more for every doubling of a group: of equals, the simpler split."""
+    s = candidate.split
+    return candidate.step_ms * (1 + 2e-3 * math.log2(s.tp * s.cp * s.cp) + 5e-4 * math.log2(s.pp * s.ep * s.vp))
 
 
 def _varied(kept: Sequence[Candidate], number: int) -> list[Candidate]:
@@ -307,7 +344,14 @@ def _today(
 
 def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]) -> str:
     """The leanest split and what it lacks."""
-    leanest = min(every, key=lambda s: (-s.tp * s.pp * s.cp * s.ep, s.micro_batch_size, s.vp, -s.zero))
+    leanest = min(
+        every,
+        key=lambda s: (
+            least_state_bytes(s, pricer.dense, pricer.experts, pricer.base.gradient_bytes),
+            s.micro_batch_size,
+            s.vp,
+        ),
+    )
     found = pricer.candidate(leanest, modes)
     return (
         f"no split of {leanest.tp * leanest.cp * leanest.pp * leanest.dp} GPUs fits {pricer.spec.name}: even "

@@ -15,9 +15,11 @@ from octopipe.errors import OctoPipeError
 from octopipe.model import Attention, LatentAttention, ModelSpec, Moe
 from octopipe.setup import Setup
 
-CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24)
+CHUNKS = (1, 2, 4, 8)
+FINER_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24)
+"""Stages per rank that are judged, and those that are tried of the best splits."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
-LEAST_SLICE = 1024
+LEAST_SLICE = 4096
 """Fewer tokens per GPU than this are not worth a context-parallel group."""
 MOST_PP = 64
 FIXABLE = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
@@ -127,7 +129,10 @@ def _finer(  # type: ignore[no-untyped-def]
 ) -> Iterator[Split]:
     """Micro-batch size, experts, stages per rank and sharding of one (tp, cp, pp, dp)."""
     share = global_batch // dp
-    eps = [e for e in divisors(tp * cp * dp) if all(n % e == 0 for n in experts)] if experts else [1]
+    eps = [1]
+    if experts:
+        eps = [e for e in divisors(tp * cp * dp) if all(n % e == 0 for n in experts) and e & (e - 1) == 0]
+        eps = sorted({*eps, *([fixed["ep"]] if "ep" in fixed and tp * cp * dp % fixed["ep"] == 0 else [])})
     zeros = [z for z in runtime.zero if z < 3 or (dp * cp > 1 and (pp == 1 or runtime.zero_3_with_pipeline))]
     if "zero" in fixed:
         zeros = [fixed["zero"]]
@@ -143,6 +148,34 @@ def _finer(  # type: ignore[no-untyped-def]
             for zero in zeros:
                 for vp in chunks:
                     yield Split(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, vp=vp, micro_batch_size=size, zero=zero)
+
+
+def finer(split: Split, blocks: int, micro_batches: int) -> list[Split]:
+    """The same split with every number of stages per rank."""
+    return [
+        replace(split, vp=v)
+        for v in FINER_CHUNKS
+        if v == 1 or (split.pp > 1 and v * split.pp <= blocks and micro_batches % split.pp == 0)
+    ]
+
+
+def least_state_bytes(split: Split, dense: float, experts: float, gradient_bytes: float) -> float:
+    """State that a GPU of the fullest rank holds at least: an even share of everything, sharded as far as ZeRO may."""
+    stage = split.tp * split.cp * split.dp
+    # Experts may also be divided by tensor parallelism: counted as if they always were.
+    shared = min(stage, split.ep * split.tp)
+    copies = {"dense": split.dp * split.cp, "experts": max(1, stage // shared)}
+    counts = {"dense": dense / (split.tp * split.pp), "experts": experts / (shared * split.pp)}
+    total = 0.0
+    for name, count in counts.items():
+        n = copies[name]
+        if split.zero == 3:
+            total += count * (gradient_bytes + 12.0) / n
+        else:
+            total += count * (
+                2.0 + gradient_bytes / (n if split.zero == 2 else 1) + 12.0 / (n if split.zero >= 1 else 1)
+            )
+    return total
 
 
 def tensor_sizes(spec: ModelSpec, gpu: Gpu, gpus_per_node: int | None) -> list[int]:
