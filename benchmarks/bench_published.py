@@ -153,6 +153,54 @@ def show(result: dict[str, Any]) -> None:
     print(f"median {result['median_error']:.1%}, worst {result['worst_error']:.1%}, all fit: {result['all_fit']}")
 
 
+PLANNED = (
+    *("gb300 llama3-70b", "gb300 qwen3-235b-a22b", "gb300 gpt-oss-120b", "gb200 llama3.1-405b", "gb200 deepseek-v3"),
+    *("b200 qwen3-30b-a3b", "h100 llama3-70b", "h100 gpt3-175b", "h100 nemotron-340b", "h100 kimi-k2"),
+)
+"""Ten of the (model, GPUs, batch) for which a split is searched, the published one unseen."""
+
+
+def planned(path: Path, number: int, budget_s: float = 30.0) -> list[dict[str, Any]]:
+    """What the planner finds beside what was published, under the same model."""
+    import time
+
+    from octopipe.planner.search import search
+    from octopipe.verbs.plan import changes
+
+    out = []
+    for wanted in PLANNED[:number]:
+        row = next(r for r in read_rows(path) if r.name.startswith(wanted + " "))
+        setup = row.setup
+        base = replace(setup, tp=1, cp=1, ep=1, pp=1, dp=1, micro_batch_size=1, micro_batches=None, zero=1)
+        split = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
+        began = time.monotonic(), time.process_time()
+        found = search(
+            row.spec,
+            base,
+            gpus=setup.num_gpus,
+            global_batch=setup.global_batch or 1,
+            today={**split, "micro_batch_size": setup.micro_batch_size},
+            budget_s=budget_s,
+        )
+        assert found.today is not None
+        took = time.monotonic() - began[0], time.process_time() - began[1]
+        result = {
+            "row": row.name,
+            "published_split": found.today.split.words(),
+            "published_ms": found.today.step_ms,
+            "found_split": found.best.split.words(),
+            "found_ms": found.best.step_ms,
+            "speedup": found.today.step_ms / found.best.step_ms,
+            "seconds": took[0],
+            "cpu_seconds": took[1],
+            "what_changed": changes(found)[-1],
+        }
+        spent = f"{took[0]:.1f} s ({took[1]:.1f} s of CPU)"
+        print(f"{row.name}: {result['speedup']:.3f}x in {spent}; {result['what_changed']}", flush=True)
+        out.append(result)
+    return out
+
+
 OWN = {"gemm": (0.2, 0.9, 0.1), "half": (50.0, 2000.0, 0.15)}
 GENERATION = {"core": (0.1, 0.9, 0.1)}
 SHARED = {
@@ -254,6 +302,8 @@ def main() -> None:
         return
     result = run(args.csv)
     show(result)
+    if args.plan:
+        result["plans"] = planned(args.csv, args.plan)
     if args.csv == CSV:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")

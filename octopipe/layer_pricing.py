@@ -38,6 +38,8 @@ into and added to the fp32 gradient)."""
 OPTIMIZER_BYTES = 26.0
 """Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
 weight written."""
+HIDDEN_COST = 0.2
+"""Share of a collective's time that shows although it runs behind compute. Our choice."""
 BIAS_PASSES = 6.0
 """Memory passes over the experts' outputs that biases cost, in F and again in I (our estimate)."""
 KERNELS, MOE_KERNELS = 6, 24
@@ -215,8 +217,10 @@ def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
         workspace = max(workspace, workspace_bytes(part, work, setup))
     # FSDP fetches the next layer's weights while this one computes; only what takes longer than that shows.
     gather, reduce = _gather_ms(held, pricing)
-    forward = max(forward, gather)
-    weight = max(weight, gather + reduce - backward)
+    # What is hidden takes compute units and memory bandwidth from the kernels it runs beside.
+    forward = max(forward, gather) + HIDDEN_COST * min(forward, gather)
+    hidden = min(backward + weight, gather + reduce)
+    weight = max(weight, gather + reduce - backward) + HIDDEN_COST * hidden
     shards = shards_of(setup, cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
     updated = sum(count / n for count, n in zip(held, shards, strict=True))
     # The head hands nothing on; a prediction module hands on two hidden states.

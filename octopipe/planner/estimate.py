@@ -36,6 +36,11 @@ def estimate(
     price: Price, pp: int, chunks: int, micro_batches: int, *, modes: tuple[str, ...] = ("none", "selective", "full")
 ) -> Estimate:
     """The least recomputation that fits, and what the step then takes; the leanest where nothing fits."""
+    if "full" in modes and len(modes) > 1:
+        # Most splits of a large model do not fit at all: ask the leanest first.
+        leanest = _under(price("full"), "full", pp, chunks, micro_batches)
+        if not leanest.fits:
+            return leanest
     best: Estimate | None = None
     for mode in modes:
         best = _under(price(mode), mode, pp, chunks, micro_batches)

@@ -200,7 +200,7 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged = judge(pricer, every, modes, tell, until=began + budget_s / 2)
+    kept, judged = judge(pricer, every, modes, tell, until=began + 0.7 * budget_s)
     if "vp" not in (fixed or {}):
         kept = _refined(pricer, kept, modes)
     if not kept:
