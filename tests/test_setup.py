@@ -229,7 +229,7 @@ def test_larger_micro_batches_use_products_better() -> None:
 
 def test_fp8_halves_products_and_keeps_the_rest() -> None:
     bf16, fp8 = table(), table(precision="fp8")
-    assert fp8.weight_ms[1] == pytest.approx(bf16.weight_ms[1] / 2)
+    assert fp8.weight_ms[1] == pytest.approx(bf16.weight_ms[1] / 2, rel=1e-3)  # 1979 is not quite 2 x 989
     assert fp8.weight_ms[-1] == pytest.approx(bf16.weight_ms[-1])  # the vocabulary projection stays in bf16
     assert fp8.activation_bytes[1] < bf16.activation_bytes[1]
     assert fp8.gradient_bytes.sum() == bf16.gradient_bytes.sum() / 2
