@@ -24,7 +24,10 @@ from octopipe.simulator import simulate
 from octopipe.timeline import FORMAT as TIMELINE_FORMAT
 from octopipe.timeline import Timeline, timeline_from_json
 
-SETTING = ("model", "gpu", "tp", "dp", "seq", "p2p_ms", "memory_gib", "speeds")
+SETTING = (
+    *("model", "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute"),
+    *("sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds", "gpus_per_node", "nodes"),
+)
 """Keys of a plan's setting that price it; others are ignored."""
 
 
@@ -40,13 +43,17 @@ def costs_of(plan: Plan, setting: Mapping[str, Any], where: str = "plan") -> Cos
         raise OctoPipeError(f"{where}: the file does not say which model it is about; give --model")
     numbers = {key: known[key] for key in SETTING[1:] if known.get(key) is not None}
     speeds = numbers.pop("speeds", None)
+    if numbers.get("recompute") in ("auto", "full"):
+        del numbers["recompute"]  # which layers are computed again stands in the plan itself
     memory = numbers.get("memory_gib")
     if isinstance(memory, list | tuple):
         numbers["memory_gib"] = memory[0] if len(memory) == 1 else tuple(memory)
     try:
         if speeds:
             numbers["rank_speed"] = tuple(float(s) for s in speeds)
-        costs = resolve_costs(str(model), pp=plan.num_ranks, **numbers)
+        costs = resolve_costs(
+            str(model), pp=plan.num_ranks, micro_batches=plan.num_micro_batches, **numbers
+        )
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError) as error:
