@@ -20,7 +20,12 @@ from octopipe.cost_record import costs_from_record, record_of
 from octopipe.report.notebook import SCHEMATIC
 from octopipe.resolve import resolve_costs
 
-PUBLIC = ["Comparison", "CostTable", "DeadlockError", "DoesNotFitError", "ModelSpec", "NotApplicableError", "OctoPipeError", "Op", "Pipeline", "Plan", "PlanError", "Profile", "Program", "Stage", "Timeline", "TuneResult", "__version__", "build_plan", "compare", "load_checkpoint", "load_plan", "load_profile", "load_timeline", "lower", "preset", "profile_layers", "resolve_costs", "save_checkpoint", "save_plan", "simulate", "switch", "tune"]
+PUBLIC = [
+    "Comparison", "CostTable", "DeadlockError", "DoesNotFitError", "ModelSpec", "NotApplicableError", "OctoPipeError",
+    "Op", "Pipeline", "Plan", "PlanError", "Profile", "Program", "Stage", "Timeline", "TuneResult", "__version__",
+    "build_plan", "compare", "load_checkpoint", "load_plan", "load_profile", "load_timeline", "lower", "preset",
+    "profile_layers", "resolve_costs", "save_checkpoint", "save_plan", "simulate", "switch", "tune",
+]  # fmt: skip
 TORCH = {"Pipeline", "load_checkpoint", "profile_layers", "save_checkpoint", "switch"}
 
 
