@@ -200,8 +200,8 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
     for name in OF_A_MODEL:
         if getattr(args, name, None) is not None:
             raise OctoPipeError(
-                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out, or name "
-                "a model"
+                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out, or "
+                "name a model"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
