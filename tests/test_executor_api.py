@@ -19,8 +19,7 @@ from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import NotApplicableError, OctoPipeError  # noqa: E402
 from octopipe.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline, split_batch  # noqa: E402
-from octopipe.runtime.rng import micro_batch_seed  # noqa: E402
-from octopipe.runtime.stage import _mix  # noqa: E402
+from octopipe.runtime.rng import micro_batch_seed, mix  # noqa: E402
 from octopipe.runtime.world import World  # noqa: E402
 from octopipe.systems import build_plan, systems  # noqa: E402
 
@@ -90,7 +89,7 @@ def dropout_error(world, plan):
     with Pipeline(case.layers, plan, case.loss_fn, group=world, seed=7, timeout_s=20) as pipe:
         for step in range(2):
             state = torch.get_rng_state()
-            seed = lambda m, k: torch.manual_seed(_mix(micro_batch_seed(7, step, 0, m), k))  # noqa: E731, B023
+            seed = lambda m, k: torch.manual_seed(mix(micro_batch_seed(7, step, 0, m), k))  # noqa: E731, B023
             expected, _ = plain_gradients(*case, before_layer=seed)
             torch.set_rng_state(state)
             pipe.step(case.inputs, case.targets)

@@ -12,7 +12,7 @@ partition and placement, give bitwise equal results; other orders differ by roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,9 +23,9 @@ from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.runtime.board import PATIENCE_S, Board, Place
 from octopipe.runtime.measured import Recorder
-from octopipe.runtime.rng import step_seed, within_step
+from octopipe.runtime.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
-from octopipe.runtime.stage import Stage, StageRun, rng_kept
+from octopipe.runtime.stage import Loss, Stage, StageRun
 from octopipe.runtime.transports.base import TransferError, Transport
 
 F, R, I, W, B = range(5)
@@ -55,6 +55,7 @@ class StageChain:
         *,
         again: bool,
         keep: bool = True,
+        side: Mapping[str, Any] | None = None,
     ) -> tuple[list[StageRun], Any, list[bool] | None]:
         """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
 
@@ -63,8 +64,9 @@ class StageChain:
         runs = []
         last = self.parts[-1][0]
         for stage, recompute in self.parts:
-            graph = keep and not (recompute and again)
-            run = StageRun(stage, value, then if stage is last else None, seed, needs, graph)
+            repeat = keep and recompute and again
+            end = then if stage is last else None
+            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side)
             value, needs = run.outputs, run.outputs_need_grad or None
             run.outputs = None
             runs.append(run)
@@ -332,8 +334,7 @@ class Executor:
         loss_fn = self._loss_fn
         if targets is None:
             return loss_fn
-        target = targets[micro_batch]
-        return lambda output: loss_fn(output, target)
+        return Loss(loss_fn, targets[micro_batch])
 
     def _seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """Where a micro-batch's backward starts; made once, since nobody writes to it."""

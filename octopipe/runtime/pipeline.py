@@ -37,8 +37,8 @@ from octopipe.runtime.layers import Layers
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.reduce import Reducer, wait_for
 from octopipe.runtime.slots import rank_program
-from octopipe.runtime.stage import flatten, rebuild
 from octopipe.runtime.transports import Transport, make_transport
+from octopipe.runtime.values import flatten, rebuild
 from octopipe.runtime.world import World, all_reduce
 from octopipe.timeline import Timeline
 
