@@ -45,7 +45,7 @@ def plans(num_ranks: int) -> dict[str, Plan]:
         forwards = [Op(s, "F", m) for m in range(COUNT) for s in range(3)]
         fused = [Op(s, "B", m) for m in range(COUNT) for s in (2, 1, 0)]
         split = [Op(s, k, m) for k in "IW" for m in range(COUNT) for s in (2, 1, 0)]
-        shape = dict(num_layers=4, num_ranks=1, num_micro_batches=COUNT, stages=stages)
+        shape = {"num_layers": 4, "num_ranks": 1, "num_micro_batches": COUNT, "stages": stages}
         found = {
             "fused": Plan(orders=((*forwards, *fused),), **shape).check(),
             "split": Plan(orders=((*forwards, *split),), **shape).check(),

@@ -196,4 +196,3 @@ def text_bytes(head: bytes) -> int:
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Leaf:
     nbytes = math.prod(shape) * dtype.itemsize
     return Leaf(shape, dtype, wanted, nbytes, padded(nbytes))
-

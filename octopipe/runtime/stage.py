@@ -82,6 +82,11 @@ def _arguments(module: nn.Module, side: Sequence[str]) -> tuple[bool, tuple[str,
     return sum(p.name not in named for p in positional) == 1, named
 
 
+def _has_no_default(module: nn.Module, name: str) -> bool:
+    parameter = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters[name]
+    return parameter.default is parameter.empty
+
+
 class Loss:
     """A loss function with its target: what follows the last layer."""
 
@@ -115,6 +120,7 @@ class Stage:
         """Every module's layer, the module, whether it takes one argument, and the side inputs it takes."""
         self.side = tuple(dict.fromkeys(name for *_, names in self._calls for name in names))
         """Side inputs that the modules name."""
+        self.side_required = {n for _, m, _, names in self._calls for n in names if _has_no_default(m, n)}
         # DDP waits for autograd itself to add its parameters' gradients.
         waited = {id(p) for m in self.modules for d in m.modules() if isinstance(d, DDP) for p in d.parameters()}
         split = (p for m in self.modules for p in m.parameters() if id(p) not in waited)
