@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from octopipe.runtime.stage import Stage, storage_bytes
+from octopipe.runtime.buffers import storage_bytes
+from octopipe.runtime.stage import Stage
 from octopipe.runtime.values import flatten
 
 

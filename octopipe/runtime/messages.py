@@ -161,6 +161,15 @@ def takes_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def plain_gradient(grad: Tensor) -> Tensor:
+    """A gradient as it may be sent: its values in memory as they are."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if grad.is_conj():
+        grad = grad.resolve_conj()
+    return grad.resolve_neg() if grad.is_neg() else grad
+
+
 def _memory(tensor: Tensor) -> Tensor:
     """The tensor with its values in memory as they are: no sign or conjugation still to be applied, no subclass."""
     if type(tensor) is not Tensor:

@@ -35,7 +35,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from octopipe.errors import OctoPipeError
-from octopipe.runtime.messages import takes_gradient
+from octopipe.runtime.buffers import storage_bytes
+from octopipe.runtime.messages import plain_gradient, takes_gradient
 from octopipe.runtime.replay import Found, Kept, Replay, undo
 from octopipe.runtime.rerun import Rerun
 from octopipe.runtime.rng import States, mix, rng_kept, rng_state, seed_all, set_rng_state
@@ -427,7 +428,7 @@ class StageRun:
                 result.append(None)
             else:  # an input that nothing depends on still owes its sender a gradient
                 grad = leaf.grad
-                result.append(torch.zeros_like(leaf) if grad is None else _plain(grad))
+                result.append(torch.zeros_like(leaf) if grad is None else plain_gradient(grad))
                 leaf.grad = None
         return result or [None] * len(self._wanted)
 
@@ -442,24 +443,3 @@ def _one(edge: Any) -> Tensor:
     if math.prod(like.shape) != 1:
         raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(like.shape)}")
     return torch.ones(like.shape, dtype=like.dtype, device=like.device)
-
-
-def _plain(grad: Tensor) -> Tensor:
-    """A gradient as it may be sent: its values in memory as they are."""
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    if grad.is_conj():
-        grad = grad.resolve_conj()
-    return grad.resolve_neg() if grad.is_neg() else grad
-
-
-def storage_bytes(tensors: Sequence[Tensor], skip: dict[int, int]) -> int:
-    """Bytes of the tensors' memory, shared memory counted once and none of what is in `skip`."""
-    seen = dict(skip)
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen[storage.data_ptr()] = 1
-            total += storage.nbytes()
-    return total

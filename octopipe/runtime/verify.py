@@ -141,6 +141,7 @@ class _Watched:
         passed = [t.clone() if need else t for t, need in zip(leaves, needs)]  # may be changed in place
         with rng_kept(), standing(self._buffers), torch.enable_grad(), autocast():
             set_rng_state(self._rng)
+            coarse = {torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
             out = build(form, iter(passed))
             for stage, _ in self.parts:
                 out = stage.call(out, then if stage is self.parts[-1][0] else None, seed, side)
@@ -148,7 +149,7 @@ class _Watched:
         flatten(out, outputs)
         ours: list[Any] = []
         flatten(self._output, ours)
-        dtypes = {t.dtype for t in (*self.parameters, *outputs) if isinstance(t, Tensor) and takes_gradient(t)}
+        dtypes = {t.dtype for t in (*self.parameters, *outputs) if isinstance(t, Tensor) and takes_gradient(t)} | coarse
         limit = max((TOLERANCE.get(_real(d), HALF_TOLERANCE) for d in dtypes), default=1e-2)
         place = self.parts[-1][0].place()
         for a, b in zip(ours, outputs, strict=True):
