@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
+from octopipe.errors import MAX_MICRO_BATCHES, OctoPipeError
 from octopipe.lowering import Channel, Program
 from octopipe.model import ModelSpec
 from octopipe.plan import Plan
@@ -118,11 +118,11 @@ def simulate(
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
-        costs, known = _costs(model, num_ranks, setup)
+        costs, named = _costs(model, num_ranks, setup)
         built = build_plan(
             str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
         )
-        return _of(run(built, costs, channel=channel, label=label, check=check), known)
+        return _of(run(built, costs, channel=channel, label=label, check=check), named)
     if split_backward is not None or options:
         raise OctoPipeError("a plan is decided already; leave split_backward and options out, or name a system")
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
@@ -132,7 +132,7 @@ def simulate(
             raise OctoPipeError(f"the plan has {name} {getattr(inner, name)}, not {asked}; leave it out")
     if model is None and setup:
         raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; name the model too")
-    known = inner.extra
+    known: Mapping[str, Any] = inner.extra
     if model is None:
         costs = costs_of_plan(inner)
     else:
@@ -224,7 +224,10 @@ def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
 
 
 def _micro_batches(num_ranks: int, num_micro_batches: int | None) -> int:
-    return 2 * num_ranks if num_micro_batches is None else num_micro_batches
+    count = 2 * num_ranks if num_micro_batches is None else num_micro_batches
+    if count > MAX_MICRO_BATCHES:
+        raise OctoPipeError(f"{count} micro-batches are too many; give at most {MAX_MICRO_BATCHES}")
+    return count
 
 
 def _is_file(what: str | os.PathLike[str]) -> bool:
