@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         ]
         write_whole(args.report, report_html(entries, title=f"{name}: predicted and measured").encode())
     if args.json:
-        print_json({**found.summary(), "own_profile": own, "steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss})
+        ran = {"steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss}
+        print_json({**found.summary(), "own_profile": own, **ran})
     else:
         _show(found, name, trial.spread)
     return 0
