@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from octopipe.tuner import Method, TuneResult
     from octopipe.tuner.result import Callback
 
+SETUP = "setup"
+"""Where a plan and a timeline carry their set-up as every verb prints it."""
 Model = str | os.PathLike[str] | ModelSpec | CostTable
 """A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
 
@@ -43,18 +45,25 @@ Model = str | os.PathLike[str] | ModelSpec | CostTable
 class Setup(TypedDict, total=False):
     """What surrounds a model that is named: the keywords of `resolve_costs` (a CostTable has them in it already)."""
 
-    gpu: str
+    gpu: str | None
     tp: int | None
-    dp: int
+    cp: int
     ep: int
+    dp: int
     seq: int | None
     micro_batch_size: int
+    zero: int
+    precision: str
+    gradients: str | None
+    sequence_parallel: bool
+    vocab_parallel: bool
+    reserve_gib: float | None
     p2p_ms: float | None
     memory_gib: float | Sequence[float] | None
     rank_speed: Sequence[float]
     gpus_per_node: int | None
-    sequence_parallel: bool
-    distributed_optimizer: bool
+    nodes: str | Path | Sequence[Mapping[str, object]] | None
+    distributed_optimizer: bool | None
     micro_batch_tokens: Sequence[int] | None
 
 
@@ -90,8 +99,8 @@ def build_plan(
     """
     from octopipe.systems.registry import build_plan as build
 
-    costs, known = _costs(model, num_ranks, setup)
     count = _micro_batches(num_ranks, num_micro_batches)
+    costs, known = _costs(model, num_ranks, count, setup)
     return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
 
 
@@ -118,7 +127,7 @@ def simulate(
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
-        costs, named = _costs(model, num_ranks, setup)
+        costs, named = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
         built = build_plan(
             str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
         )
@@ -136,7 +145,7 @@ def simulate(
     if model is None:
         costs = costs_of_plan(inner)
     else:
-        costs, known = _costs(model, inner.num_ranks, setup)
+        costs, known = _costs(model, inner.num_ranks, inner.num_micro_batches, setup)
     return _of(run(given, costs, channel=channel, label=label, check=check), known)
 
 
@@ -154,8 +163,9 @@ def tune(
     given: dict[str, Any] = {name: value for name, value in keywords.items() if name not in own}
     if isinstance(given.get("start"), str | os.PathLike):
         given["start"] = load_plan(given["start"])
-    costs, known = _costs(model, num_ranks, setup)
-    result = search(costs, num_ranks, _micro_batches(num_ranks, num_micro_batches), **given)
+    count = _micro_batches(num_ranks, num_micro_batches)
+    costs, known = _costs(model, num_ranks, count, setup)
+    result = search(costs, num_ranks, count, **given)
     return replace(result, plan=_carrying(result.plan, known))
 
 
@@ -175,11 +185,12 @@ def compare(
     """Every published system (or those in `names`) on one model, best first; each result has its plan."""
     from octopipe.comparison import compare as run
 
-    costs, known = _costs(model, num_ranks, setup)
+    count = _micro_batches(num_ranks, num_micro_batches)
+    costs, known = _costs(model, num_ranks, count, setup)
     found = run(
         costs,
         num_ranks,
-        _micro_batches(num_ranks, num_micro_batches),
+        count,
         names=names,
         split_backward=split_backward,
         options=options,
@@ -191,13 +202,15 @@ def compare(
     return replace(found, results=tuple(rows))
 
 
-def _costs(model: Model, num_ranks: int, setup: Mapping[str, Any]) -> tuple[CostTable, dict[str, Any]]:
+def _costs(
+    model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any]
+) -> tuple[CostTable, dict[str, Any]]:
     """The costs behind `model`, and what a plan made with them has to carry."""
     if isinstance(model, CostTable):
         if setup:
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
-        return model, {COST_TABLE: model, COSTS: model.digest()}
+        return model, {COST_TABLE: model, **_facts(model)}
     unknown = sorted(set(setup) - set(Setup.__annotations__))
     if unknown:
         import difflib
@@ -205,10 +218,15 @@ def _costs(model: Model, num_ranks: int, setup: Mapping[str, Any]) -> tuple[Cost
         close = difflib.get_close_matches(unknown[0], Setup.__annotations__, 1)
         raise OctoPipeError(f"unknown keyword {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
-    costs = resolve_costs(named, pp=num_ranks, **setup)
+    costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a model without a name that finds it again
-        return costs, {COST_TABLE: costs, COSTS: costs.digest()}
-    return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, COSTS: costs.digest()}
+        return costs, {COST_TABLE: costs, **_facts(costs)}
+    return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, **_facts(costs)}
+
+
+def _facts(costs: CostTable) -> dict[str, Any]:
+    """The digest of the costs, and their set-up in words and numbers where it is known."""
+    return {COSTS: costs.digest()} | ({} if costs.setup is None else {SETUP: costs.setup.as_dict()})
 
 
 def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
@@ -219,7 +237,7 @@ def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
 
 def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
     """The plan with what it was made for, and nothing that another hand had put there."""
-    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE)}
+    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP)}
     return replace(plan, extra=extra | dict(known))
 
 

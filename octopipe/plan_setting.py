@@ -19,8 +19,9 @@ from octopipe.plan import Plan
 
 SETTING, COST_TABLE, COSTS = "setting", "cost_table", "costs"
 KEYS = (
-    "gpu", "tp", "dp", "ep", "seq", "micro_batch_size", "p2p_ms", "memory_gib", "speeds", "rank_speed",
-    "gpus_per_node", "sequence_parallel", "distributed_optimizer", "micro_batch_tokens",
+    "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute",
+    "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds", "rank_speed",
+    "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
 )  # fmt: skip
 """Keys of a setting, beside its model, that price a plan; others are ignored."""
 log = logging.getLogger("octopipe.plan")
@@ -42,7 +43,7 @@ def costs_of_plan(plan: Plan, given: Mapping[str, Any] | None = None, where: str
     model = known.get("model") or plan.model
     if not model:
         raise OctoPipeError(f"{where}: does not say which model it is about; give --model")
-    costs = _fitting(plan, _resolved(str(model), plan.num_ranks, known, where), where)
+    costs = _fitting(plan, _resolved(str(model), plan, known, where), where)
     made_with = plan.extra.get(COSTS)
     if not asked and isinstance(made_with, str) and made_with != costs.digest():
         log.warning(
@@ -53,18 +54,20 @@ def costs_of_plan(plan: Plan, given: Mapping[str, Any] | None = None, where: str
     return costs
 
 
-def _resolved(model: str, num_ranks: int, known: Mapping[str, Any], where: str) -> CostTable:
+def _resolved(model: str, plan: Plan, known: Mapping[str, Any], where: str) -> CostTable:
     from octopipe.resolve import resolve_costs
 
     numbers = {key: known[key] for key in KEYS if known.get(key) is not None}
     speeds = numbers.pop("speeds", None) or numbers.pop("rank_speed", None)
+    if numbers.get("recompute") in ("auto", "full"):
+        del numbers["recompute"]  # which layers are computed again stands in the plan itself
     try:
         if speeds:
             numbers["rank_speed"] = tuple(float(s) for s in speeds)
         memory = numbers.get("memory_gib")
         if isinstance(memory, list | tuple):
             numbers["memory_gib"] = memory[0] if len(memory) == 1 else tuple(memory)
-        return resolve_costs(model, pp=num_ranks, **numbers)
+        return resolve_costs(model, pp=plan.num_ranks, micro_batches=plan.num_micro_batches, **numbers)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:

@@ -29,6 +29,8 @@ from octopipe.files import plain, read_bytes, shown, write_whole
 from octopipe.plan import KINDS, Op
 
 GIB = float(1 << 30)
+ROUNDING = 1e-12
+"""Share of a capacity by which sums of bytes may exceed it for rounding alone."""
 FORMAT = "octopipe.timeline/1"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -216,8 +218,8 @@ class Timeline:
 
     @property
     def fits(self) -> bool:
-        """No rank exceeds its capacity (a byte of rounding aside)."""
-        return all(p <= c * (1 + 1e-12) + 1.0 for p, c in zip(self.peak_bytes, self.capacity_bytes))
+        """No rank exceeds its capacity (rounding of sums aside)."""
+        return all(p <= c * (1 + ROUNDING) for p, c in zip(self.peak_bytes, self.capacity_bytes))
 
     # -- looking at it ---------------------------------------------------------------------------------
 
