@@ -23,7 +23,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     (folder / "times.json").write_text(json.dumps(TIMES))
 
-    found = octopipe.compare(folder / "times.json", 4, 8, names=["1f1b", "interleaved", "zb-v"], p2p_ms=0.3, processes=1)
+    systems = ["1f1b", "interleaved", "zb-v"]
+    found = octopipe.compare(folder / "times.json", 4, 8, names=systems, p2p_ms=0.3, processes=1)
     for row in found.results:
         print(f"{row.system:12} {row.step_ms:7.1f} ms, {100 * row.bubble_ratio:4.1f} % bubble")
 

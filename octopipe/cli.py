@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, debug = [w for w in words if w != "--debug"], True
     _stop_in_good_order()
     try:
-        return _run(words)
+        return _run(words, debug)
     except PlanError as error:
         for problem in error.problems:
             _say(problem)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], debug: bool) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
@@ -107,6 +107,7 @@ def _run(words: list[str]) -> int:
     from octopipe.verbs.screen import make_streams_safe
 
     make_streams_safe()
+    _show_log(debug)
     return int(module.run(args) or OK)
 
 
@@ -159,6 +160,20 @@ def _say(line: str, who: str = "octopipe") -> None:
     text = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def _show_log(debug: bool) -> None:
+    """What the library logs under `octopipe.*` as lines of ours: warnings, and with --debug everything."""
+    import logging
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            _say(record.getMessage())
+
+    ours = logging.getLogger("octopipe")
+    ours.setLevel(logging.DEBUG if debug else logging.WARNING)
+    if not any(type(handler).__name__ == "Lines" for handler in ours.handlers):
+        ours.addHandler(Lines())
 
 
 def _explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:

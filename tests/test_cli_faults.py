@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -231,6 +232,16 @@ def test_a_missing_extra_is_named_in_full(capsys: pytest.CaptureFixture[str], mo
     assert code == 0 and "octopipe[exact]" in (out + err).replace("\n", "")
 
 
+def test_what_the_library_logs_is_a_line_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("octopipe.plan")
+    monkeypatch.setattr(models_verb, "run", lambda _: log.warning("costs changed") or log.debug("a detail"))
+    for _ in range(2):
+        assert run(capsys, "models")[2] == "octopipe: costs changed\n"
+    assert "octopipe: a detail\n" in run(capsys, "models", "--debug")[2]
+
+
 # -- narrow screens ------------------------------------------------------------------------------------
 
 
@@ -279,7 +290,7 @@ def test_bash_completes_verbs_flags_models_and_systems(capsys: pytest.CaptureFix
     script = run(capsys, "completion", "bash")[1]
     assert _complete(script, "sim") == ["simulate"]
     assert _complete(script, "simulate", "nemotron-h-5") == ["nemotron-h-56b"]
-    assert _complete(script, "simulate", "x", "--micro") == ["--micro-batches"]
+    assert _complete(script, "simulate", "x", "--micro-batche") == ["--micro-batches"]
     assert _complete(script, "simulate", "x", "--system", "zb-v") == ["zb-v"]
     assert _complete(script, "simulate", "x", "--channel", "pa") == ["pair"]
 
