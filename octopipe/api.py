@@ -55,6 +55,7 @@ class Setup(TypedDict, total=False):
     zero: int
     precision: str
     gradients: str | None
+    recompute: str
     sequence_parallel: bool
     vocab_parallel: bool
     reserve_gib: float | None
@@ -78,7 +79,6 @@ class TuneKeywords(Setup, total=False):
     workers: int | None
     iterations: int | None
     progress: Callback | None
-    recompute: bool
     copies: bool
 
 
@@ -154,7 +154,8 @@ def tune(
 ) -> TuneResult:
     """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
 
-    `start` may be a plan or a plan file. The result's plan carries the set-up or the costs it was found for.
+    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
+    search. The result's plan carries the set-up or the costs it was found for.
     """
     from octopipe.tuner import tune as search
 
@@ -163,6 +164,11 @@ def tune(
     given: dict[str, Any] = {name: value for name, value in keywords.items() if name not in own}
     if isinstance(given.get("start"), str | os.PathLike):
         given["start"] = load_plan(given["start"])
+    # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
+    recompute = setup.pop("recompute", "auto")
+    given["recompute"] = recompute in ("auto", True)
+    if recompute not in ("auto", True, False):
+        setup["recompute"] = recompute
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)
     result = search(costs, num_ranks, count, **given)

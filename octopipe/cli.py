@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OCTOPIPE_TRACEBACK", "") not in ("", "0")
     if "--debug" in words:
         words, debug = [w for w in words if w != "--debug"], True
-    _stop_in_good_order()
+    before = _stop_in_good_order()
     try:
         return _run(words, debug)
     except PlanError as error:
@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, line = _explained(error, words)
         _say(line)
         return code
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _run(words: list[str], debug: bool) -> int:
@@ -202,10 +205,13 @@ def _explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
     )
 
 
-def _stop_in_good_order() -> None:
-    """SIGTERM raises in the main thread, so that files are closed, ranks stopped and best plans kept."""
+def _stop_in_good_order() -> signal.Handlers | None:
+    """SIGTERM raises in the main thread, so that files are closed, ranks stopped and best plans kept.
+
+    Returns what to put back afterwards, or None where SIGTERM was somebody else's already.
+    """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return
+        return None
     owner = os.getpid()
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -216,6 +222,7 @@ def _stop_in_good_order() -> None:
         raise Terminated
 
     signal.signal(signal.SIGTERM, stop)
+    return signal.SIG_DFL
 
 
 def _help() -> str:
