@@ -6,6 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from octopipe.tuner.algorithm1 import PHASES, IterativeSearch, bubble_phase
+from octopipe.tuner.candidate import Desk
+from octopipe.tuner.partition import migrations, slide
+from octopipe.tuner.placement import disperse
+from octopipe.tuner.random_search import RandomSearch
 
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
@@ -14,11 +19,6 @@ from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Bubbles, Timeline
 from octopipe.tuner import tune
-from octopipe.tuner.algorithm1 import PHASES, IterativeSearch, bubble_phase
-from octopipe.tuner.candidate import Desk
-from octopipe.tuner.partition import migrations, slide
-from octopipe.tuner.placement import disperse
-from octopipe.tuner.random_search import RandomSearch
 
 RANKS, MICRO_BATCHES = 4, 8
 
