@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,8 @@ SYNTHETIC = {
 }
 RANKS, MICRO_BATCHES, LAYERS = 8, 16, 224
 FOREVER = 1 << 30
-ENDLESS = Settings(patience=FOREVER)
+ALONE: dict[str, Any] = {"systems": False, "settings": Settings(patience=FOREVER)}
+"""From 1F1B alone, as the paper compares them, and without giving up."""
 
 
 def scaled() -> tuple[CostTable, str]:
@@ -77,18 +79,7 @@ def search_cost(seeds: int, first: int, iterations: int, budget_s: float) -> Non
     for name, kind in kinds.items():
         for logs, limit, most in ((by_count, 1e6, iterations), (by_time, budget_s, FOREVER)):
             logs[name] = [
-                kind(
-                    costs,
-                    RANKS,
-                    MICRO_BATCHES,
-                    budget_s=limit,
-                    seed=s,
-                    iterations=most,
-                    systems=False,
-                    settings=ENDLESS,
-                )
-                .run()
-                .log
+                kind(costs, RANKS, MICRO_BATCHES, budget_s=limit, seed=s, iterations=most, **ALONE).run().log
                 for s in range(first, first + seeds)
             ]
     print(f"| {iterations} iterations | partition | placement | schedule | seconds a run |")

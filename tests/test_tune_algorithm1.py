@@ -156,7 +156,7 @@ def test_it_is_behind_no_published_system_that_fits_and_holds_layers_once(seed: 
 
 
 def test_recomputation_makes_fit_what_does_not_fit_without() -> None:
-    costs = hybrid(memory=9.0).replace(boundary_bytes=np.full(24, 0.05 * GIB))
+    costs = hybrid(memory=5.0).replace(boundary_bytes=np.full(24, 0.05 * GIB))
     with pytest.raises(DoesNotFitError):
         tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=4, budget_s=60, recompute=False)
     result = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=4, budget_s=60)
