@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             robust=args.robust,
             workers=args.workers,
             iterations=args.iterations,
-            recompute=not (args.no_recompute or args.recompute == "none"),
+            recompute=args.recompute in (None, "auto") and not args.no_recompute,
             copies=args.copies,
             phases=args.phases or PHASES,
             progress=show,
