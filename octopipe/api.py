@@ -79,7 +79,8 @@ class TuneKeywords(Setup, total=False):
     workers: int | None
     iterations: int | None
     progress: Callback | None
-    copies: bool
+    copies: bool | None
+    phases: Sequence[str]
 
 
 def build_plan(

@@ -20,7 +20,7 @@ ROOMS = [
     ["_engine"],
     ["lowering"],
     ["timeline", "fidelity"],
-    ["ramp"],
+    ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "recompute", "comparison"],
     ["tuner"],
