@@ -59,6 +59,8 @@ class Progress(NamedTuple):
 
     @property
     def gap(self) -> float:
+        """How far above the bound, as a share of it."""
+        return gap_of(self.best_ms, self.lower_bound_ms)
 
 
 Callback = Callable[[Progress], object]
@@ -121,3 +123,4 @@ class TuneResult:
     @property
     def gap(self) -> float:
         """How far above the proven bound, as a share of it."""
+        return gap_of(self.step_ms, self.lower_bound_ms)
