@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.cluster import Link, Network
+from octopipe.display import one_line
 from octopipe.errors import OctoPipeError
 from octopipe.setup import Setup
 
@@ -153,6 +154,13 @@ class CostTable:
             stash_bytes=fill(stash_bytes),
             network=Network.constant(p2p_ms),
         )
+
+    def __repr__(self) -> str:
+        f, i, w = (float(getattr(self, name).sum()) for name in ("forward_ms", "input_ms", "weight_ms"))
+        limit = sorted({round(b / (1 << 30), 1) for b in self.rank_memory_bytes})
+        memory = f"{' to '.join(f'{g:g}' for g in (limit[0], limit[-1])[: len(limit)])} GiB a rank" if limit else ""
+        times = f"F {f:.4g} I {i:.4g} W {w:.4g} ms"
+        return one_line("CostTable", self.model, f"{self.num_layers} layers", times, memory)
 
     @property
     def num_layers(self) -> int:

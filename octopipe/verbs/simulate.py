@@ -121,7 +121,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
     """A plan file, priced for the set-up it was made for unless flags say otherwise."""
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import load_plan
-    from octopipe.report.load import costs_of
+    from octopipe.plan_setting import costs_of_plan
     from octopipe.verbs.common import model_from, refuse_idle_flags
 
     plan = load_plan(args.plan)
@@ -139,7 +139,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
         refuse_idle_flags(args, model_from(args))
         given["model"] = args.model
     given |= {k: v for k, v in setting_from(args).items() if k in SETUP_FLAGS.values()}
-    return plan, costs_of(plan, given, args.plan)
+    return plan, costs_of_plan(plan, given, args.plan)
 
 
 def bound_ms(costs: CostTable, plan: Plan, step_ms: float) -> float:
