@@ -296,6 +296,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--plan", type=int, default=0, metavar="N")
+    parser.add_argument("--budget", type=float, default=30.0, metavar="S", help="of every search (default: 30)")
     args = parser.parse_args()
     if args.fit:
         fit(args.csv)
@@ -303,7 +304,7 @@ def main() -> None:
     result = run(args.csv)
     show(result)
     if args.plan:
-        result["plans"] = planned(args.csv, args.plan)
+        result["plans"] = planned(args.csv, args.plan, args.budget)
     if args.csv == CSV:
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
