@@ -316,6 +316,7 @@ def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, words: str) -
         ("--vocab-parallel",),
         ("--reserve-gib", "3"),
         ("--gpus-per-node", "4"),
+        ("--gpus", "8"),
         ("--no-sequence-parallel",),
         ("--gradients", "bf16"),
     ],
@@ -392,6 +393,20 @@ def test_auto_recomputes_no_more_than_it_takes(capsys: pytest.CaptureFixture[str
     full = simulated(capsys, *words, "--recompute", "full")
     assert not none["fits"] and auto["fits"]
     assert none["step_ms"] < auto["step_ms"] <= full["step_ms"]
+
+
+def test_compare_recomputes_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("compare", "llama3-8b", "--pp", "2", "--tp", "1", "--gpu", "h100", "--micro-batches", "8", "--seq", "8192")
+    code, out, _ = run(capsys, *words, "--systems", "1f1b,gpipe", "--json")
+    assert code == 3 and not any(row["fits"] for row in json.loads(out)["results"])
+    code, out, err = run(capsys, *words, "--systems", "1f1b,gpipe", "--recompute", "auto", "--json")
+    assert code == 0 and {row["system"]: row["fits"] for row in json.loads(out)["results"]}["1f1b"], err
+
+
+def test_profile_and_train_have_one_word_for_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("profile", "train"):
+        code, out, _ = run(capsys, verb, "--help")
+        assert code == 0 and "--layers" in out and "--num-layers" not in out
 
 
 def test_a_byte_over_the_limit_does_not_fit() -> None:

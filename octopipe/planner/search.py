@@ -200,7 +200,7 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged = judge(pricer, every, modes, tell, until=began + 0.7 * budget_s)
+    kept, judged = judge(pricer, every, modes, tell, cpu_s=0.7 * budget_s)
     if "vp" not in (fixed or {}):
         kept = _refined(pricer, kept, modes)
     if not kept:
@@ -224,6 +224,8 @@ def search(
                 tuned.append(better)
             left -= time.monotonic() - began_one
     best = min([*fitting, *tuned], key=simpler_first)
+    if present is not None and present.fits and present.step_ms < best.step_ms:
+        best = present
     done = {c.split for c in simulated}
     rest = [c for c in kept if c.split not in done]
     ranked = sorted([*tuned, *simulated, *rest], key=lambda c: (c is not best, not c.fits, simpler_first(c)))
@@ -238,15 +240,16 @@ def search(
 
 
 def judge(
-    pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: Say, *, until: float = math.inf
+    pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: Say, *, cpu_s: float = math.inf
 ) -> tuple[list[Candidate], int]:
     """The `KEPT` fastest splits that fit, by estimate; splits whose bound is above all of them are never judged, nor,
-    once `until` has come, those whose bounds are the worst."""
+    after `cpu_s` seconds of this process's own time, those whose bounds are the worst."""
+    until = time.process_time() + cpu_s
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
     kept: list[tuple[float, int, Candidate]] = []
     judged = 0
     for bound, split in queue:
-        if (len(kept) >= KEPT and bound >= -kept[0][0]) or (kept and time.monotonic() > until):
+        if (len(kept) >= KEPT and bound >= -kept[0][0]) or (kept and time.process_time() > until):
             break
         judged += 1
         if judged % 50 == 0:

@@ -171,6 +171,7 @@ OF_A_MODEL = (
     "sequence_parallel",
     "vocab_parallel",
     "gpus_per_node",
+    "gpus",
     "cluster",
 )
 """Flags that change nothing where layer times were measured: they are in the times already."""
