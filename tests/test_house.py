@@ -15,7 +15,7 @@ ROOMS = [
     ["cost", "flops", "analytic", "layer_times", "profile_file", "resolve"],
     ["plan", "plan_file", "price"],
     ["_engine"],
-    ["lowering"],
+    ["blocking", "lowering"],
     ["timeline", "fidelity"],
     ["ramp"],
     ["simulator", "bounds", "contention", "hide"],

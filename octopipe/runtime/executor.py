@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.plan import Plan
+from octopipe.plan import B, F, Plan, R, W
 from octopipe.runtime.board import PATIENCE_S, Board, Place
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.rng import step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stage import Stage, StageRun, rng_kept
 from octopipe.runtime.transports.base import TransferError, Transport
-
-F, R, I, W, B = range(5)
 
 
 class StageChain:
