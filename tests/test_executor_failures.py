@@ -83,7 +83,7 @@ def buffers(world, num_micro_batches):
     with Pipeline(layers, plan, _loss, group=world, timeout_s=20) as pipe:
         for _ in range(3):
             pipe.step(data, data)
-    return pipe.transport._pool.held_bytes / (32 * 64 * 4)
+    return pipe.transport.delivery.pool.held_bytes / (32 * 64 * 4)
 
 
 def test_receive_buffers_grow_with_what_is_in_flight_not_with_the_micro_batches(two):

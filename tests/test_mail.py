@@ -20,7 +20,7 @@ from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.lowering import CHANNELS  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.transports import headed, mail  # noqa: E402
+from octopipe.runtime.transports import delivery, mail  # noqa: E402
 
 if not mail.supported():
     pytest.skip("mailboxes need Linux on x86-64", allow_module_level=True)
@@ -193,7 +193,7 @@ def run_sizes(world, plan, sizes, yard, most):
     torch.manual_seed(0)
     layers = [Pair() for _ in range(plan.num_layers)]
     errors, ways = [], set()
-    put, late = mail.Box.put, headed.HeadedTransport._send_late
+    put, late = mail.Box.put, delivery.Delivery.send_late
 
     def seen_put(box, pointer, nbytes, bodies=()):
         placed = put(box, pointer, nbytes, bodies)
@@ -206,9 +206,9 @@ def run_sizes(world, plan, sizes, yard, most):
 
     with (
         patch.object(mail, "YARD_BYTES", yard),
-        patch.object(headed, "BODIES_BYTES", most),
+        patch.object(delivery, "BODIES_BYTES", most),
         patch.object(mail.Box, "put", seen_put),
-        patch.object(headed.HeadedTransport, "_send_late", seen_late),
+        patch.object(delivery.Delivery, "send_late", seen_late),
         Pipeline(layers, plan, first_of, group=world, timeout_s=TIMEOUT_S) as pipe,
     ):
         for step, rows in enumerate(sizes):

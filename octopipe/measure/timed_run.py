@@ -10,6 +10,7 @@ import gc
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -173,12 +174,12 @@ class BlockingIpc(TimedIpc):
         ring = self._senders[slot.peer]
         ring.lane.wait(ring.freed, ring.number)
         work = ring.lane.done()
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return work
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         buffer, work = super()._post_body(slot, leaf)
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return buffer, work
 
 

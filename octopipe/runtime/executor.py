@@ -25,7 +25,7 @@ from octopipe.runtime.board import PATIENCE_S, Board, Place
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.rng import step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
-from octopipe.runtime.stage import Stage, StageRun, rng_kept
+from octopipe.runtime.stage import Stage, StageRun, flatten, rng_kept
 from octopipe.runtime.transports.base import TransferError, Transport
 
 
@@ -106,9 +106,12 @@ class Executor:
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
+        self._batch_leaves: list[Tensor] = []
+        """Parts of the batch that take a gradient, and it."""
+        self._batch_gradients: list[Tensor] = []
         self._seeds: dict[Any, Tensor] = {}
         self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
-        transport.open(program.slots)
+        transport.open(program)
 
     def run(
         self,
@@ -125,6 +128,10 @@ class Executor:
             self.transport.begin_step()
             self.recorder.begin_step()
             self._walk(micro_batches, targets, loss_scale / self.program.plan.num_micro_batches, losses)
+            if self._batch_leaves:  # at once: micro-batches are parts of one batch, and share its graph
+                leaves, gradients = self._batch_leaves, self._batch_gradients
+                self._batch_leaves, self._batch_gradients = [], []
+                torch.autograd.backward(leaves, gradients)
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
@@ -179,9 +186,20 @@ class Executor:
             value, before.value = before.value, None
             return value, before.needs
         assert micro_batches is not None
-        return micro_batches[cell.micro_batch], None
+        value = micro_batches[cell.micro_batch]
+        return value, _wants_gradient(value)
+
+    def _outside(self, value: Any, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of a batch that a module outside the pipeline has computed."""
+        leaves: list[Any] = []
+        flatten(value, leaves)
+        for leaf, gradient in zip(leaves, gradients):
+            if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._batch_leaves.append(leaf)
+                self._batch_gradients.append(gradient)
 
     def _begin(self, step: int) -> None:
+        self._batch_leaves, self._batch_gradients = [], []
         if self._seed is not None:
             # All at once: one by one, between waits, each would find its code gone from the caches.
             common = step_seed(self._seed, step, self._replica)
@@ -321,7 +339,10 @@ class Executor:
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
-                cell.gradients = None if cell.first else gradients
+                if not cell.first:
+                    cell.gradients = gradients
+                elif gradients and micro_batches is not None:
+                    self._outside(micro_batches[cell.micro_batch], gradients)
                 del gradients
             if ins.layers_done and self._layers_done is not None:
                 self._layers_done(ins.layers_done)
@@ -393,3 +414,13 @@ class Executor:
             f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; "
             f"pending ops: {'; '.join(lines)}"
         )
+
+
+def _wants_gradient(value: Any) -> list[bool] | None:
+    """Leaf by leaf, which parts of a batch a module outside has computed with a graph; None where there is none."""
+    if isinstance(value, Tensor):
+        return [True] if value.requires_grad else None
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return wanted if True in wanted else None

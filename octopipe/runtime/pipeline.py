@@ -18,7 +18,7 @@ The gradients are those of one device running the same micro-batches: of the mea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,12 +31,14 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.lowering import Channel, Program, lower
 from octopipe.plan import Plan
+from octopipe.runtime.agreement import agreed_program
 from octopipe.runtime.board import Board, Watchdog, board_name
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.layers import Layers
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.reduce import Reducer, wait_for
-from octopipe.runtime.slots import rank_program
+from octopipe.runtime.replicas import Replicas
+from octopipe.runtime.slots import RankProgram, rank_program
 from octopipe.runtime.stage import flatten, rebuild
 from octopipe.runtime.transports import Transport, make_transport
 from octopipe.runtime.world import World, all_reduce
@@ -64,6 +66,10 @@ class Pipeline:
         group: dist.ProcessGroup | World | None = None,
         dp_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        pp_dim: str = "pp",
+        dp_dims: Sequence[str] | None = None,
+        model_dims: Sequence[str] | None = None,
+        sharded: Mapping[str, Sequence[str]] | None = None,
         tied: Sequence[Sequence[str]] = (),
         autocast: Autocast = None,
         seed: int | None = 0,
@@ -73,15 +79,21 @@ class Pipeline:
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
 
-        `costs` times the lowering (default: equal layers). `mesh` has a dimension "pp" and maybe "dp"; or give
-        the groups. `tied` lists parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules
-        may say so themselves (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype
-        or a context for forwards. `seed=None` leaves random numbers to the global generators. `transport`:
-        "gloo", "nccl", "cuda_ipc" or "strict" (default: by backend). `timeout_s` bounds every wait.
+        `costs` times the lowering (default: equal layers). `mesh` has the pipeline's dimension
+        (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate, dp_shard, cp
+        and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups. Gradients
+        and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
+        parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
+        parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
+        (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
+        `seed=None` leaves random numbers to the global generators. `transport`: "gloo", "nccl", "cuda_ipc" or "strict"
+        (default: by backend). `timeout_s` bounds every wait.
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
-        self.world = world = World.make(group, dp_group, mesh)
+        self.world = world = World.make(
+            group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims
+        )
         program = plan if isinstance(plan, Program) else None
         self.plan = plan = plan.plan if isinstance(plan, Program) else plan.check()
         if plan.num_ranks != world.size:
@@ -89,10 +101,15 @@ class Pipeline:
         if len(layers) != plan.num_layers:
             raise OctoPipeError(f"{len(layers)} layers for a plan of {plan.num_layers}; use the plan's own model")
         self.costs = costs
+        lowered_here = program is None
         if program is None:
             times = costs or CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
             program = lower(plan, times, channel=channel, check=False)
-        self.program = program
+        # The strict transport exists to show what deadlocks do.
+        self.program = program = agreed_program(
+            world, program, lowered_here=lowered_here, prove=transport != "strict"
+        )
+        self._broken = ""
         self.rank = world.rank
         self.device = torch.device(device) if device is not None else world.default_device()
         self.timeout_s = timeout_s
@@ -104,26 +121,36 @@ class Pipeline:
         """The last step's losses, one per micro-batch, on every rank."""
         mine = rank_program(program, self.rank)
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed)
-        self.layers.synchronise()
+        self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
+        self.replicas.make_equal()
+        self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
+        self._autocast = _autocast(autocast, self.device)
+        self._watchdog: Watchdog | None = None
+        self._assemble(mine)
+
+    def _assemble(self, mine: RankProgram) -> None:
+        """What a step runs on, apart from the layers (collective over the pipeline's ranks)."""
+        world, timeout_s = self.world, self.timeout_s
         groups = {h: world.subgroup(h) for h in self.layers.holder_sets()}
-        self.reducer = Reducer(plan, self.rank, self.layers.shared(), groups, world.dp_group, timeout_s=timeout_s)
+        self.reducer = Reducer(
+            self.plan, self.rank, self.layers.shared(), groups, world.axes, self.replicas.reaches, timeout_s=timeout_s
+        )
         self.board = Board(world.store(), board_name(world), self.rank, world.size)
-        self.recorder = Recorder(len(plan.orders[self.rank]), self.device)
-        self.transport = make_transport(transport, world, program, self.device, timeout_s)
+        self.recorder = Recorder(len(self.plan.orders[self.rank]), self.device)
+        self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
         self.executor = Executor(
             mine,
             self.layers.modules,
-            loss_fn,
+            self._loss_fn,
             self.transport,
             board=self.board,
             recorder=self.recorder,
-            seed=seed,
+            seed=self._seed,
             replica=world.replica,
-            autocast=_autocast(autocast, self.device),
+            autocast=self._autocast,
             timeout_s=timeout_s,
-            layers_done=self.reducer.layers_done if self.reducer.buckets else None,
+            layers_done=None if self.reducer.idle else self.reducer.layers_done,
         )
-        self._watchdog: Watchdog | None = None
         if world.size > 1:
             self._watchdog = Watchdog(
                 self.board,
@@ -140,24 +167,65 @@ class Pipeline:
 
         `batch`: a tensor (or tuple or dict of tensors) split along dimension 0 into the plan's micro-batches, or
         a list of one value per micro-batch, of any shapes; only ranks with a first stage look at it. `target`:
-        the same for the loss; only ranks with a last stage look at it. Returns the mean loss (float64, on every
+        the same for the loss; only ranks with a last stage look at it. A batch that requires grad gets its gradient on
+        the ranks with a first stage, and with it the module that has computed it (of this pipeline's mean loss: average
+        over data-parallel pipelines yourself). Returns the mean loss (float64, on every
         rank; the micro-batches' own are in `losses`), or None with `reduce_loss=False`.
         """
+        self._usable()
         inputs, targets = self._split(batch, target)
-        if self.reducer.buckets:
-            self.reducer.begin_step()
-        losses = self.executor.run(inputs, targets, step=self.step_number, loss_scale=self.loss_scale)
-        self.step_number += 1
-        if self.reducer.buckets:
-            begin = self.recorder.now()
-            self.reducer.finish()
-            self.recorder.extras.append(("reduce", begin, self.recorder.now()))
-        return self._mean_loss(losses) if reduce_loss else None
+        with self._whole():
+            if not self.reducer.idle:
+                self.reducer.begin_step()
+            losses = self.executor.run(inputs, targets, step=self.step_number, loss_scale=self.loss_scale)
+            if not self.reducer.idle:
+                begin = self.recorder.now()
+                self.reducer.finish()
+                self.recorder.extras.append(("reduce", begin, self.recorder.now()))
+            self.step_number += 1
+            return self._mean_loss(losses) if reduce_loss else None
 
     def evaluate(self, batch: Any = None, target: Any = None) -> Tensor:
         """The mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
+        self._usable()
         inputs, targets = self._split(batch, target)
-        return self._mean_loss(self.executor.evaluate(inputs, targets, step=self.step_number))
+        with self._whole():
+            return self._mean_loss(self.executor.evaluate(inputs, targets, step=self.step_number))
+
+    # -- when a step breaks off ------------------------------------------------------------------------
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A step that ends early leaves the ranks at different places: nothing may follow it unnoticed."""
+        try:
+            yield
+        except BaseException as error:
+            why = " ".join(str(error).split())[:160] or type(error).__name__
+            self._broken = f"step {self.step_number} broke off ({why})"
+            self.reducer.give_up()
+            self.transport.abandon()
+            raise
+
+    def _usable(self) -> None:
+        if self._broken:
+            raise OctoPipeError(
+                f"{self._broken}, and its ranks stand at different places since: call recover() on all ranks and then "
+                "zero_grad(), or build a new Pipeline"
+            )
+
+    def recover(self) -> None:
+        """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
+
+        Parameters and optimizer stay as they are; gradients of the step that broke off are partial: call `zero_grad`.
+        What was on its way is dropped. On a GPU a device may wait for ever for what was never sent: start anew there.
+        """
+        if self.device.type == "cuda":
+            raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
+        self.close()
+        self.world.renew(self.timeout_s)
+        mine = rank_program(self.program, self.rank)
+        self._assemble(mine)
+        self._broken = ""
 
     def _split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
         mine, count = self.executor.program, self.plan.num_micro_batches
@@ -175,9 +243,9 @@ class Pipeline:
         if self.world.group is not None:
             work = all_reduce(self.world.group, values)
             wait_for(work, self.timeout_s, "the exchange of losses")
-        if self.world.dp_group is not None:
-            values /= self.world.num_replicas
-            work = all_reduce(self.world.dp_group, values)
+        for group in self.world.axes.values():
+            values /= group.size()
+            work = all_reduce(group, values)
             wait_for(work, self.timeout_s, "the data-parallel exchange of losses")
         self.losses = values
         return values.mean()
@@ -187,12 +255,7 @@ class Pipeline:
 
         A parameter that several ranks hold counts once. The sum runs in layer order: no plan changes it.
         """
-        norms = self.layers.norms(norm_type)
-        group = self.world.group
-        if group is not None:
-            op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-            wait_for(all_reduce(group, norms, op), self.timeout_s, "the gradient norm")
-        total = norms.max() if norm_type == float("inf") else norms.sum() ** (1.0 / norm_type)
+        total = self.replicas.norm(norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:

@@ -19,17 +19,19 @@ import contextlib
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
+from octopipe.lowering import Program
+from octopipe.runtime.driver import Driver
 from octopipe.runtime.messages import Leaf
-from octopipe.runtime.slots import Slot
-from octopipe.runtime.transports.headed import OrderedTransport
-from octopipe.runtime.transports.lanes import CudaLane, Driver, HostLane, Lane
+from octopipe.runtime.slots import RankProgram, Slot
+from octopipe.runtime.transports.lanes import CudaLane, HostLane, Lane
+from octopipe.runtime.transports.ordered import OrderedTransport
+from octopipe.runtime.transports.queues import LaneKey, device_streams, lane_plan, lanes_of
 from octopipe.runtime.transports.ring import RingReceiver, RingSender
 from octopipe.runtime.world import World
 
@@ -53,12 +55,15 @@ class IpcTransport(OrderedTransport):
         timeout_s: float,
         chunk_bytes: int = CHUNK_BYTES,
         chunks: int = CHUNKS,
+        queues: int | None = None,
     ):
-        super().__init__(world.control, device, timeout_s=timeout_s)
+        """`queues`: lanes beside each other at most (default: as many as the device lets be)."""
+        super().__init__(world, device, timeout_s=timeout_s)
         self._world, self._shape = world, (chunks, chunk_bytes)
         self._senders: dict[int, RingSender] = {}
         self._receivers: dict[int, RingReceiver] = {}
         self._lanes: list[Lane] = []
+        self._queues = queues
         self._pinned: list[Tensor] = []
         self._driver: Driver | None = None
         if device.type == "cuda":
@@ -67,8 +72,10 @@ class IpcTransport(OrderedTransport):
             except (OSError, AttributeError) as error:
                 raise OctoPipeError(f"the cuda_ipc transport needs libcuda's memory operations: {error}") from None
 
-    def open(self, slots: Sequence[Slot]) -> None:
-        super().open(slots)
+    def open(self, program: RankProgram) -> None:
+        super().open(program)
+        slots = program.slots
+        lane = self._make_lanes(program.program)
         me = self._world.rank
         targets = sorted({s.peer for s in slots if s.sending})
         sources = sorted({s.peer for s in slots if not s.sending})
@@ -81,11 +88,11 @@ class IpcTransport(OrderedTransport):
         shown = self._world.gather({key: self._show(tensor) for key, tensor in made.items()})
         for peer in targets:
             arena, filled = (self._see(shown[peer][name, (me, peer)]) for name in ("arena", "filled"))
-            self._senders[peer] = RingSender(arena, filled, made["freed", (me, peer)], self._lane())
+            self._senders[peer] = RingSender(arena, filled, made["freed", (me, peer)], lane[peer, True])
         for peer in sources:
             freed = self._see(shown[peer]["freed", (peer, me)])
             self._receivers[peer] = RingReceiver(
-                made["arena", (peer, me)], made["filled", (peer, me)], freed, self._lane()
+                made["arena", (peer, me)], made["filled", (peer, me)], freed, lane[peer, False]
             )
         self._world.gather(None)  # everybody has seen everything: names may go
         for path in (shown[me][key] for key in made):
@@ -93,10 +100,19 @@ class IpcTransport(OrderedTransport):
                 with contextlib.suppress(OSError):
                     os.unlink(path[0])
 
-    def _lane(self) -> Lane:
-        lane = HostLane() if self._driver is None else CudaLane(self._driver, self.device)
-        self._lanes.append(lane)
-        return lane
+    def _make_lanes(self, program: Program) -> dict[LaneKey, Lane]:
+        """A lane for every direction and peer; some share one where the device has too few queues (collective)."""
+        me, wanted = self._world.rank, len(lanes_of(program, self._world.rank))
+        streams: list[int] = []
+        most = wanted if self._queues is None else min(wanted, self._queues)
+        if self._driver is not None:
+            streams = device_streams(self._driver, self.device, most)
+            most = len(streams)
+        place = lane_plan(program, self._world.gather(most))[me]
+        for k in range(len(set(place.values()))):
+            lane = HostLane() if self._driver is None else CudaLane(self._driver, self.device, streams[k])
+            self._lanes.append(lane)
+        return {key: self._lanes[k] for key, k in place.items()}
 
     # -- sharing memory --------------------------------------------------------------------------------
 
