@@ -126,6 +126,7 @@ class _Probe:
     def __init__(self, where: Callable[[], Place], busy: Callable[[], bool] | None, pause_s: float):
         self._where, self._busy, self._pause_s = where, busy, pause_s
         self.place, self.is_busy, self.failed = Place(None, ""), False, False
+        self.answers = 0
         self.asked = time.monotonic()
         """When the question that is not answered yet was put; the last one, where all are."""
         self._stop = threading.Event()
@@ -140,6 +141,7 @@ class _Probe:
             except RuntimeError:
                 self.failed = True
                 return
+            self.answers += 1
             self._stop.wait(self._pause_s)
 
     def stuck(self, patience_s: float) -> bool:
@@ -179,12 +181,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         probe = self._probe
-        place, since, written, spoken = probe.place, time.monotonic(), False, False
+        place, since, written, spoken, heard = probe.place, time.monotonic(), False, False, 0
         while not self._stop.wait(self._pause_s):
             if probe.failed:
                 self._failed(place.line)
                 return
             stuck = self._device_busy is not None and probe.stuck(self._after_s)
+            if probe.answers == heard and not stuck:
+                continue  # nothing new is known yet
+            heard = probe.answers
             now, busy = probe.place, probe.is_busy or stuck
             if stuck:
                 now = now._replace(line=f"{now.line or 'is in its step'} (the device's driver does not answer)")
