@@ -23,7 +23,8 @@ def where():
     if how == "device failed" and time.monotonic() - begin > 0.05:
         raise RuntimeError("CUDA error: the server died")
     moving = time.monotonic() if how == "moves" else 0
-    return Place(moving, "waits on its device for the output of 0F1", 0 if how in ("waits for another", "driver hangs") else 1)
+    peer = 0 if how in ("waits for another", "driver hangs") else 1
+    return Place(moving, "waits on its device for the output of 0F1", peer)
 
 busy = lambda: how != "idle"
 dead = lambda: [] if how == "device failed" and time.monotonic() - begin < 0.7 else [1]  # dying takes a moment

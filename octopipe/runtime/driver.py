@@ -22,7 +22,6 @@ class Driver:
 
     WAIT_GEQ = 0
     PORTABLE = 1
-    NON_BLOCKING = 1
 
     def __init__(self) -> None:
         lib = ctypes.CDLL("libcuda.so.1")
@@ -34,8 +33,6 @@ class Driver:
         self._copy = _typed(lib.cuMemcpyAsync, pointer, pointer, size, stream)
         self._pin = _typed(lib.cuMemHostRegister_v2, pointer, size, ctypes.c_uint)
         self._unpin = _typed(lib.cuMemHostUnregister, pointer)
-        self._create = _typed(lib.cuStreamCreateWithPriority, ctypes.POINTER(stream), ctypes.c_uint, ctypes.c_int)
-        self._destroy = _typed(lib.cuStreamDestroy_v2, stream)
         self._stream_query = _typed(lib.cuStreamQuery, stream)
         self._event_query = _typed(lib.cuEventQuery, ctypes.c_void_p)
 
@@ -54,15 +51,6 @@ class Driver:
 
     def unpin(self, memory: Tensor) -> None:
         _succeed(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
-
-    def create_stream(self, priority: int) -> int:
-        """A stream of our own, which the legacy default stream does not wait for."""
-        made = ctypes.c_void_p()
-        _succeed(self._create(ctypes.byref(made), self.NON_BLOCKING, priority), "cuStreamCreateWithPriority")
-        return int(made.value or 0)
-
-    def destroy_stream(self, stream: int) -> None:
-        _succeed(self._destroy(stream), "cuStreamDestroy")
 
     def stream_done(self, stream: int) -> bool:
         """Whether everything queued has ended."""

@@ -179,10 +179,10 @@ def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) 
 class HostWork:
     """A collective of gloo for a CUDA tensor, done on the host when it is waited for.
 
-    Given a CUDA tensor, gloo borrows a stream of torch's pool and lets it wait for the computation. Such a stream may
-    stand in one hardware queue with a stream by which a message arrives that the computation itself waits for, and
-    then nothing moves any more. Here no stream but the computation's own takes part, and only once all of the step is
-    issued. Collectives of one group happen in the order in which they are waited for.
+    Given a CUDA tensor, gloo borrows a stream of torch's pool for every collective, takes pinned memory (for which the
+    driver may stop everything) and copies in the middle of the step, beside what is being computed and measured. Here
+    no stream but the computation's own takes part, and only once all of the step is issued. Collectives of one group
+    happen in the order in which they are waited for.
     """
 
     __slots__ = ("_start", "_tensor")

@@ -10,7 +10,7 @@ message of a later pipeline.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +76,8 @@ class Delivery:
         self.control = wire(world.control)
         self.pool = BufferPool(torch.device("cpu"))
         self._mail = Mail()
+        self.meanwhile: Callable[[Any], None] | None = None
+        """Called before something is waited for; may return before it is there."""
 
     def open(self, slots: Sequence[Slot]) -> None:
         """Make both ends of every transfer (collective)."""
@@ -95,6 +97,8 @@ class Delivery:
         self._owner.waiting = slot
         try:
             for work in works:
+                if self.meanwhile is not None:
+                    self.meanwhile(work)
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise TransferError(slot, reason(error)) from None

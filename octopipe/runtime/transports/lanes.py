@@ -28,8 +28,12 @@ class Lane(ABC):
     """In-order work; every method only queues."""
 
     @abstractmethod
-    def after_current(self) -> None:
-        """What follows waits for everything the computation has issued so far."""
+    def now(self) -> Any:
+        """A mark of everything the computation has issued so far, for `after`."""
+
+    @abstractmethod
+    def after(self, mark: Any) -> None:
+        """What follows waits for what was marked."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -79,8 +83,11 @@ class HostLane(Lane):
         while (task := self._work.get()) is not None:
             task()
 
-    def after_current(self) -> None:
-        """The computation is done when it returns."""
+    def now(self) -> Any:
+        """The computation is done when it returns: nothing to mark."""
+
+    def after(self, mark: Any) -> None:
+        """See `now`."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         def act() -> None:
@@ -134,14 +141,20 @@ class _Event:
 
 
 class CudaLane(Lane):
-    """A stream of its own (see `queues`), with high priority: small copies must not queue behind large kernels."""
+    """A stream of its own, with high priority: small copies must not queue behind large kernels."""
 
-    def __init__(self, driver: Driver, device: torch.device, stream: int):
-        self._driver, self._device, self._raw = driver, device, stream
-        self.stream = torch.cuda.ExternalStream(stream, device=device)
+    def __init__(self, driver: Driver, device: torch.device):
+        self._driver, self._device = driver, device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._raw = self.stream.cuda_stream
 
-    def after_current(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+    def now(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def after(self, mark: Any) -> None:
+        self.stream.wait_event(mark)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._driver.copy(self._raw, target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -164,7 +177,6 @@ class CudaLane(Lane):
                 if time.monotonic() > end:
                     return False
                 time.sleep(1e-3)
-            self._driver.destroy_stream(self._raw)
         except RuntimeError:  # the device has failed: that is told elsewhere
             return False
         return True

@@ -83,7 +83,7 @@ class NcclTransport(OrderedTransport):
 
 
 def _check_connections(queues: int) -> None:
-    """A receive that waits must not stand in one hardware queue with the computation (see `queues`)."""
+    """A receive that waits must not stand in one hardware queue with the computation: it would hold it up for ever."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     given = os.environ.get(name, "")
     if given.isdigit() and int(given) <= queues:
