@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octopipe.runtime.driver import Driver
+from octopipe.runtime.fence import fence
 
 
 class Lane(ABC):
@@ -99,6 +100,7 @@ class HostLane(Lane):
         place = ctypes.c_uint32.from_address(flag.data_ptr())
 
         def act(_keep: Tensor = flag) -> None:
+            fence()  # what was copied before the flag that says so
             place.value = value & 0xFFFFFFFF
 
         self._work.put(act)
@@ -112,6 +114,7 @@ class HostLane(Lane):
             while ((place.value - value) & 0xFFFFFFFF) >= 1 << 31 and not self._stop:
                 time.sleep(pause)
                 pause = min(pause + 1e-6, 2e-4)
+            fence()
 
         self._work.put(act)
 
