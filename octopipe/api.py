@@ -43,18 +43,26 @@ Model = str | os.PathLike[str] | ModelSpec | CostTable
 class Setup(TypedDict, total=False):
     """What surrounds a model that is named: the keywords of `resolve_costs` (a CostTable has them in it already)."""
 
-    gpu: str
+    gpu: str | None
     tp: int | None
-    dp: int
+    cp: int
     ep: int
+    dp: int
     seq: int | None
     micro_batch_size: int
+    zero: int
+    precision: str
+    gradients: str | None
+    recompute: str
+    sequence_parallel: bool
+    vocab_parallel: bool
+    reserve_gib: float | None
     p2p_ms: float | None
     memory_gib: float | Sequence[float] | None
     rank_speed: Sequence[float]
     gpus_per_node: int | None
-    sequence_parallel: bool
-    distributed_optimizer: bool
+    nodes: str | os.PathLike[str] | None
+    distributed_optimizer: bool | None
     micro_batch_tokens: Sequence[int] | None
 
 
@@ -69,7 +77,6 @@ class TuneKeywords(Setup, total=False):
     workers: int | None
     iterations: int | None
     progress: Callback | None
-    recompute: bool
     copies: bool
 
 
@@ -90,7 +97,7 @@ def build_plan(
     """
     from octopipe.systems.registry import build_plan as build
 
-    costs, known = _costs(model, num_ranks, setup)
+    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
     count = _micro_batches(num_ranks, num_micro_batches)
     return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
 
@@ -118,7 +125,7 @@ def simulate(
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
-        costs, known = _costs(model, num_ranks, setup)
+        costs, known = _costs(model, num_ranks, num_micro_batches, setup)
         built = build_plan(
             str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
         )
@@ -136,7 +143,7 @@ def simulate(
     if model is None:
         costs = costs_of_plan(inner)
     else:
-        costs, known = _costs(model, inner.num_ranks, setup)
+        costs, known = _costs(model, inner.num_ranks, inner.num_micro_batches, setup)
     return _of(run(given, costs, channel=channel, label=label, check=check), known)
 
 
@@ -145,7 +152,8 @@ def tune(
 ) -> TuneResult:
     """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
 
-    `start` may be a plan or a plan file. The result's plan carries the set-up or the costs it was found for.
+    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
+    search. The result's plan carries the set-up or the costs it was found for.
     """
     from octopipe.tuner import tune as search
 
@@ -154,7 +162,12 @@ def tune(
     given: dict[str, Any] = {name: value for name, value in keywords.items() if name not in own}
     if isinstance(given.get("start"), str | os.PathLike):
         given["start"] = load_plan(given["start"])
-    costs, known = _costs(model, num_ranks, setup)
+    # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
+    recompute = setup.pop("recompute", "auto")
+    given["recompute"] = recompute in ("auto", True)
+    if recompute not in ("auto", True, False):
+        setup["recompute"] = recompute
+    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
     result = search(costs, num_ranks, _micro_batches(num_ranks, num_micro_batches), **given)
     return replace(result, plan=_carrying(result.plan, known))
 
@@ -175,7 +188,7 @@ def compare(
     """Every published system (or those in `names`) on one model, best first; each result has its plan."""
     from octopipe.comparison import compare as run
 
-    costs, known = _costs(model, num_ranks, setup)
+    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
     found = run(
         costs,
         num_ranks,
@@ -191,7 +204,9 @@ def compare(
     return replace(found, results=tuple(rows))
 
 
-def _costs(model: Model, num_ranks: int, setup: Mapping[str, Any]) -> tuple[CostTable, dict[str, Any]]:
+def _costs(
+    model: Model, num_ranks: int, num_micro_batches: int | None, setup: Mapping[str, Any]
+) -> tuple[CostTable, dict[str, Any]]:
     """The costs behind `model`, and what a plan made with them has to carry."""
     if isinstance(model, CostTable):
         if setup:
@@ -205,7 +220,7 @@ def _costs(model: Model, num_ranks: int, setup: Mapping[str, Any]) -> tuple[Cost
         close = difflib.get_close_matches(unknown[0], Setup.__annotations__, 1)
         raise OctoPipeError(f"unknown keyword {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
-    costs = resolve_costs(named, pp=num_ranks, **setup)
+    costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a model without a name that finds it again
         return costs, {COST_TABLE: costs, COSTS: costs.digest()}
     return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, COSTS: costs.digest()}

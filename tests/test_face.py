@@ -109,11 +109,11 @@ def test_mypy_sees_a_wrong_call(tmp_path: Path) -> None:
 
 def test_keywords_are_those_of_the_functions_behind() -> None:
     behind = {n for n, p in inspect.signature(resolve_costs).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert set(Setup.__annotations__) == behind - {"pp"}
+    assert set(Setup.__annotations__) == behind - {"pp", "micro_batches"}
     from octopipe.tuner import tune
 
     behind = {n for n, p in inspect.signature(tune).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert set(TuneKeywords.__annotations__) - set(Setup.__annotations__) == behind
+    assert set(TuneKeywords.__annotations__) - set(Setup.__annotations__) == behind - {"recompute"}
 
 
 # -- models by name, by file, as costs -----------------------------------------------------------------

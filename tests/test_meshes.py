@@ -242,6 +242,40 @@ def test_tensor_parallel_layers_give_the_gradients_of_one_process(name, sequence
         assert max(errors) <= TOLERANCE
 
 
+def split_of_tensor_parallel(world):
+    """What I leaves to W: the gradients of all DTensor weights of a block."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from octopipe.runtime.stage import Stage
+
+    torch.manual_seed(2)
+    block = Block().double()
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    block(x).square().mean().backward()
+    expected = {n: p.grad.clone() for n, p in block.named_parameters()}
+    block.zero_grad()
+    parallelize_module(block, _mesh((2,), ("tp",)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    stage = Stage([block])
+    worst = 0.0
+    for count in (1, 2):
+        run = stage.forward(x, then=lambda y: y.square().mean())
+        run.backward_input([torch.ones((), dtype=torch.float64)])
+        owed = len(run._queue)
+        if count == 1:
+            assert block.up.weight.grad is None and block.down.weight.grad is None
+        run.backward_weight()
+        for n, p in block.named_parameters():
+            assert p.grad.placements == p.placements if hasattr(p, "placements") else True
+            worst = max(worst, float((_full(p.grad) - count * expected[n]).abs().max()))
+    return owed, worst
+
+
+def test_tensor_parallel_linears_leave_their_weight_gradients_to_w(two):
+    for owed, worst in two.run(split_of_tensor_parallel):
+        assert owed == 2
+        assert worst <= TOLERANCE
+
+
 # -- expert parallelism ---------------------------------------------------------------------------------
 
 

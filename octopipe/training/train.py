@@ -145,6 +145,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
             seed=job.seed,
             transport=work.transport(world),
             timeout_s=job.timeout_s,
+            verify=True,
         )
 
     return _Run(job, seat, make_pipe, plan, profile)
