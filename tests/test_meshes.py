@@ -190,6 +190,27 @@ def test_fsdp_beside_the_pipeline_gives_the_gradients_of_one_process(name, repli
         assert max(errors) <= TOLERANCE
 
 
+def hybrid_sharded(world, both):
+    """Four pipelines of one rank: FSDP2 shards over one dimension and replicates over the other, or we do."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _mesh((1, 2, 2), ("pp", "dp_replicate", "dp_shard"))
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 1, 2)
+    case = make("plain", 8)
+    expected, _ = plain_gradients(*case)
+    for layer in case.layers:
+        fully_shard(layer, mesh=mesh["dp_replicate", "dp_shard"] if both else mesh["dp_shard"])
+    with Pipeline(case.layers, plan, case.loss_fn, mesh=mesh, timeout_s=30) as pipe:
+        mine = slice(pipe.world.replica * 2, pipe.world.replica * 2 + 2)
+        pipe.step(case.inputs[mine], case.targets[mine])
+        return _worst(pipe, expected)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_what_fsdp_does_not_average_over_the_pipeline_does(both, four):
+    assert max(four.run(hybrid_sharded, both)) <= TOLERANCE
+
+
 # -- tensor and sequence parallelism --------------------------------------------------------------------
 
 

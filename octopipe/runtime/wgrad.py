@@ -225,13 +225,15 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
     site = mode.site(weight)
     if site is None or input is weight or input.ndim == 0 or weight.ndim != 2:
         return None
-    if is_distributed(weight):
+    quick, distributed = mode.habits.quick, is_distributed(weight)
+    if distributed:
         if not is_distributed(input):
             return None
+        quick = not mode.habits.backward_inside  # there is no other way: also while a stage's habits are not known
     elif type(input) not in _PLAIN:
         return None
     if (
-        mode.habits.quick
+        quick
         and not mode.queue.reruns  # checkpointing must see what is saved
         and (input.requires_grad or (bias is not None and bias.requires_grad))
         and not _is_autocast_on()
@@ -243,7 +245,7 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
         (output if base is None else base).grad_fn.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
         mode.hooked = True
         return output
-    if is_distributed(weight):  # DTensor has no slow way: all of its backward comes with I
+    if distributed:  # all of its backward comes with I
         return None
     input, computed = mode.autocast(input, weight, site)
     return Linear.apply(input, weight, bias, site, computed)
