@@ -286,7 +286,7 @@ class Pipeline:
         """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
 
         Parameters and optimizer stay as they are; gradients of the step that broke off are partial: call `zero_grad`.
-        What was on its way is dropped. On a GPU a device may wait for ever for what was never sent: start anew there.
+        On a GPU a device may wait for ever for what was never sent: start the ranks anew there.
         """
         if self.device.type == "cuda":
             raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
@@ -376,16 +376,17 @@ class Pipeline:
         return values.mean()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before.
-
-        A parameter that several ranks hold counts once. The sum runs in layer order: no plan changes it.
-        """
-        total = self.replicas.norm(norm_type)
+        """Scale all ranks' gradients so that their global norm (`grad_norm`) is at most `max_norm`; returns it."""
+        total = self.grad_norm(norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The global norm of all ranks' gradients, a parameter that several ranks hold counted once, in layer order."""
+        return self.replicas.norm(norm_type)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():

@@ -61,7 +61,7 @@ class WeightQueue:
     def tensors(self) -> list[Tensor]:
         """The GEMM operands that are alive only because W has not run yet."""
         return [
-            a.to_local() if is_distributed(a) else a
+            a.to_local() if is_distributed(a) else a  # type: ignore[attr-defined]
             for _, args in self._items
             for a in args
             if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter)
