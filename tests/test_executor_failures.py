@@ -311,3 +311,19 @@ def test_a_step_that_raised_is_told_at_once_and_recovered_from(name, where, tran
         for text in (texts[1], texts[3]):
             assert "broke off" in text and "call recover() on all ranks" in text
     assert any("a bad batch" in texts[0] for texts in results)
+
+
+def mistaken(world):
+    """A call without its batch harms nothing: nothing was sent."""
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
+    case = make("plain", 4)
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        if world.rank == 0:
+            for call in (pipe.step, pipe.evaluate):
+                with pytest.raises(OctoPipeError, match="give it the batch"):
+                    call()
+        return float(pipe.step(case.inputs, case.targets))
+
+
+def test_a_call_that_is_refused_leaves_the_pipeline_usable(two):
+    assert len(set(two.run(mistaken))) == 1

@@ -114,6 +114,8 @@ class Executor:
         """The instruction that runs now."""
         self.steps_run = 0
         self._outside = Outside()
+        self.begun = 0
+        """Steps and evaluations begun, whole or not."""
         self._seeds: dict[Any, Tensor] = {}
         self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
@@ -219,6 +221,7 @@ class Executor:
         return value, wants_gradient(value)
 
     def _begin(self, step: int) -> None:
+        self.begun += 1
         self._outside.clear()
         if self._seed is not None:
             # All at once: one by one, between waits, each would find its code gone from the caches.

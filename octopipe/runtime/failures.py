@@ -26,11 +26,17 @@ class Failures:
             )
 
     @contextmanager
-    def watched(self, step: int, *give_up: Callable[[], None]) -> Iterator[None]:
-        """A step; where it raises, what it leaves behind is given up."""
+    def watched(self, step: int, begun: Callable[[], int], *give_up: Callable[[], None]) -> Iterator[None]:
+        """A step; where it raises, what it leaves behind is given up.
+
+        `begun` counts what was begun: a mistake that is found before anything is sent leaves everything as it was.
+        """
+        before = begun()
         try:
             yield
         except BaseException as error:
+            if begun() == before:
+                raise
             why = " ".join(str(error).split())[:160] or type(error).__name__
             self._broken = f"step {step} broke off ({why})"
             for one in give_up:

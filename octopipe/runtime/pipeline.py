@@ -199,11 +199,9 @@ class Pipeline:
             raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
         self.failures.check()
         inputs, targets = self._split(batch, target)
-        shares = self._shares(batch, target)
+        shares, sides = self._shares(batch, target), self._split_side(side)
         with self._whole():
-            verifier = None
-            if self._first_step and self._verify:
-                verifier = Verifier(self.executor, self.layers.named)
+            verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
             if not self.reducer.idle:
                 self.reducer.begin_step()
             losses = self.executor.run(
@@ -211,7 +209,7 @@ class Pipeline:
                 targets,
                 step=self.step_number,
                 loss_scale=self.loss_scale,
-                side=self._split_side(side),
+                side=sides,
                 weights=shares,
             )
             if verifier is not None:
@@ -280,7 +278,8 @@ class Pipeline:
     # -- when a step breaks off ------------------------------------------------------------------------
 
     def _whole(self) -> AbstractContextManager[None]:
-        return self.failures.watched(self.step_number, self.reducer.give_up, self.transport.abandon)
+        begun = lambda: self.executor.begun  # noqa: E731
+        return self.failures.watched(self.step_number, begun, self.reducer.give_up, self.transport.abandon)
 
     def recover(self) -> None:
         """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
