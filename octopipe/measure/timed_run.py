@@ -101,6 +101,9 @@ class TimedRun:
             torch.cuda.synchronize(self.device)
             if timed:
                 torch.cuda.reset_peak_memory_stats(self.device)
+        for bucket in self.pipe.reducer.buckets:
+            for p in bucket.parameters:
+                p.grad = None  # as after an optimizer's update: what is reduced would be set aside and held twice
         barrier(self.world)
         began = time.perf_counter()
         value = self.pipe.step(self._batch, self._target, reduce_loss=np.isnan(self._loss))
