@@ -91,6 +91,7 @@ def from_config(
         path = path / "config.json" if path.is_dir() else path
         data, where = read_json_object(path), where or shown(path)
         name = name or (path.parent.name if path.name == "config.json" else path.stem)
+    refuse_towers(data, where)
     outer = Config(data=data, where=where)
     config = outer.part("text_config") if isinstance(data.get("text_config"), dict) else outer
     _check_decoder(outer)
@@ -118,7 +119,38 @@ def _read(config: Config, kind: str, name: str) -> ModelSpec:
     return ModelSpec(name=name, layers=layers, norm_eps=eps)
 
 
+TOWERS = ("vision", "visual", "image", "video", "audio", "speech", "qformer", "perceiver", "vq_config", "encoder_config")
+"""How keys begin (or, for LLaVA's own, go on after `mm_`) whose value describes another tower than the decoder."""
+ENCODERS = frozenset(
+    "albert bart bert bigbird_pegasus blenderbot blenderbot-small camembert canine clip convbert data2vec-text deberta "
+    "deberta-v2 dinov2 distilbert electra ernie esm flaubert fnet funnel hubert ibert layoutlm layoutlmv2 layoutlmv3 "
+    "led longformer longt5 luke m2m_100 marian mbart megatron-bert mobilebert modernbert mpnet mt5 mvp nezha "
+    "nllb-moe nomic_bert nystromformer opus-mt pegasus pegasus_x plbart prophetnet qdqbert rembert roberta "
+    "roberta-prelayernorm roc_bert roformer seamless_m4t siglip speech_to_text speecht5 squeezebert switch_transformers "
+    "t5 tapas trocr udop umt5 vit wav2vec2 whisper xlm-prophetnet xlm-roberta xlm-roberta-xl xmod yoso".split()
+)
+"""Model types whose usual models are encoders or encoder-decoders."""
+
+
+def refuse_towers(data: Mapping[str, object], where: str) -> None:
+    """Say so where a config describes more than a decoder: what is left out of a plan must not be left out in silence."""
+    for key, value in data.items():
+        name = str(key).removeprefix("mm_")
+        tower = isinstance(value, dict) or (isinstance(value, str) and str(key).startswith("mm_"))
+        if tower and value and name.startswith(TOWERS):
+            raise OctoPipeError(
+                f'{where}: "{key}" is a part beside the decoder (a tower or an encoder), which cannot be planned or '
+                "trained yet; give the config of the text model alone"
+            )
+    for key in ("encoder", "decoder"):
+        if isinstance(data.get(key), dict):
+            raise OctoPipeError(f'{where}: "{key}" makes it an encoder-decoder; give the config of a causal LM')
+
+
 def _check_decoder(config: Config) -> None:
+    kind = str(config.get("model_type"))
+    if kind in ENCODERS:
+        raise OctoPipeError(f"{config.where}: {kind} is no decoder (an encoder or both); give the config of a causal LM")
     names = [str(item) for item in config.items("architectures") or []]
     good = ("CausalLM", "LMHead", "ConditionalGeneration")
     if config.flag("is_encoder_decoder") or (names and not any(g in n for n in names for g in good)):

@@ -1,0 +1,430 @@
+"""Where a causal language model of transformers can be cut: found by running its own forward around stand-ins.
+
+Knows: which module list holds the layers, what every layer is called with, which parameters work before the first
+and which after the last layer, and what else than the hidden state a layer takes. Does not know: how the pieces run
+(`pieces.py`), where weights come from (`weights.py`), or any family by name.
+
+The trace costs no memory worth speaking of: parameters are single zeros seen as whole matrices, layers are stand-ins,
+and what follows the last layer runs on the `meta` device. What the trace cannot prove to be right is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from octopipe.errors import OctoPipeError
+
+BATCH, TOKENS = 3, 7
+"""The trace's batch: sizes that no width of a model equals by chance."""
+Replacement = Callable[[str, Tensor], Tensor]
+
+
+class Refused(Exception):
+    """The model cannot be cut as it was tried."""
+
+
+class Stop(Exception):
+    """Ends a forward that has shown what was wanted."""
+
+
+class Desk:
+    """What the stand-ins of one shell report to; `visit(number, args, kwargs)` gives a layer's output."""
+
+    visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class StandIn(nn.Module):
+    """In a layer's place: has its plain attributes and its type, none of its parameters."""
+
+    def __init__(self, layer: nn.Module, number: int, desk: Desk):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_desk", desk)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_layer", "_number", "_desk"):
+            raise AttributeError(name)
+        return getattr(self._layer, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._desk.visit(self._number, args, kwargs)
+
+    @property
+    def __class__(self) -> Any:  # forwards that ask `isinstance(layer, ...)` get the layer's answer
+        return type(self.__dict__["_layer"]) if "_layer" in self.__dict__ else StandIn
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise TypeError("a stand-in stays what it is")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """In a layer's recorded arguments: the k-th tensor that travels beside the hidden state."""
+
+    number: int
+
+
+class Hidden:
+    """In a layer's recorded arguments: the hidden state."""
+
+
+HIDDEN = Hidden()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """What a trace found."""
+
+    path: str
+    """The layers' list in the model: `model.layers`."""
+    num_layers: int
+    """Without embedding and head."""
+    returns_tuple: bool
+    """Whether layers return tuples."""
+    batch_dim: int
+    """Of the hidden state; the tokens' dimension follows."""
+    embed_names: frozenset[str]
+    """Parameters and buffers that work before or between layers, and those nothing uses."""
+    head_names: frozenset[str]
+    """Parameters and buffers that work behind the last layer; a tied one is in both."""
+    carried: tuple[tuple[int, int], ...]
+    """Tensors made of embeddings that layers take beside the hidden state: the first layer and the leaf there."""
+    takes: tuple[Mapping[int, int], ...]
+    """Per layer: leaf -> which carried tensor it is."""
+    needs_ids: bool
+    """Whether layers' arguments depend on the tokens themselves."""
+
+    def last_use(self, number: int) -> int:
+        """The last layer that takes this carried tensor."""
+        return max(k for k, taken in enumerate(self.takes) if number in taken.values())
+
+
+def zeros_like_all_of(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """One zero, seen in the shape of a whole parameter."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.zeros((), dtype=kind, device=device).expand(tensor.shape)
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The outermost list with as many entries as the config has layers."""
+    config = model.config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    wanted = next(
+        (n for n in (getattr(text, k, None) for k in ("num_hidden_layers", "n_layer", "num_layers")) if n), None
+    )
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            lists.append((name, module))
+    fitting = [item for item in lists if len(item[1]) == wanted]
+    # Lists beside the layers (norms per layer, say) have far fewer parameters.
+    fitting.sort(key=lambda item: -sum(p.numel() for p in item[1].parameters()))
+    if not fitting:
+        raise OctoPipeError(
+            f"{type(model).__name__}: no list of {wanted} layers in it, so it cannot be cut; "
+            "models with another structure are not supported yet"
+        )
+    return fitting[0]
+
+
+def shell_of(model: nn.Module, path: str, tensor: Replacement) -> tuple[nn.Module, Desk]:
+    """A copy of everything but the layers; `tensor(name, old)` gives every parameter and buffer of it.
+
+    A result that is no Parameter becomes a plain attribute in a parameter's place: it is neither trained nor moved.
+    """
+    desk = Desk()
+    layers = model.get_submodule(path)
+    stand_ins = nn.ModuleList(StandIn(layer, k, desk) for k, layer in enumerate(layers.children()))
+    memo: dict[int, Any] = {id(layers): stand_ins, id(model.config): model.config}
+    plain: list[tuple[str, Tensor]] = []
+    for name, old in outside(model, path):
+        if id(old) not in memo:
+            memo[id(old)] = tensor(name, old)
+        if isinstance(old, nn.Parameter) and not isinstance(memo[id(old)], nn.Parameter):
+            plain.append((name, memo[id(old)]))
+    for module in model.modules():  # configs are shared, not copied
+        config = getattr(module, "config", None)
+        if config is not None and not isinstance(config, nn.Module):
+            memo[id(config)] = config
+    shell = copy.deepcopy(model, memo)
+    for name, value in plain:
+        owner, _, attribute = name.rpartition(".")
+        home = shell.get_submodule(owner)
+        home._parameters.pop(attribute, None)
+        object.__setattr__(home, attribute, value)
+    return shell, desk
+
+
+def outside(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that belong to no layer, tied ones under each of their names."""
+    for name, value in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(f"{path}."):
+            yield name, value
+    for name, value in model.named_buffers(remove_duplicate=False):
+        if not name.startswith(f"{path}."):
+            yield name, value
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """A layer's arguments flattened; an empty container is a leaf."""
+    return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, dict | list) and not x and x is not kwargs)
+
+
+def hidden_leaf(leaves: list[Any]) -> int:
+    """The hidden state is the first floating tensor of a layer's arguments."""
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return i
+    raise Refused("its layers take no hidden state")
+
+
+class _Watch(TorchFunctionMode):
+    """Notes in which phase parameters are used; what follows the last layer runs on meta."""
+
+    def __init__(self, names: dict[int, str]):
+        super().__init__()
+        self.names = names
+        self.used: dict[str, set[str]] = {"embed": set(), "head": set()}
+        self.phase = "embed"
+
+    def note(self, tensor: Any) -> None:
+        name = self.names.get(id(tensor))
+        if name is not None:
+            self.used[self.phase].add(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        if self.phase == "head":
+            args, kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, Tensor) or value.device.type == "meta":
+        return value
+    return torch.empty_like(value, device="meta")
+
+
+def trace(model: nn.Module) -> Anatomy:
+    """The anatomy of a model (on `meta` or real), or one line that says why it has none."""
+    path, layers = find_layers(model)
+    problem = ""
+    for returns_tuple in (False, True):
+        try:
+            return _Trace(model, path, len(layers), returns_tuple).run()
+        except OctoPipeError:
+            raise
+        except Exception as error:  # whatever a family's code does with values it does not expect
+            text = " ".join(str(error).split())[:160]
+            said = text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"
+            problem = problem or said
+    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {problem}")
+
+
+class _Trace:
+    """One attempt."""
+
+    def __init__(self, model: nn.Module, path: str, count: int, returns_tuple: bool):
+        self.model, self.path, self.count, self.returns_tuple = model, path, count, returns_tuple
+        self.outputs: list[Tensor] = []
+        self.carried: list[tuple[int, int]] = []
+        self.kept: list[Tensor] = []
+        self.takes: list[dict[int, int]] = []
+        self.batch_dim = 0
+        self.containers: dict[int, int] = {}
+
+    def run(self) -> Anatomy:
+        shell, desk = shell_of(
+            self.model,
+            self.path,
+            lambda name, old: (
+                zeros_like_all_of(old, "cpu").requires_grad_(old.is_floating_point())
+                if isinstance(old, nn.Parameter)
+                else real_buffer(old, "cpu")
+            ),
+        )
+        fill_buffers(self.model, shell)
+        names = {id(value): name for name, value in self._named(shell)}
+        watch = _Watch(names)
+        for name, module in shell.named_modules():
+            if not name.startswith(f"{self.path}."):
+                own = [*vars(module).get("_parameters", {}).values(), *vars(module).values()]
+                module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
+        desk.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
+        ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+        with watch:
+            out = shell(input_ids=ids, use_cache=False)
+        if len(self.takes) != self.count:
+            raise Refused(f"its forward runs {len(self.takes)} of {self.count} layers")
+        if getattr(out, "logits", None) is None:
+            raise Refused("its forward gives no logits")
+        used = watch.used
+        everything = {name for name, _ in outside(self.model, self.path)}
+        return Anatomy(
+            path=self.path,
+            num_layers=self.count,
+            returns_tuple=self.returns_tuple,
+            batch_dim=self.batch_dim,
+            # What nothing uses stays in the model, as it does in the whole one.
+            embed_names=frozenset(used["embed"] | (everything - used["embed"] - used["head"])),
+            head_names=frozenset(used["head"]),
+            carried=tuple(self.carried),
+            takes=tuple(self.takes),
+            needs_ids=self._needs_ids(shell, desk),
+        )
+
+    def _named(self, shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, _ in outside(self.model, self.path):
+            owner, _, attribute = name.rpartition(".")
+            yield name, getattr(shell.get_submodule(owner), attribute)
+
+    def _visit(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], watch: _Watch) -> Any:
+        if k != len(self.takes):
+            raise Refused(f"its forward runs layer {k} out of order or more than once")
+        with torch._C.DisableTorchFunction():
+            leaves, _ = leaves_of(args, kwargs)
+            at = hidden_leaf(leaves)
+            hidden = leaves[at]
+            if k == 0:
+                self.batch_dim = _batch_dim(hidden)
+            elif hidden is not self.outputs[-1]:
+                raise Refused(f"its forward changes the hidden state between layers {k - 1} and {k}")
+            self.takes.append(
+                {i: self._carry(k, i, leaf) for i, leaf in enumerate(leaves) if i != at and self._moves(k, i, leaf)}
+            )
+            out = torch.zeros_like(hidden, requires_grad=True)
+            self.outputs.append(out)
+        if k == self.count - 1:
+            watch.phase = "head"
+        return (out,) if self.returns_tuple else out
+
+    def _moves(self, k: int, i: int, leaf: Any) -> bool:
+        """Whether a leaf must travel with the hidden state; refuses what could not."""
+        if isinstance(leaf, Tensor):
+            if not leaf.requires_grad:
+                return False
+            made_of = torch.autograd.grad(
+                leaf.sum(), self.outputs, allow_unused=True, retain_graph=True, materialize_grads=False
+            ) if self.outputs else ()
+            if any(g is not None for g in made_of):
+                raise Refused(f"layer {k} takes something made of an earlier layer's output beside the hidden state")
+            return True
+        if isinstance(leaf, dict | list):
+            if self.containers.setdefault(id(leaf), k) != k:
+                raise Refused("its layers share a container that one fills and another reads")
+            return False
+        plain = bool | int | float | str | torch.dtype | torch.device | enum.Enum | type(None)
+        if not isinstance(leaf, plain) and not callable(leaf) and type(leaf).__module__.split(".")[0] != "transformers":
+            raise Refused(f"its layers take a {type(leaf).__name__}")
+        if type(leaf).__name__.endswith("Cache"):
+            raise Refused(f"its layers share a {type(leaf).__name__} in training")
+        return False
+
+    def _carry(self, k: int, i: int, leaf: Tensor) -> int:
+        for number, kept in enumerate(self.kept):
+            if kept is leaf:
+                return number
+        self.kept.append(leaf)
+        self.carried.append((k, i))
+        return len(self.kept) - 1
+
+    def _needs_ids(self, shell: nn.Module, desk: Desk) -> bool:
+        """Whether other tokens give other arguments (embeddings are zeros here, so through them none)."""
+        seen = []
+        vocab = int(getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 2))
+        for ids in (torch.zeros(BATCH, TOKENS, dtype=torch.long), torch.arange(BATCH * TOKENS).view(BATCH, -1) % vocab):
+            got = collect(shell, desk, self.count, self.returns_tuple, {"input_ids": ids})
+            seen.append([leaf.detach() for leaves, _, _ in got for leaf in leaves if isinstance(leaf, Tensor)])
+        same = len(seen[0]) == len(seen[1])
+        return not (same and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*seen)))
+
+
+def collect(
+    shell: nn.Module, desk: Desk, stop: int, returns_tuple: bool, inputs: Mapping[str, Any]
+) -> list[tuple[list[Any], Any, int]]:
+    """The arguments of the layers before `stop`, as the shell's forward makes them: leaves, structure, and where
+    the hidden state is among them. Layers pass their input on."""
+    got: list[tuple[list[Any], Any, int]] = []
+
+    def visit(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = leaves_of(args, kwargs)
+        at = hidden_leaf(leaves)
+        got.append((leaves, structure, at))
+        if k == stop - 1:
+            raise Stop
+        return (leaves[at],) if returns_tuple else leaves[at]
+
+    desk.visit = visit
+    try:
+        shell(**inputs, use_cache=False)
+    except Stop:
+        return got
+    raise OctoPipeError(f"{type(shell).__name__}: its forward ended before layer {stop - 1}")
+
+
+def _noting(watch: _Watch, tensors: list[Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        for tensor in tensors:
+            watch.note(tensor)
+
+    return hook
+
+
+def _batch_dim(hidden: Tensor) -> int:
+    for d in range(hidden.ndim - 1):
+        if hidden.shape[d] == BATCH and hidden.shape[d + 1] == TOKENS:
+            return d
+    raise Refused(f"its hidden state of shape {tuple(hidden.shape)} has no batch of sequences")
+
+
+def real_buffer(old: Tensor, device: torch.device | str) -> Tensor:
+    """A buffer to be filled (see `fill_buffers`), or a copy of a real one."""
+    return torch.zeros_like(old, device=device) if old.device.type == "meta" else old.to(device, copy=True)
+
+
+def fill_buffers(model: nn.Module, shell: nn.Module) -> None:
+    """Give a shell's buffers their values where the model itself is on meta; parameters stay as they are."""
+    if not any(b.device.type == "meta" for b in model.buffers()):
+        return
+    for module in shell.modules():
+        if type(module) is StandIn or not module._buffers:
+            continue
+        aside = dict(module._parameters)
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        try:
+            for name, value in {**aside, **plain}.items():
+                if value is not None:
+                    module._parameters.pop(name, None)
+                    object.__setattr__(module, name, torch.empty_like(value, device="meta"))
+            initialise(shell, module)
+        finally:
+            for name in {**aside, **plain}:
+                vars(module).pop(name, None)
+            module._parameters.update(aside)
+            for name, value in plain.items():
+                object.__setattr__(module, name, value)
+
+
+def initialise(owner: nn.Module, module: nn.Module) -> None:
+    """The family's own initialisation of one module (not of its children)."""
+    from transformers import initialization
+
+    with torch.no_grad(), initialization.guard_torch_init_functions():
+        owner._init_weights(module)  # type: ignore[operator]
