@@ -15,7 +15,8 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "embedding_size": 32, "word_embed_proj_dim": 32,
     "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "decoder_ffn_dim": 48,
     "shared_intermediate_size": 24, "moe_intermediate_size": 24, "expert_ffn_hidden_size": 24, "d_inner": 48,
-    "shared_expert_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "prefix_dense_intermediate_size": 48,
+    "shared_expert_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+    "prefix_dense_intermediate_size": 48,
     "dense_intermediate_size": 48, "expert_intermediate_size": 24,
     "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "decoder_layers": 4,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
@@ -38,7 +39,7 @@ SIZES: dict[str, Any] = {
     "attention_window_size": 4, "type_vocab_size": 2, "rope_local_base_freq": 100.0,
     "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 4, "laurel_rank": 4, "num_kv_shared_layers": 0,
     "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "use_mems_train": False,
-    "num_mem_blocks": 1, "use_cache": False, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+    "num_mem_blocks": 1, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
     "adapter_rank": 4, "max_window_layers": 2,
 }  # fmt: skip
 """By key. A family's config gets those of its own keys."""
@@ -49,10 +50,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "bert": {"is_decoder": True}, "roberta": {"is_decoder": True},
     "bart": {"is_decoder": True, "is_encoder_decoder": False},
 }
 """What the sizes alone do not say."""
@@ -69,9 +72,14 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     known = default.to_dict()
     count = known.get("num_hidden_layers") or known.get("n_layer") or getattr(default, "num_hidden_layers", None)
     given: dict[str, Any] = {}
-    mapped = {v for v in getattr(cls, "attribute_map", {}).values()}
     for key, value in known.items():
-        if key in SIZES and (value is not None or key in ("pad_token_id",)) and not isinstance(value, dict):
+        if key == "pad_token_id":
+            given[key] = value if isinstance(value, int) and 0 <= value < 96 else None
+        elif key == "head_dim" and "qk_rope_head_dim" in known:
+            given[key] = SIZES["qk_rope_head_dim"]
+        elif key == "num_key_value_heads" and "kv_lora_rank" in known:
+            given[key] = SIZES["num_attention_heads"]
+        elif key in SIZES and value is not None and not isinstance(value, dict):
             given[key] = SIZES[key]
         elif isinstance(value, float) and any(z in key for z in ZERO):
             given[key] = 0.0
@@ -86,7 +94,6 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     for key in ("num_hidden_layers", "n_layer"):
         if key in getattr(cls, "attribute_map", {}):
             given.pop(key, None)
-    del mapped
     given |= FAMILIES.get(model_type, {})
     given |= changes
     given = {k: v for k, v in given.items() if not (k == "num_hidden_layers" and v is None)}

@@ -22,6 +22,7 @@ ROOMS = [
     ["systems", "comparison"],
     ["tuner"],
     ["runtime"],
+    ["huggingface"],
     ["nn"],
     ["measure"],
     ["training"],
@@ -30,7 +31,7 @@ ROOMS = [
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "nn", "measure", "training"}
+TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training"}
 # Notebooks ask a timeline or a plan to draw itself; the drawing lives below, so the import is made on demand.
 ALLOWED = {("timeline", "report"), ("plan", "report")}
 

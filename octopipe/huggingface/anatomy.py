@@ -28,8 +28,21 @@ BATCH, TOKENS = 3, 7
 Replacement = Callable[[str, Tensor], Tensor]
 
 
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
+"""Types of arguments that say the same whoever reads them."""
+
+
 class Refused(Exception):
     """The model cannot be cut as it was tried."""
+
+
+class Beside:
+    """In the trace, what a layer returns beside its hidden state: no later layer may take it."""
+
+
+def as_layer_returns(hidden: Tensor, returns: int, beside: Beside | None = None) -> Any:
+    """A hidden state as the family's layers return it."""
+    return (hidden, *[beside] * (returns - 1)) if returns else hidden
 
 
 class Stop(Exception):
@@ -90,8 +103,8 @@ class Anatomy:
     """The layers' list in the model: `model.layers`."""
     num_layers: int
     """Without embedding and head."""
-    returns_tuple: bool
-    """Whether layers return tuples."""
+    returns: int
+    """Layers return tuples of so many, or (0) the hidden state itself."""
     batch_dim: int
     """Of the hidden state; the tokens' dimension follows."""
     embed_names: frozenset[str]
@@ -116,25 +129,29 @@ def zeros_like_all_of(tensor: Tensor, device: torch.device | str, dtype: torch.d
     return torch.zeros((), dtype=kind, device=device).expand(tensor.shape)
 
 
+def text_config(model: nn.Module) -> Any:
+    """The decoder's part of a model's config."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The outermost list with as many entries as the config has layers."""
-    config = model.config
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    wanted = next(
-        (n for n in (getattr(text, k, None) for k in ("num_hidden_layers", "n_layer", "num_layers")) if n), None
-    )
+    text = text_config(model)
+    keys = ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
+    wanted = [n for n in (getattr(text, key, None) for key in keys) if n]
     lists: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             lists.append((name, module))
-    fitting = [item for item in lists if len(item[1]) == wanted]
+    fitting = [item for item in lists if len(item[1]) in wanted]
     # Lists beside the layers (norms per layer, say) have far fewer parameters.
     fitting.sort(key=lambda item: -sum(p.numel() for p in item[1].parameters()))
     if not fitting:
         raise OctoPipeError(
-            f"{type(model).__name__}: no list of {wanted} layers in it, so it cannot be cut; "
-            "models with another structure are not supported yet"
+            f"{type(model).__name__} cannot be cut into layers: it has no list of "
+            f"{' or '.join(map(str, dict.fromkeys(wanted))) or 'its'} layers"
         )
     return fitting[0]
 
@@ -169,17 +186,14 @@ def shell_of(model: nn.Module, path: str, tensor: Replacement) -> tuple[nn.Modul
 
 def outside(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers that belong to no layer, tied ones under each of their names."""
-    for name, value in model.named_parameters(remove_duplicate=False):
-        if not name.startswith(f"{path}."):
-            yield name, value
-    for name, value in model.named_buffers(remove_duplicate=False):
-        if not name.startswith(f"{path}."):
-            yield name, value
+    both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for named in both:
+        yield from ((name, value) for name, value in named if not name.startswith(f"{path}."))
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """A layer's arguments flattened; an empty container is a leaf."""
-    return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, dict | list) and not x and x is not kwargs)
+    return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, dict | list) and not (x or x is kwargs))
 
 
 def hidden_leaf(leaves: list[Any]) -> int:
@@ -225,10 +239,16 @@ def _on_meta(value: Any) -> Any:
 def trace(model: nn.Module) -> Anatomy:
     """The anatomy of a model (on `meta` or real), or one line that says why it has none."""
     path, layers = find_layers(model)
+    dropped = max((float(getattr(m, "layerdrop", 0.0) or 0.0) for m in model.modules()), default=0.0)
+    if dropped > 0:
+        raise OctoPipeError(
+            f"{type(model).__name__} skips whole layers at random (layerdrop {dropped:g}), which a plan cannot; "
+            "set it to 0 in the config"
+        )
     problem = ""
-    for returns_tuple in (False, True):
+    for returns in range(4):
         try:
-            return _Trace(model, path, len(layers), returns_tuple).run()
+            return _Trace(model, path, len(layers), returns).run()
         except OctoPipeError:
             raise
         except Exception as error:  # whatever a family's code does with values it does not expect
@@ -241,8 +261,8 @@ def trace(model: nn.Module) -> Anatomy:
 class _Trace:
     """One attempt."""
 
-    def __init__(self, model: nn.Module, path: str, count: int, returns_tuple: bool):
-        self.model, self.path, self.count, self.returns_tuple = model, path, count, returns_tuple
+    def __init__(self, model: nn.Module, path: str, count: int, returns: int):
+        self.model, self.path, self.count, self.returns = model, path, count, returns
         self.outputs: list[Tensor] = []
         self.carried: list[tuple[int, int]] = []
         self.kept: list[Tensor] = []
@@ -261,6 +281,7 @@ class _Trace:
             ),
         )
         fill_buffers(self.model, shell)
+        shell.eval()
         names = {id(value): name for name, value in self._named(shell)}
         watch = _Watch(names)
         for name, module in shell.named_modules():
@@ -280,7 +301,7 @@ class _Trace:
         return Anatomy(
             path=self.path,
             num_layers=self.count,
-            returns_tuple=self.returns_tuple,
+            returns=self.returns,
             batch_dim=self.batch_dim,
             # What nothing uses stays in the model, as it does in the whole one.
             embed_names=frozenset(used["embed"] | (everything - used["embed"] - used["head"])),
@@ -313,25 +334,26 @@ class _Trace:
             self.outputs.append(out)
         if k == self.count - 1:
             watch.phase = "head"
-        return (out,) if self.returns_tuple else out
+        return as_layer_returns(out, self.returns, Beside())
 
     def _moves(self, k: int, i: int, leaf: Any) -> bool:
         """Whether a leaf must travel with the hidden state; refuses what could not."""
         if isinstance(leaf, Tensor):
             if not leaf.requires_grad:
                 return False
-            made_of = torch.autograd.grad(
-                leaf.sum(), self.outputs, allow_unused=True, retain_graph=True, materialize_grads=False
-            ) if self.outputs else ()
+            made_of: tuple[Tensor | None, ...] = ()
+            if self.outputs:
+                made_of = torch.autograd.grad(leaf.sum(), self.outputs, allow_unused=True, retain_graph=True)
             if any(g is not None for g in made_of):
                 raise Refused(f"layer {k} takes something made of an earlier layer's output beside the hidden state")
             return True
+        if isinstance(leaf, Beside):
+            raise Refused(f"layer {k} takes what an earlier layer returns beside the hidden state")
         if isinstance(leaf, dict | list):
             if self.containers.setdefault(id(leaf), k) != k:
                 raise Refused("its layers share a container that one fills and another reads")
             return False
-        plain = bool | int | float | str | torch.dtype | torch.device | enum.Enum | type(None)
-        if not isinstance(leaf, plain) and not callable(leaf) and type(leaf).__module__.split(".")[0] != "transformers":
+        if not isinstance(leaf, PLAIN) and not callable(leaf) and type(leaf).__module__.split(".")[0] != "transformers":
             raise Refused(f"its layers take a {type(leaf).__name__}")
         if type(leaf).__name__.endswith("Cache"):
             raise Refused(f"its layers share a {type(leaf).__name__} in training")
@@ -348,16 +370,16 @@ class _Trace:
     def _needs_ids(self, shell: nn.Module, desk: Desk) -> bool:
         """Whether other tokens give other arguments (embeddings are zeros here, so through them none)."""
         seen = []
-        vocab = int(getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 2))
+        vocab = int(getattr(text_config(self.model), "vocab_size", 2))
         for ids in (torch.zeros(BATCH, TOKENS, dtype=torch.long), torch.arange(BATCH * TOKENS).view(BATCH, -1) % vocab):
-            got = collect(shell, desk, self.count, self.returns_tuple, {"input_ids": ids})
+            got = collect(shell, desk, self.count, self.returns, {"input_ids": ids})
             seen.append([leaf.detach() for leaves, _, _ in got for leaf in leaves if isinstance(leaf, Tensor)])
         same = len(seen[0]) == len(seen[1])
         return not (same and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*seen)))
 
 
 def collect(
-    shell: nn.Module, desk: Desk, stop: int, returns_tuple: bool, inputs: Mapping[str, Any]
+    shell: nn.Module, desk: Desk, stop: int, returns: int, inputs: Mapping[str, Any]
 ) -> list[tuple[list[Any], Any, int]]:
     """The arguments of the layers before `stop`, as the shell's forward makes them: leaves, structure, and where
     the hidden state is among them. Layers pass their input on."""
@@ -369,7 +391,7 @@ def collect(
         got.append((leaves, structure, at))
         if k == stop - 1:
             raise Stop
-        return (leaves[at],) if returns_tuple else leaves[at]
+        return as_layer_returns(leaves[at], returns)
 
     desk.visit = visit
     try:
@@ -394,17 +416,40 @@ def _batch_dim(hidden: Tensor) -> int:
     raise Refused(f"its hidden state of shape {tuple(hidden.shape)} has no batch of sequences")
 
 
+class Spared(TorchFunctionMode):
+    """A model is built without memory for its parameters, but with the values its constructors compute: what they
+    leave uninitialised, or fill with a constant over a large shape, is on meta, everything else is real."""
+
+    LARGE = 1 << 22
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _UNFILLED or (func in _FILLED and func(*args, **{**kwargs, "device": "meta"}).numel() > self.LARGE):
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+_UNFILLED = {torch.empty, torch.empty_strided}
+_FILLED = {torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+
+
 def real_buffer(old: Tensor, device: torch.device | str) -> Tensor:
     """A buffer to be filled (see `fill_buffers`), or a copy of a real one."""
-    return torch.zeros_like(old, device=device) if old.device.type == "meta" else old.to(device, copy=True)
+    if old.device.type != "meta":
+        return old.to(device, copy=True)
+    new = torch.zeros_like(old, device=device)
+    new.unfilled = True  # type: ignore[attr-defined]
+    return new
+
+
+def unfilled(buffer: Tensor | None) -> bool:
+    return getattr(buffer, "unfilled", False)
 
 
 def fill_buffers(model: nn.Module, shell: nn.Module) -> None:
     """Give a shell's buffers their values where the model itself is on meta; parameters stay as they are."""
-    if not any(b.device.type == "meta" for b in model.buffers()):
-        return
     for module in shell.modules():
-        if type(module) is StandIn or not module._buffers:
+        if type(module) is StandIn or not any(unfilled(b) for b in module._buffers.values()):
             continue
         aside = dict(module._parameters)
         plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
@@ -426,5 +471,10 @@ def initialise(owner: nn.Module, module: nn.Module) -> None:
     """The family's own initialisation of one module (not of its children)."""
     from transformers import initialization
 
-    with torch.no_grad(), initialization.guard_torch_init_functions():
-        owner._init_weights(module)  # type: ignore[operator]
+    before = torch.get_default_dtype()
+    try:  # tables are computed in the model's own precision, as where transformers builds it
+        torch.set_default_dtype(getattr(owner, "dtype", before))
+        with torch.no_grad(), initialization.guard_torch_init_functions():
+            owner._init_weights(module)  # type: ignore[operator]
+    finally:
+        torch.set_default_dtype(before)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.huggingface.anatomy import Anatomy, fill_buffers, outside, shell_of, trace
-from octopipe.huggingface.labels import CausalLoss
+from octopipe.huggingface.anatomy import Anatomy, outside, shell_of, trace
+from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.source import build_on_meta, inner_model, read_config
-from octopipe.huggingface.weights import Weights, first_names, has_weights
+from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
 
 Factory = Callable[[], nn.Module]
 
@@ -74,13 +74,18 @@ class LayerList(list[Factory | nn.Module]):
     def __init__(self, cut: _Cut):
         super().__init__(cut.pieces())
         self._cut = cut
-        self.config = cut.model.config
+        self.config: Any = cut.model.config
         self.class_name = type(cut.model).__name__
 
     @cached_property
     def loss_fn(self) -> CausalLoss:
         """The model's own loss of the last layer's output; see `CausalLoss` for targets."""
         return CausalLoss(self._cut.model)
+
+    @cached_property
+    def shifted_loss(self) -> ShiftedLoss:
+        """The same against the next tokens themselves."""
+        return ShiftedLoss(self._cut.model)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -134,12 +139,12 @@ class _Cut:
         return piece
 
     def _block(self, k: int) -> Block:
-        path, anatomy = self.prefix(k)[:-1], self.anatomy
-        layer = self.model.get_submodule(path)
+        path, anatomy, model = self.prefix(k)[:-1], self.anatomy, self.model
+        layer = model.get_submodule(path)
         if self.weights is not None:
-            frozen = layer
-            layer = copy.deepcopy(frozen).to_empty(device=self.device)
-            names = [f"{path}.{n}" for n, _ in frozen.named_parameters(remove_duplicate=False)]
+            names = [f"{path}.{n}" for n, _ in layer.named_parameters(remove_duplicate=False)]
+            memo = {id(t): allocated(t, self.device) for t in (*layer.parameters(), *layer.buffers())}
+            layer = copy.deepcopy(layer, {**memo, id(model.config): model.config})
             self.weights.fill(layer, f"{path}.", names)
         return Block(layer, k - 1, anatomy, self.recorder, self.routers)
 
@@ -154,22 +159,19 @@ class _Cut:
                 if any(n in mine for n in self._names_of(old)):
                     if self.weights is None:
                         return old
-                    return nn.Parameter(torch.empty_like(old, device=self.device), requires_grad=old.requires_grad)
+                    return allocated(old, self.device)
                 missing.append((name, old))
                 return torch.empty_like(old, device="meta")
             if self.weights is None:
                 return old
-            return torch.zeros_like(old, device=self.device)
+            return allocated(old, self.device)
 
         shell, desk = shell_of(model, anatomy.path, tensor)
         if self.weights is not None:
-            names = [n for n, p in outside(model, anatomy.path) if isinstance(p, nn.Parameter) and n in self._held(shell)]
-            self.weights.fill(shell, "", names)
+            held = {n for n, _ in shell.named_parameters(remove_duplicate=False)}
+            self.weights.fill(shell, "", [n for n, _ in outside(model, anatomy.path) if n in held])
         missing = [(n, p) for name, p in missing for n in self._names_of(p)]
         return Head(shell, desk, anatomy, missing, self.routers) if head else Embed(shell, desk, anatomy)
-
-    def _held(self, shell: nn.Module) -> set[str]:
-        return {n for n, _ in shell.named_parameters(remove_duplicate=False)}
 
     def _names_of(self, parameter: Tensor) -> list[str]:
         if not hasattr(self, "_by_id"):
@@ -236,4 +238,4 @@ def _working_parts(layer: nn.Module) -> list[str]:
     ]
 
 
-__all__ = ["LayerList", "fill_buffers", "layers"]
+__all__ = ["LayerList", "layers"]

@@ -12,6 +12,7 @@ models' forwards.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
+from octopipe.huggingface.anatomy import text_config
 
 IGNORED = -100
 
@@ -32,10 +34,15 @@ class CausalLoss:
     """
 
     def __init__(self, model: nn.Module):
+        if "loss_function" not in inspect.getsource(inspect.unwrap(type(model).forward)):
+            raise OctoPipeError(
+                f"{type(model).__name__} computes its loss by hand in its forward; give Pipeline a loss of your own "
+                "(the last layer's output are the logits)"
+            )
         self._function = model.loss_function
-        text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
+        text = text_config(model)
         weights = (getattr(text, name, None) for name in ("router_aux_loss_coef", "aux_loss_alpha"))
-        self._router_weight = float(next((w for w in weights if w is not None), 0.0))  # type: ignore[arg-type]
+        self._router_weight = float(next((w for w in weights if w is not None), 0.0))
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         given = {"labels": target} if isinstance(target, Tensor) else dict(target)

@@ -21,6 +21,7 @@ from octopipe.huggingface.anatomy import (
     Anatomy,
     Desk,
     Stop,
+    as_layer_returns,
     collect,
     fill_buffers,
     leaves_of,
@@ -84,7 +85,7 @@ class Recorder:
             shell = self._shells[device, dtype] = self._shell(device, dtype)
         ids = {"input_ids": torch.zeros(batch, tokens, dtype=torch.long, device=device)}
         with torch.inference_mode(False), torch.no_grad():
-            return collect(*shell, self._anatomy.num_layers, self._anatomy.returns_tuple, {**ids, **side})
+            return collect(*shell, self._anatomy.num_layers, self._anatomy.returns, {**ids, **side})
 
     def _shell(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Desk]:
         def tensor(name: str, old: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class Embed(nn.Module):
     def forward(self, batch: Any) -> Any:
         anatomy, inputs = self._anatomy, inputs_of(batch)
         stop = 1 + max((k for k, _ in anatomy.carried), default=0)
-        got = collect(self.model, self._desk, stop, anatomy.returns_tuple, inputs)
+        got = collect(self.model, self._desk, stop, anatomy.returns, inputs)
         leaves, _, at = got[0]
         beside = {name: inputs[name] for name in SIDE if name in inputs}
         if anatomy.needs_ids:
@@ -190,7 +191,7 @@ class Head(nn.Module):
             else:
                 leaves, _ = leaves_of(args, kwargs)
                 out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
-            return (out,) if anatomy.returns_tuple else out
+            return as_layer_returns(out, anatomy.returns)
 
         self._desk.visit = visit
         if self._routers is None:

@@ -13,14 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
+from octopipe.huggingface.anatomy import text_config
 
 
 def routers_of(model: nn.Module) -> Routers | None:
     """The model's routers where it trains with their auxiliary loss."""
-    text = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
+    text = text_config(model)
     if not getattr(text, "output_router_logits", False):
         return None
-    base = model.base_model
+    base: Any = model.base_model
     table = getattr(base, "_can_record_outputs", None) or {}
     recorders = table.get("router_logits")
     if recorders is None:
@@ -35,8 +36,9 @@ class Routers:
     """Listens to layers' routers, and says it all again in the head."""
 
     def __init__(self, recorders: list[Any]):
-        self._kinds = [(getattr(r, "target_class", r), getattr(r, "index", 0), getattr(r, "layer_name", None))
-                       for r in recorders]  # fmt: skip
+        self._kinds = [
+            (getattr(r, "target_class", r), getattr(r, "index", 0), getattr(r, "layer_name", None)) for r in recorders
+        ]
 
     @contextmanager
     def listening(self, layer: nn.Module) -> Iterator[list[Tensor]]:
@@ -67,7 +69,8 @@ class Routers:
             out.router_logits = logits
             return out
 
-        handle = model.base_model.register_forward_hook(hook)
+        body: Any = model.base_model
+        handle = body.register_forward_hook(hook)
         try:
             yield
         finally:

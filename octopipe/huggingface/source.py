@@ -6,10 +6,11 @@ Knows: how it becomes a model on `meta` of the right class, and what is refused 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.files import read_json_object, shown
+from octopipe.huggingface.anatomy import Spared
 from octopipe.readers.hf_config import refuse_towers
 
 
@@ -89,10 +91,11 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
     for key in ("output_hidden_states", "output_attentions"):
         if getattr(config, key, False):
             setattr(config, key, False)
+    if dtype is torch.float64:  # grouped kernels know no double precision
+        options["experts_implementation"] = "eager"
     with _quiet():
         try:
-            with torch.device("meta"):
-                model = cls._from_config(config, dtype=dtype, **options)
+            model = _without_memory(lambda: cls._from_config(copy.deepcopy(config), dtype=dtype, **options))
         except Exception as error:  # a family's own checks, missing packages
             why = " ".join(str(error).split())[:200]
             raise OctoPipeError(f"{cls.__name__} cannot be built from this config: {why}") from None
@@ -100,10 +103,21 @@ def build_on_meta(config: Any, *, dtype: torch.dtype, attention: str | None) -> 
     return model  # type: ignore[no-any-return]
 
 
+def _without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            torch.manual_seed(0)  # what constructors draw themselves is the same on every rank
+            with Spared():
+                return build()
+        except (RuntimeError, NotImplementedError):  # a constructor that computes with what is not there
+            with torch.device("meta"):
+                return build()
+
+
 def inner_model(model: nn.Module) -> nn.Module:
     """The transformers model itself: behind PEFT, which has changed it in place."""
     base = getattr(model, "get_base_model", None)
-    found = base() if callable(base) else model
+    found: Any = base() if callable(base) else model
     if not hasattr(found, "config") or not hasattr(found, "_init_weights"):
         raise OctoPipeError(f"{type(model).__name__} is no transformers model; give one, its config, or its folder")
     data = found.config.to_dict()

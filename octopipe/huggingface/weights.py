@@ -32,6 +32,17 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def allocated(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Memory for a parameter or buffer: with its value where its constructor gave it one, else with no number."""
+    if tensor.device.type != "meta":
+        value = tensor.detach().to(device, copy=True)
+    elif tensor.is_floating_point():
+        value = torch.full_like(tensor, float("nan"), device=device)
+    else:
+        value = torch.zeros_like(tensor, device=device)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
 class Weights:
     """Fills pieces of one model that was built on `meta`."""
 
@@ -50,9 +61,19 @@ class Weights:
             self._draw_tied(piece, prefix, names)
         if self._store is not None:
             self._read(piece, prefix, names)
+        for name, value in piece.state_dict().items():
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise OctoPipeError(
+                    f"{prefix}{name}: the model's own code gives it no first value; load a checkpoint (give its folder)"
+                )
 
     def _draw(self, name: str, module: nn.Module) -> None:
         torch.manual_seed((self._seed * 0x9E3779B1 + zlib.crc32(name.encode())) & (2**63 - 1))
+        if hasattr(module, "reset_parameters") and any(_empty(p) for p in module.parameters(recurse=False)):
+            module.reset_parameters()  # type: ignore[operator]
+        elif type(module).__name__ == "Conv1D" and _empty(module.weight):  # transformers' own: drawn as it is made
+            nn.init.normal_(module.weight, std=0.02)  # type: ignore[arg-type]
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         initialise(_owner(self._model, name), module)
 
     def _draw_tied(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
@@ -62,7 +83,9 @@ class Weights:
             if source == name or source in names:
                 continue
             owner, _, attribute = source.rpartition(".")
-            twin = copy.deepcopy(self._model.get_submodule(owner)).to_empty(device=self._device)
+            origin = self._model.get_submodule(owner)
+            memo = {id(t): allocated(t, self._device) for t in (*origin.parameters(), *origin.buffers())}
+            twin = copy.deepcopy(origin, {**memo, id(self._model.config): self._model.config})
             for inner, module in _children_first(twin):
                 self._draw(f"{owner}.{inner}".rstrip("."), module)
             with torch.no_grad():
@@ -99,7 +122,7 @@ class _Store:
         self.where = shown(folder)
         self._model, self._folder = model, folder
         self._file_of = _file_of_keys(folder)
-        self._mapping = get_model_conversion_mapping(model)
+        self._mapping: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
         renamings = [m for m in self._mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, WeightConverter)]
         state = model.state_dict()
@@ -127,7 +150,7 @@ class _Store:
         if not keys:
             return {}
         # The model's own loader fills the model on meta; what it put there is taken out again.
-        before = {n: t for n, t in _state(self._model).items()}
+        before = _state(self._model)
         with contextlib.ExitStack() as stack, _quiet():
             files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {self._file_of[k] for k in keys}}
             slices = {key: files[self._file_of[key]].get_slice(key) for key in keys}
@@ -140,12 +163,17 @@ class _Store:
                 for name, tensor in before.items():
                     owner, _, attribute = name.rpartition(".")
                     home = self._model.get_submodule(owner)
-                    (home._parameters if attribute in home._parameters else home._buffers)[attribute] = tensor
+                    slots: Any = home._parameters if attribute in home._parameters else home._buffers
+                    slots[attribute] = tensor
         wrong = getattr(info, "mismatched_keys", None) or getattr(info, "conversion_errors", None)
         if wrong:
             raise OctoPipeError(f"{self.where}: {str(next(iter(wrong)))[:160]} does not fit the config; use its own")
         first = first_names(self._model)
         return {first.get(name, name): tensor for name, tensor in found.items()}
+
+
+def _empty(parameter: Any) -> bool:
+    return parameter.numel() > 0 and bool(parameter.flatten()[0].isnan())
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
