@@ -290,8 +290,10 @@ class _Trace:
                 module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
         desk.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
         ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+        # Stand-ins have no routers; what those say is `routers.py`'s business.
+        asked = {"output_router_logits": False} if hasattr(text_config(self.model), "output_router_logits") else {}
         with watch:
-            out = shell(input_ids=ids, use_cache=False)
+            out = shell(input_ids=ids, use_cache=False, **asked)
         if len(self.takes) != self.count:
             raise Refused(f"its forward runs {len(self.takes)} of {self.count} layers")
         if getattr(out, "logits", None) is None:

@@ -183,7 +183,8 @@ class _Cut:
     def _ties(self, k: int, piece: nn.Module) -> dict[str, str]:
         """Own name -> the tie's, for parameters that other layers hold too."""
         out = {}
-        for name, _ in piece.named_parameters():
+        # Under every name: a parameter that is replaced by its twin must be replaced wherever it is used.
+        for name, _ in piece.named_parameters(remove_duplicate=False):
             whole = self.prefix(k) + name.split(".", 1)[1]
             names = self._names_of(self.model.get_parameter(whole))
             if len({self._layer_of(n) for n in names}) > 1 or self._at_both_ends(names):
