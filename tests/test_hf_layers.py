@@ -179,7 +179,7 @@ def test_positions_and_packed_sequences_are_the_models_own() -> None:
 
 
 def test_changing_shapes_and_masks_are_recorded_anew() -> None:
-    config = tiny_config("gemma2")
+    config = tiny_config("gemma3_text")
     parts = cut(config)
     modules = [make(parts, k) for k in range(len(parts))]
     model = whole(config, modules, parts)
