@@ -104,7 +104,8 @@ def chained(model_type: str, **changes: Any) -> float:
         loss.backward()
         logits = value if isinstance(value, Tensor) else value[0]
         seen = given.get("attention_mask", torch.ones(ROWS, TOKENS)).bool()
-        off = max(off, finite(float((logits - out.logits)[seen].abs().max())), finite(abs(float((loss - out.loss).detach()))))
+        off = max(off, finite(float((logits - out.logits)[seen].abs().max())))
+        off = max(off, finite(abs(float((loss - out.loss).detach()))))
         total: dict[str, Tensor] = {}
         for k, module in enumerate(modules):
             for name, grad in grads_of(module.named_parameters()).items():
