@@ -99,7 +99,11 @@ class TrainJob:
             if self.plan.num_layers != self.spec.num_layers:
                 raise OctoPipeError(
                     f"the plan has {self.plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
-                    "train the plan's own model (--scale and --layers as it was planned)"
+                    + (
+                        "plan its own layers: octopipe profile, then tune the profile"
+                        if hasattr(self.spec, "class_name")
+                        else "train the plan's own model (--scale and --layers as it was planned)"
+                    )
                 )
             if self.micro_batches not in (None, self.plan.num_micro_batches):
                 raise OctoPipeError(
