@@ -263,3 +263,133 @@ def test_layers_are_named_and_counted() -> None:
     assert name.startswith("model.layers.0.")
 
 
+
+
+# -- the verbs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny config on disk."""
+    tiny_config("qwen3").save_pretrained(tmp_path / "tiny-qwen")
+    return tmp_path / "tiny-qwen"
+
+
+def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octopipe.cli import main
+
+    flags = ["--nproc", "1", "--steps", "2", "--seq", "8", "--no-measure", "--json", "--micro-batches", "2"]
+    assert main(["train", str(folder / "config.json"), *flags]) == 0
+    mine = json.loads(capsys.readouterr().out)
+    assert mine["layers"] == "transformers' Qwen3ForCausalLM, fresh weights"
+    assert main(["train", str(folder), *flags, "--own-layers"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own["layers"] == "octopipe's own layers"
+    # The first loss is the unsplit model's own on the same tokens.
+    from octopipe.training.data import micro_batches as tokens
+    from octopipe.training.data import open_tokens
+
+    parts = layers(folder)
+    modules = [factory() for factory in parts]
+    model = transformers.AutoModelForCausalLM.from_config(parts.config)
+    for k, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            model.get_parameter(parts.name_in_model(k, name)).data.copy_(parameter)
+    inputs, targets = tokens(open_tokens(None, vocab=parts.vocab, seq=8, seed=0), 0, 2, 1)
+    with torch.no_grad():
+        losses = [float(model(input_ids=a, labels=a, shift_labels=b).loss) for a, b in zip(inputs, targets)]
+    assert mine["losses"][0] == pytest.approx(sum(losses) / 2, abs=1e-5)
+
+
+def test_train_says_what_it_cannot_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octopipe.cli import main
+
+    assert main(["train", str(folder), "--scale", "0.5"]) == 2
+    assert "--scale shrinks octopipe's own layers" in capsys.readouterr().err
+    assert main(["train", "llama3-8b", "--own-layers"]) == 2
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    for verb in (["train"], ["profile"], ["simulate", "--pp", "2"], ["tune", "--pp", "2"]):
+        assert main([verb[0], str(folder), *verb[1:]]) == 2
+        assert "encoder" in capsys.readouterr().err
+
+
+def test_without_transformers_train_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(OctoPipeError, match=r"pip install \"octopipe\[hf\]\""):
+        layers(folder)
+
+
+def test_profiles_name_the_models_layers_and_kernels(folder: Path, tmp_path: Path) -> None:
+    from octopipe.measure.trial import profile_workload
+    from octopipe.profile_file import load_profile
+    from octopipe.runtime.world import World
+    from octopipe.verbs.profile import workload_of
+
+    work = workload_of({"model": str(folder), "tokens": 8, "own_layers": False})
+    profile = profile_workload(work, World(None), repeats=1, warm_up=0)
+    profile.save(tmp_path / "profile.json")
+    about = load_profile(tmp_path / "profile.json").about
+    assert about["layers"][0] == "embedding" and "Qwen3DecoderLayer" in about["layers"][1]
+    assert len(about["layers"]) == profile.costs.num_layers == 6
+    assert set(about["kernels"]) == {"attention", "packages"}
+    assert profile.costs.static_bytes[1] == pytest.approx(profile.costs.static_bytes[2])
+
+
+# -- kernels --------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_chosen_by_device_and_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octopipe.nn import kernels
+
+    there: set[str] = set()
+    monkeypatch.setattr(kernels, "installed", lambda *names: set(names) <= there)
+    assert kernels.choose("cpu") == kernels.Kernels(scan="eager", delta="eager")
+    assert kernels.choose("cuda").scan == "eager"  # nothing to compile with
+    there |= {"triton"}
+    assert kernels.choose("cuda").scan == "compiled"
+    assert kernels.choose("cuda", compiled=False).scan == "eager"
+    there |= {"mamba_ssm", "causal_conv1d", "fla"}
+    assert kernels.choose("cuda") == kernels.Kernels(scan="mamba_ssm", delta="fla")
+    assert kernels.choose("cuda", compiled=True).scan == "compiled"
+    assert kernels.choose("cpu").scan == "eager"
+
+
+def test_installed_scan_kernels_are_called_as_their_packages_define_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with the packages' signatures, in plain torch: the mixer's result stays the same."""
+    import sys
+    import types
+
+    import torch.nn.functional as F
+
+    from octopipe.mixers import Mamba2
+    from octopipe.nn import kernels
+    from octopipe.nn.mamba import _ssd_scan, mamba2_mix
+
+    def conv(x: Any, weight: Any, bias: Any, activation: str) -> Any:
+        assert activation == "silu"
+        taps, channels = weight.shape[1], weight.shape[0]
+        return F.silu(F.conv1d(F.pad(x, (taps - 1, 0)), weight[:, None], bias, groups=channels))
+
+    def scan(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any, dt_bias: Any, dt_softplus: bool) -> Any:
+        assert dt_softplus
+        dt = F.softplus(dt + dt_bias)
+        return _ssd_scan(x * dt[..., None], dt * A, B, C, chunk_size) + x * D[:, None]
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=conv))
+    name = "mamba_ssm.ops.triton.ssd_combined"
+    for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(mamba_chunk_scan_combined=scan))
+    layer = Mamba2(hidden=16, heads=4, head_dim=8, state=6, groups=2, conv=4, chunk=4)
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    given = (
+        draw(2, 10, layer.projection_width), draw(layer.conv_width, 4), draw(layer.conv_width), draw(4), draw(4),
+        draw(4), draw(layer.inner),
+    )  # fmt: skip
+    assert torch.allclose(kernels.mamba_ssm_mix()(layer, 1e-5, *given), mamba2_mix(layer, 1e-5, *given), atol=1e-9)
