@@ -104,7 +104,7 @@ def chained(model_type: str, **changes: Any) -> float:
         loss.backward()
         logits = value if isinstance(value, Tensor) else value[0]
         seen = given.get("attention_mask", torch.ones(ROWS, TOKENS)).bool()
-        off = max(off, finite(float((logits - out.logits)[seen].abs().max())))
+        off = max(off, finite(float((logits - out.logits).detach()[seen].abs().max())))
         off = max(off, finite(abs(float((loss - out.loss).detach()))))
         total: dict[str, Tensor] = {}
         for k, module in enumerate(modules):

@@ -244,6 +244,14 @@ def test_layers_that_hand_something_on_besides_the_hidden_state_are_refused() ->
         layers(model)
 
 
+def test_the_example_of_labels_holds() -> None:
+    import doctest
+
+    from octopipe.huggingface import labels
+
+    assert doctest.testmod(labels) == (0, 4)
+
+
 def test_batches_with_unknown_entries_are_refused() -> None:
     embed = cut(tiny_config("llama"))[0]()
     ids = torch.zeros(1, 4, dtype=torch.long)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.huggingface.anatomy import Anatomy, outside, shell_of, trace
+from octopipe.huggingface.anatomy import Anatomy, trace
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.routers import routers_of
+from octopipe.huggingface.shell import outside, shell_of
 from octopipe.huggingface.source import build_on_meta, inner_model, read_config
 from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.huggingface.anatomy import text_config
+from octopipe.huggingface.shell import text_config
 
 IGNORED = -100
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from octopipe.errors import OctoPipeError
-from octopipe.huggingface.anatomy import (
-    Anatomy,
+from octopipe.huggingface.anatomy import Anatomy
+from octopipe.huggingface.shell import (
     Desk,
-    Stop,
     as_layer_returns,
     collect,
     fill_buffers,
@@ -206,6 +205,3 @@ class Head(nn.Module):
             owner, _, attribute = name.rpartition(".")
             object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))
         self._on = device
-
-
-__all__ = ["Block", "Embed", "Head", "Recorder", "Stop", "inputs_of"]

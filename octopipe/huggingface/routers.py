@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.huggingface.anatomy import text_config
+from octopipe.huggingface.shell import text_config
 
 
 def routers_of(model: nn.Module) -> Routers | None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.files import read_json_object, shown
-from octopipe.huggingface.anatomy import Spared
+from octopipe.huggingface.shell import Spared
 from octopipe.readers.hf_config import refuse_towers
 
 

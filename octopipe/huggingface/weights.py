@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
-from octopipe.huggingface.anatomy import StandIn, initialise
+from octopipe.huggingface.shell import StandIn, initialise
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
