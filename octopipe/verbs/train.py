@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
+    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
     with needs_torch():
+        from octopipe.training.guard import ASKED
         from octopipe.training.train import train
     screen = Screen(job, quiet=args.json)
     with screen:
@@ -90,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary(job, result))
     else:
         tell(job, result, args)
+    if result.stopped_by:
+        saved = f"saved {result.checkpoint}: --resume goes on from it" if result.checkpoint else "nothing was saved"
+        after = f" after step {result.reports[-1].step}" if result.reports else ""
+        print(f"octopipe: {ASKED[result.stopped_by]}{after}; {saved}", file=sys.stderr)
+        return 128 + result.stopped_by
     return 0
 
 
@@ -146,6 +154,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         save_every=args.save_every,
         keep=args.keep,
         resume=args.resume,
+        resume_step=args.resume_step,
         timeline=bool(args.timeline),
         adapt_every=args.adapt,
         timeout_s=args.timeout,
