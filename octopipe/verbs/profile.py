@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with needs_torch():
-        from octopipe.measure.trial import ProfileJob, on_ranks, profile_task
+        from octopipe.measure.trial import STATE_FACTOR, ProfileJob, on_ranks, profile_task
 
     recipe = {
         "model": absolute(args.model),
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         work=work,
         repeats=args.repeats,
         warm_up=3,
-        state_factor=2.0 if args.optimizer == "adamw" else 0.0,
+        state_factor=STATE_FACTOR[args.optimizer],
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
     profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]
