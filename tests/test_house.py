@@ -18,13 +18,14 @@ ROOMS = [
     ],
     ["plan", "plan_file", "plan_setting", "price"],
     ["_engine"],
-    ["lowering"],
+    ["blocking", "lowering"],
     ["timeline", "fidelity"],
     ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "recompute", "comparison"],
     ["tuner"],
     ["runtime"],
+    ["huggingface"],
     ["nn"],
     ["measure"],
     ["training"],
@@ -35,7 +36,7 @@ ROOMS = [
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "nn", "measure", "training"}
+TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training"}
 
 
 def room_of(path: Path) -> str:
