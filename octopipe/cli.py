@@ -23,11 +23,15 @@ VERBS = {
     "tune": "find a faster plan: partition, placement and order together",
     "report": "one self-contained HTML page about plans and timelines",
     "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
+    "import": "what PyTorch, torchtitan or Megatron run today, as a plan",
     "serve": "a local page to tune and look at plans",
     "train": "train a model with a plan, for real",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
 }
+
+_MODULES = {"import": "import_plan"}
+"""Verbs whose module cannot have their name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS or words[0] != verb:
         parser.parse_args(words[:1] if words else ["--help"])
         return 0
-    module = importlib.import_module(f"octopipe.verbs.{verb}")
+    module = importlib.import_module(f"octopipe.verbs.{_MODULES.get(verb, verb)}")
     own = argparse.ArgumentParser(prog=f"octopipe {verb}", description=VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
     module.add_arguments(own)
     args = own.parse_args(words[1:])

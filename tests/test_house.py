@@ -20,17 +20,20 @@ ROOMS = [
     ["ramp"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "comparison"],
+    ["foreign_plan"],
     ["tuner"],
     ["runtime"],
     ["nn"],
     ["measure"],
     ["training"],
     ["export", "report"],
+    ["torch_engine", "megatron"],
+    ["torchtitan"],
     ["reproduce"],
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "nn", "measure", "training"}
+TORCH_ROOMS = {"runtime", "nn", "measure", "training", "torch_engine", "torchtitan", "megatron"}
 # Notebooks ask a timeline or a plan to draw itself; the drawing lives below, so the import is made on demand.
 ALLOWED = {("timeline", "report"), ("plan", "report")}
 

@@ -566,3 +566,21 @@ def test_an_output_changed_in_place_behind_a_linear_is_not():
     with SplitMode(layer.parameters(), queue):
         layer(x).mul_(2).relu_().sum().backward()
     assert torch.allclose(layer.weight.grad, want)
+
+
+@pytest.mark.parametrize("call", ["function", "method"])
+def test_a_backward_called_under_the_mode_meets_checkpoints_second_forwards(call):
+    layer = torch.nn.Linear(3, 4).double()
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x).square().sum(), [layer.weight])
+    queue = WeightQueue()
+    with SplitMode(layer.parameters(), queue):
+        loss = checkpoint(layer, x, use_reentrant=False).square().sum()
+        queue.defer = True
+        if call == "function":
+            torch.autograd.backward(loss)
+        else:
+            loss.backward()
+    assert layer.weight.grad is None
+    queue.run()
+    torch.testing.assert_close(layer.weight.grad, want)

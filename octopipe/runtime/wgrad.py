@@ -97,7 +97,7 @@ class SplitMode(TorchFunctionMode):
             if _is_grad_enabled():
                 result = handler(self, *args, **kwargs) if kwargs else handler(self, *args)
                 if result is not None:
-                    return result
+                    return None if result is _DONE else result
             else:
                 self.queue.reruns = True  # perhaps the first forward of a reentrant checkpoint
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -286,7 +286,40 @@ def _embedding(
     return Embedding.apply(input, weight, padding_idx, site)
 
 
-_HANDLERS: dict[Any, Callable[..., Tensor | None]] = {
+def _backward(
+    mode: SplitMode, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+    inputs: Any = None,
+) -> Any:  # fmt: skip
+    """A backward called under the mode: torch takes the mode off for the call, checkpoints' second forwards need it."""
+    if create_graph or inputs is not None or not mode.queue.reruns:
+        return None
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    seeds = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
+    seeds = seeds * len(roots) if len(seeds) == 1 and seeds[0] is None else seeds
+    pairs = [
+        (root, torch.ones_like(root) if seed is None else seed)
+        for root, seed in zip(roots, seeds, strict=True)
+        if root.requires_grad
+    ]
+    with mode:
+        torch.autograd.graph._engine_run_backward(
+            tuple(r for r, _ in pairs), tuple(g for _, g in pairs), bool(retain_graph), False, (),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+    return _DONE
+
+
+def _backward_method(mode: SplitMode, tensor: Tensor, gradient: Any = None, *args: Any, **more: Any) -> Any:
+    return _backward(mode, tensor, gradient, *args, **more)
+
+
+_DONE = object()
+"""What a handler without a result returns: the call is done, and not left alone."""
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.autograd.backward: _backward,
+    Tensor.backward: _backward_method,
     F.linear: _linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,

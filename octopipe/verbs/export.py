@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from octopipe.verbs.common import console, whole_number
@@ -20,7 +21,8 @@ FORMATS = {
     "svg": "a picture for papers",
     "png": "the same picture in pixels",
     "csv": "one row per op and transfer",
-    "pytorch": "compute-only schedule CSV for torch.distributed.pipelining",
+    "torch-csv": "schedule CSV for torch.distributed.pipelining (--with-communication: sends and receives, too)",
+    "pytorch": "the same, under its former name",
     "megatron": "Megatron-LM's layout arguments",
 }
 
@@ -33,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="OUT", help="where to (default: standard output)")
     parser.add_argument("--width", type=whole_number, default=1000, help="of a picture (default: 1000)")
     parser.add_argument("--title", default="", help="of a picture")
+    parser.add_argument(
+        "--with-communication",
+        action="store_true",
+        help="torch-csv: with this plan's proven order of sends and receives (format compute_comms)",
+    )
     add_cost_arguments(parser)
 
 
@@ -54,21 +61,45 @@ def run(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> bytes:
     from octopipe.errors import OctoPipeError
 
-    if args.to == "pytorch":
-        from octopipe.export.pytorch import pytorch_csv
-        from octopipe.plan_file import load_plan
-
-        return pytorch_csv(load_plan(args.file)).encode()
+    if args.with_communication and args.to not in ("torch-csv", "pytorch"):
+        raise OctoPipeError(f"--with-communication says nothing about {args.to}; use it with --to torch-csv")
+    if args.to in ("torch-csv", "pytorch"):
+        return _torch_csv(args)
     from octopipe.report.load import load_entry
 
     entry = load_entry(args.file, setting_of(args))
     if args.to == "megatron":
-        from octopipe.export.megatron import megatron_arguments
+        from octopipe.export.megatron import megatron_layout
 
         if entry.plan is None or entry.costs is None:
             raise OctoPipeError(f"{args.file}: a timeline has no partition; export the plan it was made from")
-        return (megatron_arguments(entry.plan, entry.costs.symbols) + "\n").encode()
+        layout = megatron_layout(entry.plan, entry.costs.symbols)
+        say(layout.notes)
+        return (layout.arguments + "\n").encode()
     return _of_timeline(args, entry)
+
+
+def say(notes: Iterable[str]) -> None:
+    """What differs between the plan and what was written, on stderr."""
+    for note in notes:
+        console(stderr=True).print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _torch_csv(args: argparse.Namespace) -> bytes:
+    from octopipe.export.pytorch import pytorch_csv, pytorch_csv_with_communication, torch_order
+    from octopipe.plan_file import load_plan
+
+    plan = load_plan(args.file)
+    say(torch_order(plan).notes)
+    if not args.with_communication:
+        return pytorch_csv(plan).encode()
+    setting = setting_of(args)
+    costs = None
+    if setting or plan.model or plan.extra.get("setting"):
+        from octopipe.report.load import costs_of
+
+        costs = costs_of(plan, setting, args.file)
+    return pytorch_csv_with_communication(plan, costs).encode()
 
 
 def _of_timeline(args: argparse.Namespace, entry: Entry) -> bytes:
