@@ -582,7 +582,7 @@ def main() -> None:
         for kind, found in measured.items():
             for letter, (f, i, w, held, kept, parameters) in found["layers"].items():
                 say(model=kind, layer=letter, F_ms=round(f, 3), I_ms=round(i, 3), W_ms=round(w, 3),
-                    held_mib=round(held / 2**20, 1), kept_mib=round(kept / 2**20, 1), parameters=parameters)  # fmt: skip
+                    held_mib=round(held / 2**20), kept_mib=round(kept / 2**20), parameters=parameters)  # fmt: skip
     if "tune" in phases:
         measured = json.loads((Path(args.out) / "profile.json").read_text())
         predicted = tune(args, sizes, measured)

@@ -114,7 +114,7 @@ def run_plan(world, plan, kind="gpt", tied=False, ddp=None, steps=1, **more):
             for k, c in enumerate(chunks)
         ]
         config.finalize_model_grads_func = finalize_model_grads
-    step = megatron.forward_backward_func(plan, timeout_s=30.0)
+    step = megatron.forward_backward_func(plan, timeout_s=100.0)
     batches = mm.batches(plan.num_micro_batches)
     for _ in range(steps):
         for m in models if ddp is not None else []:
@@ -151,15 +151,24 @@ def run_plan(world, plan, kind="gpt", tied=False, ddp=None, steps=1, **more):
                 worst = max(worst, 0.0 if want is None and (own is None or not own.any()) else 1.0)
                 continue
             # Without finalize_model_grads copies on two ranks keep their own part; that is Megatron's to add.
-            if tied and ddp is None and name.endswith(("word_embeddings.weight", "output_layer.weight")):
-                if plan.stages[0].rank != plan.stages[-1].rank:
-                    continue
+            apart = plan.stages[0].rank != plan.stages[-1].rank
+            if tied and ddp is None and apart and name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                continue
             worst = max(worst, float((own - want).abs().max() / want.abs().max().clamp_min(1e-30)))
     return worst, loss_error
 
 
 def run_many(world, jobs):
     return [run_plan(world, plan, **more) for plan, more in jobs]
+
+
+def _run(ranks, function, *args):
+    """Megatron-Core takes a while to be imported: more patience than for our own ops."""
+    ranks.start(function, *args)
+    results = ranks.results(timeout_s=400.0)
+    ranks.broken = not all(worked for worked, _ in results)
+    assert not ranks.broken, "\n".join(text for worked, text in results if not worked)
+    return [result for _, result in results]
 
 
 def _assert_equal(results, jobs):
@@ -200,7 +209,7 @@ def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(
         _random(9, 2, recompute=False),
     ]
     jobs = [(plan, {"kind": kind}) for plan in plans]
-    _assert_equal(four.run(run_many, jobs), jobs)
+    _assert_equal(_run(four, run_many, jobs), jobs)
 
 
 def test_tied_embeddings_are_one_wherever_they_lie(four):
@@ -211,13 +220,13 @@ def test_tied_embeddings_are_one_wherever_they_lie(four):
         (_system("interleaved", 2, chunks=2), {"tied": True, "ddp": "overlapped"}),
         (_system("zb-v", 2), {"tied": True, "kind": "hybrid"}),
     ]
-    _assert_equal(four.run(run_many, jobs), jobs)
+    _assert_equal(_run(four, run_many, jobs), jobs)
 
 
 @pytest.mark.parametrize("ddp", ["plain", "overlapped"])
 def test_data_parallel_reduction_with_and_without_overlap(ddp, four):
     jobs = [(_system("zb-h1", 2), {"ddp": ddp, "steps": 3}), (_random(4, 2, recompute=False), {"ddp": ddp, "steps": 2})]
-    _assert_equal(four.run(run_many, jobs), jobs)
+    _assert_equal(_run(four, run_many, jobs), jobs)
 
 
 def test_recomputed_stages_give_the_same_gradients(four):
@@ -225,13 +234,13 @@ def test_recomputed_stages_give_the_same_gradients(four):
     plans = [p for p in plans if any(s.recompute for s in p.stages)][:2]
     own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     jobs = [*((plan, {}) for plan in plans), (_system("zb-h1", 4), own)]
-    _assert_equal(four.run(run_many, jobs), jobs)
+    _assert_equal(_run(four, run_many, jobs), jobs)
 
 
 def test_multi_token_prediction(four):
     costs = CostTable.uniform(num_layers=LAYERS + 1)
     jobs = [(build_plan(name, costs, 2, 4), {"mtp_num_layers": 1, "ddp": "plain"}) for name in ("1f1b", "zb-h1")]
-    _assert_equal(four.run(run_many, jobs), jobs)
+    _assert_equal(_run(four, run_many, jobs), jobs)
 
 
 # -- what it refuses -----------------------------------------------------------------------------------
@@ -255,7 +264,8 @@ def test_ranks_are_renamed_so_that_megatron_finds_first_and_last():
         orders=((Op(0, "F", 0), Op(0, "B", 0)), ()),
     ), "holds no stage"),
     (lambda: Plan(
-        num_layers=LAYERS, num_ranks=1, num_micro_batches=1, stages=(Stage(first=0, stop=LAYERS, rank=0, recompute=(1,)),),
+        num_layers=LAYERS, num_ranks=1, num_micro_batches=1,
+        stages=(Stage(first=0, stop=LAYERS, rank=0, recompute=(1,)),),
         orders=((Op(0, "F", 0), Op(0, "R", 0), Op(0, "B", 0)),),
     ), "whole stages"),
 ])  # fmt: skip
@@ -278,7 +288,7 @@ def wrong_chunks(world, plan):
 
 
 def test_chunks_and_micro_batches_must_be_the_plans(four):
-    for said in four.run(wrong_chunks, _system("1f1b", 2)):
+    for said in _run(four, wrong_chunks, _system("1f1b", 2)):
         assert "5 model chunks" in said[0]
         assert "this step 3" in said[1]
 

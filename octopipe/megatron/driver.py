@@ -88,7 +88,13 @@ class PlanDriver:
     """Walks one rank's program over Megatron's chunks; made ready at the first step, when groups are known."""
 
     def __init__(
-        self, plan: Plan, *, costs: CostTable | None, channel: Channel, transport: str | Transport | None, timeout_s: float
+        self,
+        plan: Plan,
+        *,
+        costs: CostTable | None,
+        channel: Channel,
+        transport: str | Transport | None,
+        timeout_s: float,
     ):
         self.plan = plan
         times = costs or CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
@@ -111,7 +117,7 @@ class PlanDriver:
     def _open(self, models: Sequence[Any], group: Any) -> None:
         rank = group.rank()
         if group.size() != self.plan.num_ranks:
-            raise OctoPipeError(f"the plan has {self.plan.num_ranks} ranks, Megatron's pipeline {group.size()}; use as many")
+            raise OctoPipeError(f"the plan has {self.plan.num_ranks} ranks, Megatron's pipeline {group.size()}")
         self._check_models(models, rank)
         world = World(group if group.size() > 1 else None)
         parameter = next((p for m in models for p in m.parameters()), None)
@@ -338,8 +344,9 @@ class _Walk:
 
     def _gradient(self, cell: Cell, slot: Any) -> Tensor | None:
         if slot is not None:
+            gradient = self.transport.take_gradient(slot)[0]
             cell.sent = None
-            return self.transport.take_gradient(slot)[0]
+            return gradient
         if cell.after is None:
             return None
         gradients, cell.after.gradients = cell.after.gradients, None

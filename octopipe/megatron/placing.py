@@ -26,12 +26,12 @@ def for_megatron(plan: Plan) -> Plan:
     plan.check()
     if len(plan.routes) > 1:
         raise OctoPipeError(
-            f"Megatron-Core's chunks form one chain; this plan has {len(plan.routes)} routes: run it with `octopipe train`"
+            f"Megatron-Core's chunks form one chain; this plan has {len(plan.routes)} routes: use `octopipe train`"
         )
     route = plan.routes[0]
     idle = [r for r in range(plan.num_ranks) if not plan.orders[r]]
     if idle:
-        raise OctoPipeError(f"rank {idle[0]} holds no stage; Megatron-Core needs a chunk on every rank: use fewer ranks")
+        raise OctoPipeError(f"rank {idle[0]} holds no stage; Megatron-Core needs one on every rank: use fewer ranks")
     first, last = plan.stages[route[0]].rank, plan.stages[route[-1]].rank
     ends = {first, last}
     old = [first, *(r for r in range(plan.num_ranks) if r not in ends), *([last] if last != first else [])]
@@ -123,15 +123,17 @@ def placement(plan: Plan, *, mtp_layers: int = 0) -> Any:
             decoders = names.count(LayerType.decoder)
             if decoders != num_layers or (mtp_num_layers or 0) != mtp_layers:
                 raise OctoPipeError(
-                    f"the plan has {decoders} decoder and {mtp_layers} prediction layers, Megatron's config {num_layers} "
-                    f"and {mtp_num_layers or 0}; use the plan's own model"
+                    f"the plan has {decoders} decoder and {mtp_layers} prediction layers, Megatron's config "
+                    f"{num_layers} and {mtp_num_layers or 0}; use the plan's own model"
                 )
             holders = [s for s in plan.stages if LayerType.mtp in names[s.first : s.stop]]
             if len(holders) > 1:
                 raise OctoPipeError("prediction layers in two stages; Megatron-Core runs all of them in one")
             return bool(holders) and holders[0] is not plan.stages[-1]
 
-        def get_layer_offset(self, layer_type: Any = LayerType.decoder, vp_stage: Any = None, pp_rank: Any = None) -> int:
+        def get_layer_offset(
+            self, layer_type: Any = LayerType.decoder, vp_stage: Any = None, pp_rank: Any = None
+        ) -> int:
             from megatron.core import parallel_state
 
             rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
@@ -141,7 +143,8 @@ def placement(plan: Plan, *, mtp_layers: int = 0) -> Any:
             return names[: plan.stages[homes[rank][chunk]].first].count(layer_type)
 
         def pretty_repr(self) -> str:
-            return "\n".join(f"stage {k}: rank {s.rank}, layers {s.first}-{s.stop - 1}" for k, s in enumerate(plan.stages))
+            rows = enumerate(plan.stages)
+            return "\n".join(f"stage {k}: rank {s.rank}, layers {s.first}-{s.stop - 1}" for k, s in rows)
 
     return PlanLayerLayout()
 

@@ -76,7 +76,14 @@ def _divert(linear: Any, split: Split) -> None:
             return usual(input, weight, *args, **more)
         gathers = bool(more.get("sequence_parallel", False))
         return _Product.apply(
-            input, weight.detach(), bias, [weight], holder, bool(more.get("allreduce_dgrad")), gathers, more.get("tp_group")
+            input,
+            weight.detach(),
+            bias,
+            [weight],
+            holder,
+            bool(more.get("allreduce_dgrad")),
+            gathers,
+            more.get("tp_group"),
         )
 
     linear.__dict__["_octopipe_split"] = holder
