@@ -23,13 +23,14 @@ FORMATS = {
     "csv": "one row per op and transfer",
     "torch-csv": "schedule CSV for torch.distributed.pipelining (--with-communication: sends and receives, too)",
     "pytorch": "the same, under its former name",
+    "torchtitan": "torchtitan's settings (the schedule CSV goes to OUT)",
     "megatron": "Megatron-LM's layout arguments",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "formats:\n" + "\n".join(f"  {name:9} {words}" for name, words in FORMATS.items())
+    parser.epilog = "formats:\n" + "\n".join(f"  {name:10} {words}" for name, words in FORMATS.items())
     parser.add_argument("file", metavar="FILE", help="a plan file or a timeline file")
     parser.add_argument("--to", required=True, choices=list(FORMATS), help="the format, one of those below")
     parser.add_argument("-o", "--output", metavar="OUT", help="where to (default: standard output)")
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.errors import OctoPipeError
     from octopipe.files import write_whole
 
+    if args.to == "torchtitan":
+        return _torchtitan(args)
     data = _export(args)
     if args.output and args.output != "-":
         write_whole(args.output, data)
@@ -83,6 +86,21 @@ def say(notes: Iterable[str]) -> None:
     """What differs between the plan and what was written, on stderr."""
     for note in notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _torchtitan(args: argparse.Namespace) -> int:
+    from octopipe.errors import OctoPipeError
+    from octopipe.export.torchtitan import titan_settings
+    from octopipe.files import write_whole
+    from octopipe.plan_file import load_plan
+
+    if not args.output or args.output == "-":
+        raise OctoPipeError("torchtitan reads the schedule from a file; give -o FILE.csv")
+    found = titan_settings(load_plan(args.file))
+    say(found.notes)
+    write_whole(args.output, found.csv.encode())
+    sys.stdout.write(found.lines(args.output))
+    return 0
 
 
 def _torch_csv(args: argparse.Namespace) -> bytes:
