@@ -187,17 +187,21 @@ class Pipeline:
 
         A parameter that several ranks hold counts once. The sum runs in layer order: no plan changes it.
         """
-        norms = self.layers.norms(norm_type)
-        group = self.world.group
-        if group is not None:
-            op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-            wait_for(all_reduce(group, norms, op), self.timeout_s, "the gradient norm")
-        total = norms.max() if norm_type == float("inf") else norms.sum() ** (1.0 / norm_type)
+        total = self.grad_norm(norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The global norm of all ranks' gradients; a parameter that several ranks hold counts once."""
+        norms = self.layers.norms(norm_type)
+        group = self.world.group
+        if group is not None:
+            op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+            wait_for(all_reduce(group, norms, op), self.timeout_s, "the gradient norm")
+        return norms.max() if norm_type == float("inf") else norms.sum() ** (1.0 / norm_type)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():

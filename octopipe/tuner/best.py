@@ -450,7 +450,7 @@ class BestSearch:
                 self._take(plan, timeline, start.name)
                 break
             over = timeline.peak_bytes - np.array(timeline.capacity_bytes)
-            self.margin += np.where(over > 0, over * 1.01 + 1.0, 0.0)
+            self.margin += np.where(over > 0, over * 1.01, 0.0)
             reserved = True
         return reserved
 

@@ -115,7 +115,7 @@ class Desk:
                     state=st, plan=plan, timeline=timeline, step_ms=timeline.step_ms, loads_ms=self.loads(st)
                 )
             over = timeline.peak_bytes - np.array(timeline.capacity_bytes)
-            self.margin = self.margin + np.where(over > 0, over * 1.01 + 1.0, 0.0)
+            self.margin = self.margin + np.where(over > 0, over * 1.01, 0.0)
         return None
 
     # -- where the search begins -----------------------------------------------------------------------

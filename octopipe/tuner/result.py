@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from octopipe.display import one_line
 from octopipe.plan import Plan
 
 
@@ -78,6 +79,11 @@ class TuneResult:
     """With robust: the mean step time over jittered layer times."""
     phase_iterations: dict[str, int] = field(default_factory=dict)
     """How many iterations each phase got."""
+
+    def __repr__(self) -> str:
+        plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"
+        found = f"method {self.method} in {self.seconds:.1f} s"
+        return one_line("TuneResult", f"{self.step_ms:.2f} ms, {self.gap:.2%} above the bound", plan, found)
 
     @property
     def gap(self) -> float:
