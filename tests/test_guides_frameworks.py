@@ -37,7 +37,8 @@ def test_commands_run_one_after_another(name: str, tmp_path: Path, monkeypatch: 
         assert line.startswith("$ octopipe "), line
         words = shlex.split(line.removeprefix("$ octopipe "))
         assert words[0] in VERBS
-        assert main(words) == 0, line
+        code = main(words)
+        assert code == 0 or (words[0] == "simulate" and code == 3), line  # 3: the plan does not fit
     assert len(os.listdir(tmp_path)) >= 2
 
 

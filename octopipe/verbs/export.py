@@ -113,10 +113,10 @@ def _torch_csv(args: argparse.Namespace) -> bytes:
         return pytorch_csv(plan).encode()
     setting = setting_of(args)
     costs = None
-    if setting or plan.model or plan.extra.get("setting"):
-        from octopipe.report.load import costs_of
+    if setting or plan.extra.get("setting") or plan.extra.get("cost_table"):
+        from octopipe.plan_setting import costs_of_plan
 
-        costs = costs_of(plan, setting, args.file)
+        costs = costs_of_plan(plan, setting, args.file)
     return pytorch_csv_with_communication(plan, costs).encode()
 
 

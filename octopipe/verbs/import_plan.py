@@ -149,7 +149,7 @@ def _torch(args: argparse.Namespace, text: str, where: str) -> ForeignPlan:
 
 
 def _costs(args: argparse.Namespace, pp: int) -> CostTable | None:
-    """The model's costs, where a model was named."""
+    """The model's layers, where a model was named; what else was given is kept with the plan and prices it later."""
     from octopipe.errors import OctoPipeError
     from octopipe.resolve import resolve_costs
 
@@ -158,5 +158,4 @@ def _costs(args: argparse.Namespace, pp: int) -> CostTable | None:
         if setting:
             raise OctoPipeError(f"--{next(iter(setting)).replace('_', '-')} prices a model; give --model, too")
         return None
-    named = {k: v for k, v in setting.items() if k not in ("model", "speeds")}
-    return resolve_costs(args.model, pp=pp, rank_speed=args.speeds or (), **named)
+    return resolve_costs(args.model, pp=pp)  # its layers are all that is asked of it here
