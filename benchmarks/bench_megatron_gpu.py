@@ -97,7 +97,7 @@ def gpt_chunk(sizes: Sizes, config: Any, layers: range, pre: bool, post: bool) -
         pre_process=pre,
         post_process=post,
         position_embedding_type="rope",
-        parallel_output=False,
+        parallel_output=True,
         pg_collection=_groups(),
     )
 
@@ -142,7 +142,7 @@ def hybrid_chunk(sizes: Sizes, config: Any, layers: range, pre: bool, post: bool
         pre_process=pre,
         post_process=post,
         position_embedding_type="none",
-        parallel_output=False,
+        parallel_output=True,
         pg_collection=_groups(),
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +43,10 @@ def patch_cuda() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     mamba_block.TENorm = WrappedTorchNorm
+    from megatron.core.tensor_parallel import random as states
+
+    states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    states._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def start(pp: int, *, virtual: int | None = None, embedding_ranks: Callable[..., list[int]] | None = None) -> None:
@@ -246,5 +249,3 @@ def global_name(name: str, first_decoder: int) -> str:
         parts[2] = str(int(parts[2]) + first_decoder)
     return ".".join(parts)
 
-
-provide = partial
