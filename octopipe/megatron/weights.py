@@ -29,7 +29,7 @@ class Split:
         self.local = list(_local_linears(chunk))
         for linear in self.local:
             _divert(linear, self)
-        self.engine = [m for m in _with_own_queue(chunk) if not any(m is x for x in self.local)]
+        self.engine: list[Any] = [m for m in _with_own_queue(chunk) if not any(m is x for x in self.local)]
         """Transformer Engine's modules that put weight gradients off by themselves, oldest first out."""
 
     def weight(self, queue: WeightQueue) -> None:
