@@ -294,7 +294,7 @@ def forward_step(data: Any, model: Any) -> Any:
 
     def loss(output: Any) -> Any:
         mean = output.float().mean()
-        return mean, {"loss": mean.detach()}
+        return mean, {"loss": mean.detach().clone()}  # Megatron divides the first one in place
 
     return out, loss
 
