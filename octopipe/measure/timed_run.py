@@ -10,6 +10,7 @@ import gc
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -168,12 +169,12 @@ class BlockingIpc(TimedIpc):
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)
         work = self._senders[slot.peer].after_receipt()
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return work
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         buffer, work = super()._post_body(slot, leaf)
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return buffer, work
 
 

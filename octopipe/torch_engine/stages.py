@@ -69,20 +69,48 @@ def _takes_one(module: nn.Module) -> bool:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
 
 
+class _StageMode(SplitMode):
+    """The mode also inside the backward PyTorch's stage calls: torch takes it off for the time of that call."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
+        if func is torch.autograd.backward and self.in_backward:
+            return self._outer_backward(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _outer_backward(
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **_: Any
+    ) -> None:
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        seeds = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
+        seeds = seeds * len(roots) if len(seeds) == 1 and seeds[0] is None else seeds
+        both = zip(roots, seeds, strict=True)
+        pairs = [(r, torch.ones_like(r) if g is None else g) for r, g in both if r.requires_grad]
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                tuple(r for r, _ in pairs),
+                tuple(g for _, g in pairs),
+                bool(retain_graph),
+                create_graph,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+
 class PlanStage(PipelineStage):
     """A `PipelineStage` with our weight-gradient split; under DDP and FSDP with PyTorch's own."""
 
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
-        self._mode: SplitMode | None = None
+        self._mode: _StageMode | None = None
         self._queues: dict[int, WeightQueue] = {}
 
-    def _split(self) -> SplitMode | None:
+    def _split(self) -> _StageMode | None:
         """The mode to run under; none where another party watches gradients appear."""
         if not self.has_backward or isinstance(self.submod, DistributedDataParallel | FSDPModule):
             return None
         if self._mode is None:
-            self._mode = SplitMode(self.submod.parameters(), WeightQueue())
+            self._mode = _StageMode(self.submod.parameters(), WeightQueue(), quick=False)
         return self._mode
 
     def clear_runtime_states(self) -> None:
@@ -95,9 +123,13 @@ class PlanStage(PipelineStage):
         mode = self._split()
         if mode is None:
             return super().forward_one_chunk(fwd_chunk_id, *args, **more)
-        mode.queue = self._queues[fwd_chunk_id] = WeightQueue()
-        with mode:
-            return super().forward_one_chunk(fwd_chunk_id, *args, **more)
+        queue = mode.queue = self._queues[fwd_chunk_id] = WeightQueue()
+        queue.shut = True  # a backward inside this forward is the layer's own
+        try:
+            with mode:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **more)
+        finally:
+            queue.shut = False
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -107,10 +139,13 @@ class PlanStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         queue.defer = not full_backward
-        self._mode.queue = queue
-        # Checkpointing runs forwards again: they must meet the same functions.
-        with self._mode if queue.reruns else nullcontext():
-            super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        self._mode.queue, self._mode.in_backward = queue, True
+        try:
+            # Checkpointing runs forwards again: they must meet the same functions.
+            with self._mode if queue.reruns else nullcontext():
+                super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        finally:
+            self._mode.in_backward = False
         self.bwd_cache[bwd_chunk_id] = _contiguous(self.bwd_cache[bwd_chunk_id])
 
     def _compute_input_grads(self, *args: Any, **more: Any) -> tuple[Any, ...]:

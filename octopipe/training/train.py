@@ -166,6 +166,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
             seed=job.seed,
             transport=work.transport(world),
             timeout_s=job.timeout_s,
+            verify=True,
         )
 
     return _Run(job, seat, everyone, make_pipe, plan, profile)
@@ -477,12 +478,15 @@ def _backend(job: TrainJob) -> str:
 @contextlib.contextmanager
 def _shared_gpu(job: TrainJob) -> Iterator[dict[str, str]]:
     """MPS where several ranks share a GPU, so that they compute at the same time."""
-    if job.device == "cpu" or torch.cuda.device_count() >= job.nproc:
+    gpus = 0 if job.device == "cpu" else torch.cuda.device_count()
+    if job.device != "cpu" and gpus == 0:
+        raise OctoPipeError("no CUDA device here; use --device cpu")
+    if job.device == "cpu" or gpus >= job.nproc:
         yield {}
         return
     from octopipe.measure.mps import Mps
 
-    with Mps.start(num_ranks=-(-job.nproc // torch.cuda.device_count())) as mps:
+    with Mps.start(num_ranks=-(-job.nproc // gpus)) as mps:
         yield dict(mps.environment)
 
 

@@ -10,26 +10,26 @@ lot) and `exact` (CP-SAT, small cases).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
-from octopipe.bounds import lower_bound, work_bound_ms
+from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
-from octopipe.tuner.algorithm1 import IterativeSearch
 from octopipe.tuner.best import BestSearch
 from octopipe.tuner.exact import solve
 from octopipe.tuner.explain import explain
-from octopipe.tuner.random_search import RandomSearch
+from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
 from octopipe.tuner.result import Callback, Progress, Step, TuneResult
 from octopipe.tuner.robust import SIGMA, most_robust
 
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
 
-__all__ = ["METHODS", "Method", "Progress", "Step", "TuneResult", "tune"]
+__all__ = ["METHODS", "PHASES", "Method", "PlanClass", "Progress", "Step", "TuneResult", "tune"]
 
 
 def tune(
@@ -46,25 +46,36 @@ def tune(
     iterations: int | None = None,
     progress: Callback | None = None,
     recompute: bool = True,
-    copies: bool = True,
+    copies: bool | None = None,
+    phases: Sequence[str] = PHASES,
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
-    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
+    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")? Left
+    open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
+    are on (methods "octopipe" and "random"). `TuneResult.plans` says which plans the bound and `optimal` speak of.
     `iterations` (moves per worker) instead of time makes the result depend on seed and workers alone.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
-    if method == "best":
-        _compile()
+    if tuple(phases) != PHASES and method not in ("octopipe", "random"):
+        raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
+    notes = []
+    if copies is None:
+        copies = bool(costs.static_bytes.any())
+        if not copies and method == "best":
+            notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
+    _compile(method)
     began = time.monotonic()
-    recomputes = recompute or (start is not None and any(s.recompute for s in start.stages))
-    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches, recomputes)
-    optimal = False
     setting = (costs, num_ranks, num_micro_batches)
+    plans = _class_of(start, PlanClass(recompute=recompute, copies=copies and method == "best"))
+    bound_name, bound = lower_bound(*setting, *plans)
+    optimal = False
     if method == "exact":
-        solved = solve(*setting, budget_s=budget_s, seed=seed, workers=workers, start=start)
+        solved = solve(
+            *setting, budget_s=budget_s, seed=seed, workers=workers, start=start, recompute=recompute, progress=progress
+        )
         found, optimal = solved.found, solved.optimal
-        if solved.lower_bound_ms > bound:
+        if solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
     elif method == "best":
         found = BestSearch(
@@ -91,19 +102,21 @@ def tune(
             recompute=recompute,
             lower_bound_ms=bound,
             progress=progress,
+            phases=phases,
         ).run()
     chosen, timeline, mean_ms = found.plan, found.timeline, None
     if robust:
         chosen, mean_ms = most_robust(getattr(found, "finalists", []) or [chosen], costs, seed=seed)
         timeline = simulate(chosen, costs)
     step_ms = timeline.step_ms
-    if chosen.replicas():
-        # The other arguments speak of the one rank of a layer.
-        bound_name, bound = "work", work_bound_ms(costs, num_ranks, num_micro_batches)
+    if (reached := _class_of(chosen, plans)) != plans:
+        plans = reached
+        bound_name, bound = lower_bound(*setting, *plans)
     plan = chosen.with_extra(
         system="octopipe",
         step_ms=step_ms,
         lower_bound_ms=bound,
+        bound_of=plans.words,
         method=method,
         seed=seed,
         costs=costs.digest(),
@@ -118,7 +131,10 @@ def tune(
         seconds=time.monotonic() - began,
         iterations=found.iterations,
         log=tuple(found.log),
-        explanation=explain(chosen, costs, timeline, bound, bound_name),
+        explanation=explain(chosen, costs, timeline, bound, bound_name, plans),
+        plans=plans,
+        systems=dict(found.systems),
+        notes=tuple(notes),
         interrupted=found.interrupted,
         optimal=optimal,
         mean_jittered_ms=mean_ms,
@@ -126,10 +142,22 @@ def tune(
     )
 
 
+def _class_of(plan: Plan | None, plans: PlanClass) -> PlanClass:
+    """The class, widened to hold this plan."""
+    if plan is None:
+        return plans
+    recomputes = any(s.recompute for s in plan.stages)
+    return PlanClass(recompute=plans.recompute or recomputes, copies=plans.copies or bool(plan.replicas()))
+
+
 @cache
-def _compile() -> None:
+def _compile(method: Method) -> None:
     """Make numba compile (or load) the search before the clock starts: a budget is for searching."""
     tiny = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(rank_memory_bytes=(1e3,))
+    lower_bound(tiny, 2, 2)
+    if method != "best":
+        IterativeSearch(tiny, 2, 2, budget_s=600.0, iterations=6).run()
+        return
     BestSearch(
         tiny,
         2,

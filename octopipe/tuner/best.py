@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 
@@ -43,7 +42,7 @@ from octopipe.tuner.kernels import Problem, make_problem, make_scratch
 from octopipe.tuner.lane import Budget, Lane
 from octopipe.tuner.lottery import Start, twin
 from octopipe.tuner.memory import explain_misfit
-from octopipe.tuner.result import Callback, Progress, Step
+from octopipe.tuner.result import Callback, Found, Progress, Step
 from octopipe.tuner.starts import key_presets, limit_flight, shaped_state, shapes, state_from_plan, usable
 
 SLOW_SYSTEMS = frozenset({"tessel"})
@@ -89,20 +88,6 @@ CLOSE = 0.01
 """How much slower than the best a finalist may be."""
 AT_BOUND = 1.0 + 2e-5
 """A plan this close to the proven bound ends the search."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """What a search hands back."""
-
-    plan: Plan
-    timeline: Timeline
-    iterations: int
-    log: list[Step]
-    interrupted: bool
-    phase_iterations: dict[str, int] = field(default_factory=dict)
-    finalists: list[Plan] = field(default_factory=list)
-    """Plans that fit and are close to the best; what a robust choice is made from."""
 
 
 class BestSearch:

@@ -9,8 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from octopipe.bounds import PlanClass
 from octopipe.display import one_line
 from octopipe.plan import Plan
+from octopipe.timeline import Timeline
+
+
+def gap_of(step_ms: float, bound_ms: float) -> float:
+    """How far above a bound, as a share of it; a rounding error below a bound that is met counts as met.
+
+    >>> gap_of(85.0 - 1e-12, 85.0), gap_of(110.0, 100.0) > 0.0999
+    (0.0, True)
+    """
+    gap = step_ms / bound_ms - 1.0 if bound_ms > 0 else 0.0
+    return 0.0 if abs(gap) < 1e-9 else gap
 
 
 class Step(NamedTuple):
@@ -47,11 +59,28 @@ class Progress(NamedTuple):
 
     @property
     def gap(self) -> float:
-        return self.best_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0
+        """How far above the bound, as a share of it."""
+        return gap_of(self.best_ms, self.lower_bound_ms)
 
 
 Callback = Callable[[Progress], object]
 """Called a few times a second; a returned True ends the search with the best plan so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search hands back."""
+
+    plan: Plan
+    timeline: Timeline
+    iterations: int
+    log: list[Step]
+    interrupted: bool
+    phase_iterations: dict[str, int] = field(default_factory=dict)
+    finalists: list[Plan] = field(default_factory=list)
+    """Plans that fit and are close to the best; what a robust choice is made from."""
+    systems: dict[str, float] = field(default_factory=dict)
+    """Step times of the published systems whose plans were built on the way and fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +91,7 @@ class TuneResult:
     step_ms: float
     """As `simulate(plan, costs).step_ms` says."""
     lower_bound_ms: float
-    """No plan whatsoever is faster."""
+    """No plan of the class `plans` is faster."""
     bound_name: str
     """Which argument gives that bound."""
     method: str
@@ -74,11 +103,17 @@ class TuneResult:
     explanation: str
     interrupted: bool = False
     optimal: bool = False
-    """The exact method proved that no plan is faster."""
+    """The exact method proved that no plan of the class `plans` is faster."""
+    plans: PlanClass = field(default_factory=PlanClass)
+    """Which plans were searched, and which the bound and `optimal` speak of."""
     mean_jittered_ms: float | None = None
     """With robust: the mean step time over jittered layer times."""
     phase_iterations: dict[str, int] = field(default_factory=dict)
     """How many iterations each phase got."""
+    systems: dict[str, float] = field(default_factory=dict)
+    """Step times of published systems in this setting, as far as the search built their plans."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of the setting: a default that was decided by what the costs lack."""
 
     def __repr__(self) -> str:
         plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"
@@ -88,4 +123,4 @@ class TuneResult:
     @property
     def gap(self) -> float:
         """How far above the proven bound, as a share of it."""
-        return self.step_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0
+        return gap_of(self.step_ms, self.lower_bound_ms)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "perfetto": "a trace for ui.perfetto.dev and chrome://tracing (gzipped when OUT ends in .gz)",
     "svg": "a picture for papers",
-    "png": "the same picture in pixels",
+    "png": "the same picture in pixels (needs the extra octopipe[png])",
     "csv": "one row per op and transfer",
     "torch-csv": "schedule CSV for torch.distributed.pipelining (--with-communication: sends and receives, too)",
     "pytorch": "the same, under its former name",
