@@ -27,6 +27,7 @@ ROOMS = [
     ["tuner"],
     ["planner"],
     ["runtime"],
+    ["huggingface"],
     ["nn"],
     ["measure"],
     ["training"],
@@ -38,7 +39,7 @@ ROOMS = [
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "nn", "measure", "training", "torch_engine", "torchtitan", "megatron"}
+TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training", "torch_engine", "torchtitan", "megatron"}
 
 
 def room_of(path: Path) -> str:

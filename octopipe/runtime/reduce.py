@@ -170,6 +170,8 @@ class Reducer:
             if bucket.missing:
                 flags.copy_(torch.tensor([float(g is not None) for g in grads]))
             bucket.flat = torch.cat([*parts, flags])
+        for p in bucket.parameters:
+            p.grad = None  # it is in `flat`: twice would be more memory than a plan counts on
         self._advance(bucket)
 
     def _advance(self, bucket: Bucket) -> bool:
