@@ -25,13 +25,11 @@ from octopipe.lowering import Channel, lower
 from octopipe.megatron.placing import for_megatron
 from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.weights import Split
-from octopipe.plan import Plan
+from octopipe.plan import F, I, Plan, R, W
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, rank_program
 from octopipe.runtime.transports import Transport, make_transport
 from octopipe.runtime.wgrad_ops import WeightQueue
 from octopipe.runtime.world import World
-
-F, R, I, W, B = range(5)
 
 
 def forward_backward_func(
@@ -124,7 +122,7 @@ class PlanDriver:
         device = torch.device("cpu") if parameter is None else parameter.device
         self._mine = rank_program(self.program, rank)
         self._transport = make_transport(self._wanted, world, self.program, device, self._timeout_s)
-        self._transport.open(self._mine.slots)
+        self._transport.open(self._mine)
         self._world, self._device = world, device
 
     def _check_models(self, models: Sequence[Any], rank: int) -> None:
