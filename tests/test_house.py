@@ -23,6 +23,7 @@ ROOMS = [
     ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "recompute", "comparison"],
+    ["foreign_plan"],
     ["tuner"],
     ["runtime"],
     ["huggingface"],
@@ -31,12 +32,14 @@ ROOMS = [
     ["training"],
     ["export", "report"],
     ["planner"],
+    ["torch_engine", "megatron"],
+    ["torchtitan"],
     ["reproduce"],
     ["api"],
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training"}
+TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training", "torch_engine", "torchtitan", "megatron"}
 
 
 def room_of(path: Path) -> str:
