@@ -30,9 +30,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from octopipe._compile import njit
 from octopipe.cost import CostTable
 from octopipe.ramp import Ramp
 

@@ -26,9 +26,9 @@ all of it stands on one rank.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from octopipe._compile import njit
 from octopipe.cost import CostTable
 
 Array = NDArray[np.float64]

@@ -10,21 +10,21 @@ lot) and `exact` (CP-SAT, small cases).
 from __future__ import annotations
 
 import time
-from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from octopipe.bounds import lower_bound, work_bound_ms
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.hide import hide_transfers
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
-from octopipe.tuner.algorithm1 import IterativeSearch
-from octopipe.tuner.best import BestSearch
-from octopipe.tuner.exact import solve
+from octopipe.timeline import Timeline
 from octopipe.tuner.explain import explain
-from octopipe.tuner.random_search import RandomSearch
-from octopipe.tuner.result import Callback, Progress, Step, TuneResult
-from octopipe.tuner.robust import SIGMA, most_robust
+from octopipe.tuner.result import Callback, Found, Progress, Step, TuneResult
+from octopipe.tuner.robust import most_robust
+from octopipe.tuner.search import Search
+from octopipe.tuner.settings import SETTINGS
+from octopipe.tuner.warm import compile_search
 
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
@@ -51,52 +51,24 @@ def tune(
     """The fastest plan found within the budget; it always fits in memory.
 
     `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
-    `iterations` (moves per worker) instead of time makes the result depend on seed and workers alone.
+    `iterations` (moves per lane) instead of time makes the result depend on the seed alone, on any machine.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     if method == "best":
-        _compile()
+        compile_search()
     began = time.monotonic()
-    recomputes = recompute or (start is not None and any(s.recompute for s in start.stages))
-    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches, recomputes)
-    optimal = False
-    setting = (costs, num_ranks, num_micro_batches)
-    if method == "exact":
-        solved = solve(*setting, budget_s=budget_s, seed=seed, workers=workers, start=start)
-        found, optimal = solved.found, solved.optimal
-        if solved.lower_bound_ms > bound:
-            bound_name, bound = "CP-SAT", solved.lower_bound_ms
-    elif method == "best":
-        found = BestSearch(
-            *setting,
-            budget_s=budget_s,
-            seed=seed,
-            workers=workers,
-            iterations=iterations,
-            start=start,
-            recompute=recompute,
-            copies=copies,
-            lower_bound_ms=bound,
-            progress=progress,
-            jitter=SIGMA if robust else 0.0,
-        ).run()
-    else:
-        search = IterativeSearch if method == "octopipe" else RandomSearch
-        found = search(
-            *setting,
-            budget_s=budget_s,
-            seed=seed,
-            iterations=iterations,
-            start=start,
-            recompute=recompute,
-            lower_bound_ms=bound,
-            progress=progress,
-        ).run()
-    chosen, timeline, mean_ms = found.plan, found.timeline, None
+    found, optimal, proven_ms = _search(
+        costs, num_ranks, num_micro_batches, budget_s=budget_s, seed=seed, method=method, start=start, robust=robust,
+        workers=workers, iterations=iterations, progress=progress, recompute=recompute, copies=copies,
+    )  # fmt: skip
+    chosen, mean_ms = found.plan, None
     if robust:
-        chosen, mean_ms = most_robust(getattr(found, "finalists", []) or [chosen], costs, seed=seed)
-        timeline = simulate(chosen, costs)
+        chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
+    chosen, timeline = _hide(chosen, costs, budget_s, iterations, seed)
     step_ms = timeline.step_ms
+    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches, any(s.recompute for s in chosen.stages))
+    if proven_ms > bound:
+        bound_name, bound = "CP-SAT", proven_ms
     if chosen.replicas():
         # The other arguments speak of the one rank of a layer.
         bound_name, bound = "work", work_bound_ms(costs, num_ranks, num_micro_batches)
@@ -109,6 +81,7 @@ def tune(
         costs=costs.digest(),
         search=[s.as_dict() for s in found.log],
     )
+    overlap = timeline.overlap
     return TuneResult(
         plan=plan,
         step_ms=step_ms,
@@ -123,27 +96,51 @@ def tune(
         optimal=optimal,
         mean_jittered_ms=mean_ms,
         phase_iterations=found.phase_iterations,
+        hidden_share=overlap.rate,
+        overlappable_share=overlap.overlappable_rate,
     )
 
 
-@cache
-def _compile() -> None:
-    """Make numba compile (or load) the search before the clock starts: a budget is for searching."""
-    tiny = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(rank_memory_bytes=(1e3,))
-    BestSearch(
-        tiny,
-        2,
-        2,
-        budget_s=600.0,
-        seed=0,
-        workers=1,
-        iterations=8,
-        start=None,
-        recompute=True,
-        copies=True,
-        lower_bound_ms=0.0,
-        progress=None,
-    ).run()
+def _search(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, *, method: Method, robust: bool, copies: bool,
+    workers: int | None, **given: Any,
+) -> tuple[Found, bool, float]:  # fmt: skip
+    """What a method finds, whether it proved that nothing is faster, and the bound it proved itself."""
+    setting, bound_ms = (costs, num_ranks, num_micro_batches), 0.0
+    recompute = bool(given["recompute"])
+    if method == "exact":
+        from octopipe.tuner.exact import solve
+
+        solved = solve(*setting, budget_s=given["budget_s"], seed=given["seed"], workers=workers, start=given["start"])
+        return solved.found, solved.optimal, solved.lower_bound_ms
+    if method == "best":
+        # Only a bound of all plans that are searched may end the search.
+        if copies:
+            bound_ms = work_bound_ms(*setting)
+        else:
+            bound_ms = lower_bound(*setting, recompute).ms
+        jitter = SETTINGS.jitter if robust else 0.0
+        return Search(
+            *setting, workers=workers, copies=copies, lower_bound_ms=bound_ms, jitter=jitter, **given
+        ).run(), False, 0.0  # fmt: skip
+    from octopipe.tuner.paper import IterativeSearch, RandomSearch
+
+    search = IterativeSearch if method == "octopipe" else RandomSearch
+    return search(*setting, lower_bound_ms=lower_bound(*setting, recompute).ms, **given).run(), False, 0.0
+
+
+def _hide(
+    plan: Plan, costs: CostTable, budget_s: float, iterations: int | None, seed: int
+) -> tuple[Plan, Timeline]:
+    """The plan with transfers behind computation where that costs nothing, and its timeline."""
+    before = simulate(plan, costs)
+    if iterations is not None:
+        moves, seconds = SETTINGS.hide_moves, None
+    else:
+        moves, seconds = None, min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
+    better = hide_transfers(plan, costs, moves=moves, budget_s=seconds, seed=seed)
+    after = simulate(better, costs)
+    return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
 
 
 def _check(

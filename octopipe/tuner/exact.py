@@ -30,10 +30,9 @@ from octopipe.plan import Op, Plan, Stage
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
 from octopipe.tuner.algorithm1 import IterativeSearch
-from octopipe.tuner.best import Found
-from octopipe.tuner.kernels import make_problem
+from octopipe.tuner.core.problem import make_problem
 from octopipe.tuner.memory import explain_misfit
-from octopipe.tuner.result import Step
+from octopipe.tuner.result import Found, Step
 
 RESOLUTION = 1_000_000
 """Time units in the serial time of a step."""

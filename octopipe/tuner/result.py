@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from octopipe.plan import Plan
+from octopipe.timeline import Timeline
 
 
 class Step(NamedTuple):
@@ -54,6 +55,22 @@ Callback = Callable[[Progress], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search hands back."""
+
+    plan: Plan
+    timeline: Timeline
+    iterations: int
+    log: list[Step]
+    interrupted: bool
+    phase_iterations: dict[str, int] = field(default_factory=dict)
+    finalists: list[Plan] = field(default_factory=list)
+    """Plans that fit and are close to the best; what a robust choice is made from."""
+    systems: dict[str, float] = field(default_factory=dict)
+    """Step times of the published systems whose plans were built on the way and fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
     """The best plan found, how good it is, and how it was found."""
 
@@ -78,6 +95,11 @@ class TuneResult:
     """With robust: the mean step time over jittered layer times."""
     phase_iterations: dict[str, int] = field(default_factory=dict)
     """How many iterations each phase got."""
+
+    hidden_share: float = 1.0
+    """Sends and receives that run wholly behind their rank's computation, as a share of all."""
+    overlappable_share: float = 1.0
+    """The same as the paper counts: those that run behind computation at least in part."""
 
     @property
     def gap(self) -> float:
