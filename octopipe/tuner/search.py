@@ -30,11 +30,10 @@ import numpy as np
 from octopipe._compile import usable_cores
 from octopipe.bounds import loads_bound_ms
 from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
-from octopipe.tuner.core.problem import CAPACITY, MARGIN, VARIANTS, Problem, make_problem, make_rng
+from octopipe.tuner.core.problem import MARGIN, Problem, make_problem, make_rng
 from octopipe.tuner.encode import arrays_of, orders_in, plan_of, writable
 from octopipe.tuner.lane import Budget, Lane
 from octopipe.tuner.memory import explain_misfit
@@ -43,14 +42,8 @@ from octopipe.tuner.population import Judge, Start
 from octopipe.tuner.result import Callback, Found, Progress, Step
 from octopipe.tuner.settings import SETTINGS
 from octopipe.tuner.starts import structure_of
-from octopipe.tuner.warm import ready, wait_for
-
-SLOW_SYSTEMS = frozenset({"tessel"})
-"""Systems that run a solver for longer than a start is worth."""
-COPYING_SYSTEMS = frozenset({"chimera", "dualpipe"})
-"""Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
-UNLIKE_FIRST = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
-"""Systems built first where time is short: the others' plans are much like one of theirs."""
+from octopipe.tuner.systems import Systems
+from octopipe.tuner.warm import wait_for
 
 
 class Search:
@@ -121,7 +114,7 @@ class Search:
 
     def run(self) -> Found:
         interrupted = False
-        builder = threading.Thread(target=self._build_systems, daemon=True)
+        builder = threading.Thread(target=self._from_systems, daemon=True)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SETTINGS.switch_s)
         try:
@@ -289,73 +282,16 @@ class Search:
         self._gather(reserve=True)
         self._report()
 
-    # -- published systems -----------------------------------------------------------------------------
+    def _from_systems(self) -> None:
+        """Published systems' plans: candidates themselves, and starts for the lanes; copies improved."""
+        Systems(
+            self.costs, self.problem, self.max_stages, budget_s=self.budget_s, seed=self.seed, counted=self.iterations,
+            start=self.start, allowed=self._allowed, consider=self._consider_plan, share=self._share,
+            seen_ms=lambda: self.seen_ms, stop=self.stop,
+        ).run([lane.inbox for lane in self.lanes])  # fmt: skip
 
-    def _build_systems(self) -> None:
-        """Plans of the published systems that apply here: candidates themselves, and starts for the lanes."""
-        from octopipe.systems import build_plan, systems
-
-        while self.iterations is None and not (ready("systems") and ready("orders")):
-            if self.stop.wait(SETTINGS.poll_s) or self.elapsed() > SETTINGS.copies_until * self.budget_s:
-                return
-        wait_for("systems")
-        several: list[Plan] = [self.start] if self.start is not None and len(self.start.routes) > 1 else []
-        began = time.thread_time()
-        names = sorted(systems(), key=lambda n: (n not in COPYING_SYSTEMS, n not in UNLIKE_FIRST))
-        for number, name in enumerate(n for n in names if n not in SLOW_SYSTEMS):
-            late = self.iterations is None and time.thread_time() - began > SETTINGS.systems * self.budget_s
-            if self.stop.is_set() or late:
-                break
-            try:
-                plan = build_plan(
-                    name, self.costs, self.problem.ranks, self.problem.micro_batches, split_backward=True
-                )
-            except (OctoPipeError, ImportError):
-                continue
-            if not self._allowed(plan):
-                continue
-            self._consider_plan(plan, name)
-            if len(plan.routes) > 1:
-                several.append(plan)
-            elif len(plan.stages) <= self.max_stages:
-                structure = structure_of(self.problem, self.max_stages, plan)
-                self.lanes[number % len(self.lanes)].inbox.append((name, structure))
-        wait_for("orders")
-        self._improve_copies([p for p in several if writable(p)])
-
-    def _improve_copies(self, plans: list[Plan]) -> None:
-        """Polish the best plan that holds layers more than once, as long as it can compete."""
-        if not self.copies or not plans or self.problem.count[VARIANTS] > 1:
-            return
-        room = SETTINGS.copies_room if self.problem.has_buffers else 1.0
-        rank = self.problem.rank.copy()
-        rank[CAPACITY] *= room
-        problem = self.problem._replace(rank=rank)
-        rng, walks = make_rng(self.seed, 77), []
-        for plan in plans:
-            most = max(len(plan.stages), self.max_stages)
-            walk = Polisher(problem, most, rng, *arrays_of(problem, most, plan), name=str(plan.extra.get("system", "")))
-            if walk.best_ms < np.inf:
-                walk.run(SETTINGS.copies_trial, SETTINGS.copies_hot)
-                walks.append(walk)
-        if not walks:
-            return
-        walk = min(walks, key=lambda w: w.best_ms)
-        first, done, moves = self.elapsed() / self.budget_s, 0.0, 0
-        while done < 1.0 and not self.stop.is_set():
-            if done > SETTINGS.copies_after and walk.best_ms > SETTINGS.copies_close * self.seen_ms:
-                break
-            walk.run(
-                SETTINGS.copies_chunk, SETTINGS.copies_hot * (SETTINGS.copies_cold / SETTINGS.copies_hot) ** done
-            )
-            moves += SETTINGS.copies_chunk
-            if self.iterations is None:
-                done = (self.elapsed() / self.budget_s - first) / max(SETTINGS.copies_until - first, 1e-9)
-            else:
-                done = moves / max(self.iterations, 1)
-        if walk.best_ms < self.best_ms:
-            plan = plan_of(self.problem, self.costs, walk.best, walk.best_orders)
-            self._consider_plan(plan, f"{walk.name}, improved")
+    def _share(self) -> float:
+        return self.elapsed() / self.budget_s
 
     # -- candidates ------------------------------------------------------------------------------------
 
