@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,9 @@ from octopipe.errors import OctoPipeError
 from octopipe.files import read_json_object
 from octopipe.layer_times import costs_of_layer_times
 from octopipe.tuner import tune
-from octopipe.tuner.algorithm1 import PHASES, IterativeSearch
 from octopipe.tuner.exact import solve
-from octopipe.tuner.random_search import RandomSearch
+from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
+from octopipe.tuner.paper.settings import Settings
 from octopipe.tuner.result import Step
 
 PROFILE = Path(__file__).resolve().parents[2] / "shared" / "profiles" / "nemotron-h-8b.json"
@@ -38,6 +39,8 @@ SYNTHETIC = {
 }
 RANKS, MICRO_BATCHES, LAYERS = 8, 16, 224
 FOREVER = 1 << 30
+ALONE: dict[str, Any] = {"systems": False, "settings": Settings(patience=FOREVER)}
+"""From 1F1B alone, as the paper compares them, and without giving up."""
 
 
 def scaled() -> tuple[CostTable, str]:
@@ -69,14 +72,14 @@ def search_cost(seeds: int, first: int, iterations: int, budget_s: float) -> Non
     print(f"Lower bound {bound.ms:.1f} ms ({bound.name}). Seeds {first} to {first + seeds - 1}; ", end="")
     print("step times in ms as mean (range).\n")
     # Compile before the clock runs.
-    IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, seed=0, iterations=8).run()
+    IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, iterations=8, systems=False).run()
     kinds = {"Algorithm 1": IterativeSearch, "random": RandomSearch}
     by_count: dict[str, list[list[Step]]] = {}
     by_time: dict[str, list[list[Step]]] = {}
     for name, kind in kinds.items():
         for logs, limit, most in ((by_count, 1e6, iterations), (by_time, budget_s, FOREVER)):
             logs[name] = [
-                kind(costs, RANKS, MICRO_BATCHES, budget_s=limit, seed=s, iterations=most, patience=FOREVER).run().log
+                kind(costs, RANKS, MICRO_BATCHES, budget_s=limit, seed=s, iterations=most, **ALONE).run().log
                 for s in range(first, first + seeds)
             ]
     print(f"| {iterations} iterations | partition | placement | schedule | seconds a run |")

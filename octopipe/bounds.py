@@ -1,17 +1,19 @@
-"""Proven lower bounds on the step time of any plan: what no partition, placement or order can beat.
+"""Proven lower bounds on the step time of the plans of a class: what no partition, placement or order can beat.
 
 Knows: the costs, the number of ranks and micro-batches. Does not know: any plan. Only *ramp* knows the memory limit
 (which can only slow a plan down, so the others stay valid under it).
 
-Notation: layer l has work w(l) over all micro-batches (its optimizer update included); P(l) is the forward time
-of the smallest micro-batch through the layers before l, on the fastest rank; c the shortest transfer. A plan
-holds every layer once (plans that hold layers twice do the same work, see `systems/chimera.py`; the arguments
-below that speak of "the rank of a layer" do not cover them, so they are left out for such plans: work only).
+A bound speaks of a `PlanClass`: plans may or may not recompute, and hold each layer once or on several ranks. A wider
+class has faster plans, so its bound is lower; every answer names the class it is about.
 
+Notation: layer l has work w(l) over all micro-batches (its optimizer update included); P(l) is the forward time
+of the smallest micro-batch through the layers before l, on the fastest rank; c the shortest transfer.
+
+Plans that hold each layer once:
 - *work*: all the work, divided by the speed of all ranks.
 - *chain*: all F and I of a layer run on one rank, one after another. Before the first of them a micro-batch
-  passes the layers before; after the last one its gradient passes back to layer 0. Of the R ranks in use at
-  most L-1-l first appear after layer l, so both ways cross at least R-1-(L-1-l) times between ranks.
+  passes the layers before; after the last one its gradient passes back to layer 0, whose W comes last. Of the R ranks
+  in use at most L-1-l first appear after layer l, so both ways cross at least R-1-(L-1-l) times between ranks.
 - *heads*: let ranks be numbered in the order in which the chain first reaches them. Rank j is reached after at
   least j layers and j transfers, so it idles P(j) + jc at first. Sum over ranks: T >= work + mean idle time.
 - *ramp*: by time u only so much work can have been done: the first gradient waits for the whole forward chain, later
@@ -20,6 +22,9 @@ below that speak of "the rank of a layer" do not cover them, so they are left ou
 - *loads*: layers cannot be cut: the smallest possible maximum over ranks of (head + work of whole layers),
   where the rank that is reached first holds layer 0. Found by dealing layers of equal work out rank by rank
   (dynamic programming over how many of each kind are dealt), exact to a hundred-thousandth.
+
+Plans that may hold layers on several ranks: `copied_bound`, with the same arguments for layers that as many ranks share
+as have room for the weights, and with the reduction of gradients that every copied layer ends with.
 
 All but work and loads-without-heads assume that every rank is used; otherwise one rank fewer shares the work,
 so the result is capped by the work bound of one rank fewer.
@@ -32,14 +37,33 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octopipe._compile import njit
 from octopipe.cost import CostTable
+from octopipe.loads import dealable, deals
 from octopipe.ramp import Ramp
+from octopipe.simulator import _all_reduce_ms as all_reduce_ms
 
 Array = NDArray[np.float64]
 _MAX_STATES = 60_000
 _MAX_DEALS = 40_000_000
 """Steps of one round of dealing (about twenty rounds are made); beyond it the loads bound is the work bound."""
+
+
+class PlanClass(NamedTuple):
+    """Which plans a bound or an optimum speaks of."""
+
+    recompute: bool = True
+    """They may recompute activations."""
+    copies: bool = False
+    """They may hold layers on several ranks."""
+
+    @property
+    def words(self) -> str:
+        """`plans that hold each layer once and recompute nothing`."""
+        held = "may hold layers on several ranks" if self.copies else "hold each layer once"
+        return f"plans that {held} and {'may recompute' if self.recompute else 'recompute nothing'}"
+
+    def as_dict(self) -> dict[str, object]:
+        return {"copies": self.copies, "recompute": self.recompute, "words": self.words}
 
 
 class Bound(NamedTuple):
@@ -49,29 +73,51 @@ class Bound(NamedTuple):
     ms: float
 
 
-def bounds(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> tuple[Bound, ...]:
-    """Every bound, the strongest first; those without `recompute` hold for plans that do not recompute alone."""
-    work = work_bound_ms(costs, num_ranks, num_micro_batches)
-    # With a rank unused the slowest one is left out at best.
-    cap = _work_over(costs, num_micro_batches, sorted(_slow(costs, num_ranks))[: num_ranks - 1])
-    found = [
-        Bound("work", work),
-        Bound("chain", max(chain_bound_ms(costs, num_ranks, num_micro_batches), work)),
-        Bound("heads", min(heads_bound_ms(costs, num_ranks, num_micro_batches), cap)),
-        Bound("ramp", min(ramp_bound_ms(costs, num_ranks, num_micro_batches, recompute), cap)),
-        Bound("loads", min(loads_bound_ms(costs, num_ranks, num_micro_batches), cap)),
-    ]
-    return tuple(sorted(found, key=lambda b: -b.ms))
+def bounds(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True, copies: bool = False
+) -> tuple[Bound, ...]:
+    """Every bound on plans of this class, the strongest first."""
+    if copies:
+        setting = costs, num_ranks, num_micro_batches
+        return copied_bound(*setting, recompute), _work(*setting)
+    return _ordered(_single(costs, num_ranks, num_micro_batches, recompute))
 
 
-def lower_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> Bound:
-    """The strongest bound, with its name."""
-    return bounds(costs, num_ranks, num_micro_batches, recompute)[0]
+def lower_bound(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True, copies: bool = False
+) -> Bound:
+    """The strongest bound on plans of this class (`PlanClass(recompute, copies)`), with its name."""
+    return bounds(costs, num_ranks, num_micro_batches, recompute, copies)[0]
 
 
 def lower_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
-    """The strongest bound known here."""
+    """The strongest bound on plans that hold each layer once."""
     return lower_bound(costs, num_ranks, num_micro_batches).ms
+
+
+def _work(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Bound:
+    return Bound("work", work_bound_ms(costs, num_ranks, num_micro_batches))
+
+
+def _ordered(found: list[Bound]) -> tuple[Bound, ...]:
+    return tuple(sorted(found, key=lambda b: -b.ms))
+
+
+def _cap_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
+    """With a rank unused the slowest one is left out at best."""
+    return _work_over(costs, num_micro_batches, sorted(_slow(costs, num_ranks))[: num_ranks - 1])
+
+
+def _single(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool) -> list[Bound]:
+    setting = costs, num_ranks, num_micro_batches
+    work, cap = _work(*setting), _cap_ms(*setting)
+    return [
+        work,
+        Bound("chain", max(chain_bound_ms(*setting), work.ms)),
+        Bound("heads", min(heads_bound_ms(*setting), cap)),
+        Bound("ramp", min(ramp_bound_ms(*setting, recompute), cap)),
+        Bound("loads", min(loads_bound_ms(*setting), cap)),
+    ]
 
 
 # -- the bounds one by one -------------------------------------------------------------------------------
@@ -90,7 +136,7 @@ def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> 
     lead = np.concatenate(([0.0], np.cumsum(least * costs.forward_ms)[:-1]))
     tail = np.concatenate(([0.0], np.cumsum(least * costs.input_ms)[:-1]))
     serial = size.sum(axis=0) * (costs.forward_ms + costs.input_ms)
-    plain = fastest * (lead + serial + tail)
+    plain = fastest * (lead + serial + tail + least[0] * costs.weight_ms[0])
     behind = costs.num_layers - 1 - np.arange(costs.num_layers)
     best = 0.0
     # k ranks in use: fewer ranks mean fewer transfers but more work each; the truth is the best of these cases.
@@ -142,17 +188,121 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> 
     low = high = max(floor, min(slow) * float(work.max()))
     states = int(np.prod(counts[others] + 1.0))
     most_deals = _MAX_DEALS // (states * num_ranks)
-    if _deals(high / min(slow), kinds[others], counts[others] + 1, most_deals) >= most_deals:
+    if deals(high / min(slow), kinds[others], counts[others] + 1, most_deals) >= most_deals:
         return floor  # many layers that all differ: the exact answer would take minutes
-    while not _dealable(high, heads, slow, kinds, counts, main, others, first):
+    while not dealable(high, heads, slow, kinds, counts, main, others, first):
         low, high = high, high * 1.04
     while high - low > 1e-5 * high:
         middle = 0.5 * (low + high)
-        if _dealable(middle, heads, slow, kinds, counts, main, others, first):
+        if dealable(middle, heads, slow, kinds, counts, main, others, first):
             high = middle
         else:
             low = middle
     return low
+
+
+# -- layers on several ranks --------------------------------------------------------------------------------
+
+
+def copied_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True) -> Bound:
+    """The bound on plans that may hold layers on several ranks.
+
+    A plan that copies layer l ends with the reduction of its gradients, which waits for all its weight gradients: it
+    takes t(l) at least. Let layers be numbered by t. For any k: a plan that copies none but the first k takes at least
+    what holds for such plans; any other takes at least t(k + 1), and what holds for plans that may copy all.
+    """
+    most = _most_copies(costs, num_ranks)
+    ends = _copied_ms(costs, num_ranks, num_micro_batches, most)
+    order = [int(l) for l in np.argsort(ends, kind="stable") if most[l] > 1]
+
+    def may_copy(k: int) -> NDArray[np.int64]:
+        copies = np.ones(costs.num_layers, np.int64)
+        copies[order[:k]] = most[order[:k]]
+        return copies
+
+    # What holds with the first k copied grows weaker with k, and t(k) stronger: `low` is the last k before they cross.
+    low, high = 0, len(order) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        held = _shared(costs, num_ranks, num_micro_batches, recompute, may_copy(middle), ramp=False)
+        low, high = (middle, high) if ends[order[middle - 1]] < held.ms else (low, middle)
+    if low == 0:
+        best = _ordered(_single(costs, num_ranks, num_micro_batches, recompute))[0]
+    else:
+        best = _shared(costs, num_ranks, num_micro_batches, recompute, may_copy(low))
+    if high > len(order):
+        return best
+    beyond = _shared(costs, num_ranks, num_micro_batches, recompute, may_copy(len(order)))
+    least = float(ends[order[high - 1]])
+    return min(best, beyond if beyond.ms >= least else Bound("reduction", least), key=lambda b: b.ms)
+
+
+def _most_copies(costs: CostTable, num_ranks: int) -> NDArray[np.int64]:
+    """On how many ranks each layer may lie: all memory, less everything once, over the layer's static bytes."""
+    room = sum(costs.capacity_bytes(r) for r in range(num_ranks)) - float(costs.static_bytes.sum())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        extra = np.where(costs.static_bytes > 0, np.floor(room / costs.static_bytes * (1 + 1e-9)), np.inf)
+    return np.asarray(1 + np.clip(extra, 0, num_ranks - 1)).astype(np.int64)
+
+
+def _share(costs: CostTable, num_micro_batches: int, copies: NDArray[np.int64]) -> Array:
+    """Of every layer the least that its busiest rank has of the micro-batches (in average ones)."""
+    if costs.micro_batch_factor is None:
+        return np.ceil(num_micro_batches / copies)
+    return np.asarray(_sizes(costs, num_micro_batches).sum(axis=0) / copies)
+
+
+def _copied_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, most: NDArray[np.int64]) -> Array:
+    """No plan that holds the layer on two ranks or more is faster: all its weight gradients, then their reduction."""
+    fastest, least = min(_slow(costs, num_ranks)), _sizes(costs, num_micro_batches).min(axis=0)
+    forward, inward = least * costs.forward_ms, least * costs.input_ms
+    lead = np.concatenate(([0.0], np.cumsum(forward)[:-1]))
+    shared = lead + _share(costs, num_micro_batches, most) * costs.layer_ms
+    once = forward.sum() + np.cumsum(inward[::-1])[::-1] + least * costs.weight_ms
+    links = [costs.network.link(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+    reduced = [min((all_reduce_ms(float(b), 2, link) for link in links), default=0.0) for b in costs.gradient_bytes]
+    return np.asarray(fastest * np.maximum(shared, once) + np.array(reduced))
+
+
+def _shared(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool, copies: NDArray[np.int64],
+    *, ramp: bool = True,
+) -> Bound:  # fmt: skip
+    """The arguments for plans that hold layer l on at most copies[l] ranks."""
+    slow, least = _slow(costs, num_ranks), _sizes(costs, num_micro_batches).min(axis=0)
+    forward, inward = least * costs.forward_ms, least * costs.input_ms
+    lead, tail = (np.concatenate(([0.0], np.cumsum(x)[:-1])) for x in (forward, inward))
+    serial = _share(costs, num_micro_batches, copies) * (costs.forward_ms + costs.input_ms)
+    chain = min(slow) * float((lead + serial + tail).max() + least[0] * costs.weight_ms[0])
+    heads = _shared_heads(costs, num_ranks, copies)
+    rates = np.sort(1.0 / np.array(slow))[::-1]
+    work_ms = float(_layer_work(costs, num_micro_batches).sum())
+    cap = _cap_ms(costs, num_ranks, num_micro_batches)
+    idle = float((work_ms + (rates * heads).sum()) / rates.sum())
+    work = _work(costs, num_ranks, num_micro_batches)
+    found = [work, Bound("chain", max(chain, work.ms)), Bound("heads", min(idle, cap))]
+    if ramp:
+        start_up = Ramp(costs, num_ranks, num_micro_batches, 0.0, recompute, copies)
+        found.append(Bound("ramp", min(start_up.bound_ms(work_ms, rates, heads), cap)))
+    return _ordered(found)[0]
+
+
+def _shared_heads(costs: CostTable, num_ranks: int, copies: NDArray[np.int64]) -> Array:
+    """Idle time of the j-th rank that is reached: at most sum over l <= k of copies[l] ranks hold a layer up to k, and
+    no more than there is memory for copies of these."""
+    room = sum(costs.capacity_bytes(r) for r in range(num_ranks)) - float(costs.static_bytes.sum())
+    before = min(_slow(costs, num_ranks)) * np.concatenate(([0.0], np.cumsum(_least_forward(costs))))
+    hop = _hop_ms(costs, num_ranks)
+    heads: list[float] = []
+    extra: list[float] = []
+    for k in range(costs.num_layers):
+        extra += [float(costs.static_bytes[k])] * int(copies[k] - 1)
+        affordable = int(np.searchsorted(np.cumsum(sorted(extra)), room * (1 + 1e-9), side="right"))
+        reached = min(k + 1 + affordable, num_ranks)
+        heads += [float(before[k]) + (hop if k else 0.0)] * (reached - len(heads))
+        if len(heads) == num_ranks:
+            break
+    return np.array(heads + [heads[-1]] * (num_ranks - len(heads)))
 
 
 # -- pieces ----------------------------------------------------------------------------------------------
@@ -190,118 +340,13 @@ def _hop_ms(costs: CostTable, num_ranks: int) -> float:
     return min(link.latency_ms + least * link.ms_per_byte for link in links)
 
 
+def _least_forward(costs: CostTable) -> Array:
+    """Forward time of the smallest micro-batch through every layer."""
+    least = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor.min(axis=0)
+    return np.asarray(least * costs.forward_ms)
+
+
 def _heads(costs: CostTable, num_ranks: int) -> Array:
     """Idle time of the j-th rank that the chain reaches, before it is reached."""
-    least = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor.min(axis=0)
-    before = np.concatenate(([0.0], np.cumsum(least * costs.forward_ms)))[:num_ranks]
+    before = np.concatenate(([0.0], np.cumsum(_least_forward(costs))))[:num_ranks]
     return min(_slow(costs, num_ranks)) * before + np.arange(num_ranks) * _hop_ms(costs, num_ranks)
-
-
-def _dealable(
-    limit: float, heads: Array, slow: list[float], kinds: Array, counts: NDArray[np.int64], main: int,
-    others: NDArray[np.int64], first: int,
-) -> bool:  # fmt: skip
-    """Can all layers be dealt to the ranks within `limit`?
-
-    State: layers dealt of every kind but `main`; value: the most layers of `main` dealt beside them. `first`
-    is the kind of layer 0, which the rank that is reached first holds (-1: not known which that is).
-    """
-    shape = counts[others] + 1
-    strides = np.concatenate((np.cumprod(shape[::-1])[::-1][1:], [1])).astype(np.int64) if others.size else shape
-    most = np.full(int(np.prod(shape)), -1, np.int64)
-    most[0] = 0
-    if first >= 0:
-        # Layer 0 is dealt before all others.
-        if first == main:
-            most[0] = 1
-        else:
-            most[0] = -1
-            most[strides[int(np.flatnonzero(others == first)[0])]] = 0
-    for number, (head, factor) in enumerate(zip(heads, slow)):
-        room = (limit - head) / factor - (kinds[first] if first >= 0 and number == 0 else 0.0)
-        if room < -1e-9:
-            if first >= 0 and number == 0:
-                return False
-            continue
-        most = _deal(most, room, kinds[others], shape, strides, kinds[main])
-    return bool(most[-1] >= counts[main])
-
-
-@njit(cache=True, nogil=True)
-def _deals(room, kinds, shape, limit):  # type: ignore[no-untyped-def]
-    """How many mixes of layers fit into one rank's room, counted up to `limit`."""
-    combo = np.zeros(kinds.size, np.int64)
-    count = 0
-    while count < limit:
-        left = room
-        for d in range(kinds.size):
-            left -= combo[d] * kinds[d]
-        d = kinds.size - 1
-        if left >= -1e-9:
-            count += 1
-        else:
-            while d >= 0 and combo[d] == 0:
-                d -= 1
-            if d < 0:
-                return count
-            combo[d] = 0
-            d -= 1
-        while d >= 0:
-            combo[d] += 1
-            if combo[d] < shape[d]:
-                break
-            combo[d] = 0
-            d -= 1
-        if d < 0:
-            return count
-    return count
-
-
-@njit(cache=True, nogil=True)
-def _deal(most, room, kinds, shape, strides, main_ms):  # type: ignore[no-untyped-def]
-    """States after one more rank of this room: every mix of the other kinds, filled up with the main one."""
-    dims = kinds.size
-    grown = np.full(most.size, -1, np.int64)
-    combo = np.zeros(dims, np.int64)
-    place = np.zeros(dims, np.int64)
-    while True:
-        left = room
-        shift = 0
-        for d in range(dims):
-            left -= combo[d] * kinds[d]
-            shift += combo[d] * strides[d]
-        fits = left >= -1e-9
-        if fits:
-            extra = np.int64(np.floor(left / main_ms + 1e-9))
-            place[:] = 0
-            for state in range(most.size):
-                if most[state] >= 0:
-                    inside = True
-                    for d in range(dims):
-                        if place[d] + combo[d] >= shape[d]:
-                            inside = False
-                            break
-                    if inside and most[state] + extra > grown[state + shift]:
-                        grown[state + shift] = most[state] + extra
-                for d in range(dims - 1, -1, -1):
-                    place[d] += 1
-                    if place[d] < shape[d]:
-                        break
-                    place[d] = 0
-        # The next combination; one that does not fit ends its innermost digit.
-        d = dims - 1
-        if not fits:
-            while d >= 0 and combo[d] == 0:
-                d -= 1
-            if d < 0:
-                return grown
-            combo[d] = 0
-            d -= 1
-        while d >= 0:
-            combo[d] += 1
-            if combo[d] < shape[d]:
-                break
-            combo[d] = 0
-            d -= 1
-        if d < 0:
-            return grown

@@ -21,6 +21,11 @@ adds as much work after u. So a token in its forward may leave out any F, and th
 where I follows its F at once (the last stage, one micro-batch at a time) nothing is repeated: that stage's F is added
 to what can be done, for the stage (a suffix of the layers) that is worst for the bound; a long one has much work, and
 all of it stands on one rank.
+
+*Copies.* Where c ranks may hold layer l, of any c + 1 runs of an op two stand on one rank: run j ends no earlier than
+run j - c and the op's time after it; token j starts I(l) no earlier than j + 1 F(l) and j + 1 - c I(l) take on c ranks;
+the layer's work by u is at most c times what fits into one rank's time. Prefixes and memory are counted as before: a
+copy only takes more. Recomputation beside copies: the limit is left out.
 """
 
 from __future__ import annotations
@@ -41,21 +46,27 @@ class Ramp:
     """Earliest times and most work of one setting. Times are those of the fastest rank."""
 
     def __init__(
-        self, costs: CostTable, num_ranks: int, num_micro_batches: int, hop_ms: float, recompute: bool
-    ) -> None:
+        self, costs: CostTable, num_ranks: int, num_micro_batches: int, hop_ms: float, recompute: bool,
+        copies: NDArray[np.int64] | None = None,
+    ) -> None:  # fmt: skip
+        """`copies`: the most ranks that may hold each layer; left out: one, and all ranks are used in turn."""
         self.costs, self.num_ranks, self.recompute = costs, num_ranks, recompute
+        self.copies = np.ones(costs.num_layers, np.int64) if copies is None else copies
         self.fast = min(costs.slowdown(r) for r in range(num_ranks))
         factor = costs.micro_batch_factor
         size = np.ones((num_micro_batches, costs.num_layers)) if factor is None else factor[:num_micro_batches]
         self.least, self.most = size.min(axis=0), size.max(axis=0)
         layers = costs.num_layers
         self.forward, self.input = self.fast * self.least * costs.forward_ms, self.fast * self.least * costs.input_ms
-        self.start = earliest_starts(self.forward, self.input, num_micro_batches, _hops(layers, num_ranks) * hop_ms)
+        # With copies a micro-batch need not cross between ranks at all.
+        hops = _hops(layers, num_ranks) * hop_ms if copies is None else np.zeros(layers)
+        self.start = earliest_starts(self.forward, self.input, num_micro_batches, hops, self.copies)
         room = sum(costs.capacity_bytes(r) for r in range(num_ranks)) - float(costs.static_bytes.sum())
         large = self.start.size > _LARGE
         self.times, self.prices = (_TIMES // 2, _PRICES // 3) if large else (_TIMES, _PRICES)
         # Micro-batches of different sizes hold different memory; the argument is not made for them.
-        self.room_bytes = room if factor is None and room > 0 else np.inf
+        known = factor is None and room > 0 and not (recompute and copies is not None)
+        self.room_bytes = room if known else np.inf
 
     def most_done(self, until_ms: float, room_bytes: float) -> float:
         """No schedule has done more work by then (in ms of a rank of speed 1)."""
@@ -65,7 +76,7 @@ class Ramp:
             self.most * costs.forward_ms, self.most * costs.input_ms, self.most * costs.weight_ms,
             costs.activation_bytes, costs.stash_bytes,
         )  # fmt: skip
-        done = min(_per_layer(until_ms, self.fast, *arrays[:7]), _tokens(until_ms, 0.0, False, *arrays))
+        done = min(_per_layer(until_ms, self.fast, self.copies, *arrays[:7]), _tokens(until_ms, 0.0, False, *arrays))
         if not np.isfinite(room_bytes):
             return done
         per_byte = costs.forward_ms.sum() / max(float(costs.activation_bytes.sum()), 1e-300)
@@ -118,33 +129,38 @@ def _hops(num_layers: int, num_ranks: int) -> Array:
     return np.maximum(num_ranks - 1 - behind, 0).astype(np.float64)
 
 
-def earliest_starts(forward: Array, inward: Array, num_tokens: int, hop_ms: Array) -> Array:
+def earliest_starts(forward: Array, inward: Array, num_tokens: int, hop_ms: Array, copies: NDArray[np.int64]) -> Array:
     """[op of the chain, token]: no earlier does the token start the op."""
     layers, j = forward.size, np.arange(num_tokens)
     start = np.empty((2 * layers, num_tokens))
     ready = np.zeros(num_tokens)
     reached = np.concatenate(([0.0], np.cumsum(forward)[:-1])) + hop_ms
     for l in range(layers):
-        ready = np.maximum(ready, reached[l] + j * forward[l])
-        start[l] = _in_turn(ready, forward[l])
+        c = int(copies[l])
+        ready = np.maximum(ready, reached[l] + j // c * forward[l])
+        start[l] = _in_turn(ready, forward[l], c)
         ready = start[l] + forward[l]
     for l in range(layers - 1, -1, -1):
-        ready = np.maximum(ready, start[l, 0] + (j + 1) * forward[l] + j * inward[l])
-        start[2 * layers - 1 - l] = _in_turn(ready, inward[l])
+        c = int(copies[l])
+        behind = ((j + 1) * forward[l] + np.maximum(j + 1 - c, 0) * inward[l]) / c
+        ready = np.maximum(ready, start[l, 0] + behind)
+        start[2 * layers - 1 - l] = _in_turn(ready, inward[l], c)
         ready = start[2 * layers - 1 - l] + inward[l]
     return start
 
 
-def _in_turn(ready: Array, took: float) -> Array:
-    """start[j] = max(ready[j], start[j-1] + took), for all j at once."""
-    lag = took * np.arange(ready.size)
-    turn: Array = np.maximum.accumulate(ready - lag) + lag
-    return turn
+def _in_turn(ready: Array, took: float, ranks: int) -> Array:
+    """start[j] = max(ready[j], start[j - ranks] + took, start[j - 1]), for all j at once."""
+    turn = np.empty_like(ready)
+    for k in range(min(ranks, ready.size)):
+        lag = took * np.arange(ready[k::ranks].size)
+        turn[k::ranks] = np.maximum.accumulate(ready[k::ranks] - lag) + lag
+    return np.asarray(np.maximum.accumulate(turn))
 
 
 @njit(cache=True, nogil=True)
-def _per_layer(until, slow, start, f_took, i_took, w_took, f_work, i_work, w_work):  # type: ignore[no-untyped-def]
-    """Work by `until`, memory aside; a layer does no more than fits between its first start and then."""
+def _per_layer(until, slow, copies, start, f_took, i_took, w_took, f_work, i_work, w_work):  # type: ignore[no-untyped-def]
+    """Work by `until`, memory aside; a layer does no more than fits between its first start and then, on its ranks."""
     layers, tokens = f_took.size, start.shape[1]
     total = 0.0
     for l in range(layers):
@@ -154,7 +170,7 @@ def _per_layer(until, slow, start, f_took, i_took, w_took, f_work, i_work, w_wor
             at = start[2 * layers - 1 - l, j]
             done += min(max((until - at) / slow, 0.0), i_work[l])
             done += min(max((until - at - i_took[l]) / slow, 0.0), w_work[l])
-        total += min(done, max(until - start[l, 0], 0.0) / slow)
+        total += min(done, copies[l] * max(until - start[l, 0], 0.0) / slow)
     return total
 
 

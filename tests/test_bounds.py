@@ -6,8 +6,10 @@ import random
 
 import numpy as np
 import pytest
+from brute_force import least_ms
 
-from octopipe.bounds import bounds, lower_bound_ms, ramp_bound_ms
+from octopipe.bounds import PlanClass, bounds, copied_bound, lower_bound, lower_bound_ms, ramp_bound_ms, work_bound_ms
+from octopipe.cluster import Link, Network
 from octopipe.comparison import compare
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
@@ -88,3 +90,96 @@ def test_bounds_of_random_settings_are_ordered_and_positive() -> None:
         assert [b.ms for b in found] == sorted((b.ms for b in found), reverse=True)
         assert found[-1].ms > 0
         assert compare(costs, ranks, micro_batches, names=["1f1b"]).lower_bound_ms == found[0].ms
+
+
+def tiny(seed: int, layers: int, *, limit: bool) -> CostTable:
+    """Small enough to try everything; half-milliseconds, gibibytes."""
+    lot = np.random.default_rng(seed)
+    costs = CostTable(
+        model="tiny",
+        symbols="T" * layers,
+        forward_ms=lot.integers(1, 6, layers) / 2,
+        input_ms=lot.integers(1, 6, layers) / 2,
+        weight_ms=lot.integers(0, 5, layers) / 2,
+        network=Network.constant(float(lot.choice([0.0, 0.3]))),
+        activation_bytes=lot.integers(2, 7, layers) * GIB,
+        stash_bytes=lot.integers(0, 3, layers) * GIB,
+        static_bytes=lot.integers(0, 4, layers) * GIB,
+    )
+    return costs.replace(rank_memory_bytes=(float(lot.integers(7, 18)) * GIB,)) if limit else costs
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("micro_batches", "limit", "plans"),
+    [
+        (2, False, PlanClass(recompute=False, copies=False)),
+        (3, False, PlanClass(recompute=False, copies=True)),
+        (2, True, PlanClass(recompute=False, copies=True)),
+        (2, True, PlanClass(recompute=True, copies=False)),
+        (2, True, PlanClass(recompute=True, copies=True)),
+    ],
+)
+def test_no_plan_of_its_class_is_below_a_bound(seed: int, micro_batches: int, limit: bool, plans: PlanClass) -> None:
+    """Against the least time over every placement, every order, every choice of copies and recomputation."""
+    costs = tiny(seed, 2, limit=limit)
+    least = least_ms(costs, 2, micro_batches, copies=plans.copies, recompute=plans.recompute)
+    for bound in bounds(costs, 2, micro_batches, *plans):
+        assert bound.ms <= least * (1 + 1e-9), bound
+
+
+def test_a_wider_class_never_has_a_higher_bound() -> None:
+    for seed in range(12):
+        costs, ranks, micro_batches = limited(seed)
+        once = lower_bound(costs, ranks, micro_batches, False, False).ms
+        assert lower_bound(costs, ranks, micro_batches, True, False).ms <= once * (1 + 1e-9)
+        for recompute in (False, True):
+            copied = lower_bound(costs, ranks, micro_batches, recompute, True).ms
+            single = lower_bound(costs, ranks, micro_batches, recompute, False).ms
+            assert work_bound_ms(costs, ranks, micro_batches) <= copied <= single * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_published_plan_with_copies_is_below_the_bound_with_copies(seed: int) -> None:
+    costs, ranks, micro_batches = limited(200 + seed)
+    costs = costs.replace(rank_memory_bytes=tuple(3 * b for b in costs.rank_memory_bytes))
+    costs = costs.replace(gradient_bytes=np.full(costs.num_layers, 1e6))
+    for name in ("chimera", "dualpipe"):
+        try:
+            plan = build_plan(name, costs, ranks - ranks % 2, 2 * micro_batches, split_backward=True)
+        except OctoPipeError:
+            continue
+        timeline = simulate(plan, costs)
+        if timeline.fits and plan.replicas():
+            for bound in bounds(costs, plan.num_ranks, plan.num_micro_batches, False, True):
+                assert bound.ms <= timeline.step_ms * (1 + 1e-9), (name, bound)
+
+
+def test_a_heavy_layer_may_be_shared_where_it_may_be_copied() -> None:
+    """Closed form: two ranks that hold everything do two of four micro-batches each."""
+    heavy = CostTable(
+        model="heavy",
+        symbols="TL",
+        forward_ms=np.array([1.0, 8.0]),
+        input_ms=np.array([1.0, 8.0]),
+        weight_ms=np.array([1.0, 5.0]),
+    )
+    each = float(heavy.layer_ms.sum()) * 2
+    assert lower_bound(heavy, 2, 4, False, False).ms > each
+    assert lower_bound(heavy, 2, 4, False, True).ms == pytest.approx(each)
+
+
+def test_copies_that_cannot_be_reduced_in_time_or_held_do_not_weaken_the_bound() -> None:
+    link = Link(latency_ms=0.1, ms_per_byte=1e-9)
+    costs = CostTable.uniform(num_layers=6).replace(
+        network=Network(intra=link, inter=link), gradient_bytes=np.full(6, 1e12)
+    )
+    assert copied_bound(costs, 3, 4).ms == lower_bound(costs, 3, 4).ms
+    full = costs.replace(gradient_bytes=np.zeros(6), static_bytes=np.full(6, GIB), rank_memory_bytes=(2.1 * GIB,))
+    assert copied_bound(full, 3, 4).ms > work_bound_ms(full, 3, 4)
+
+
+def test_classes_speak_in_words() -> None:
+    assert PlanClass(recompute=False, copies=False).words == "plans that hold each layer once and recompute nothing"
+    assert PlanClass().words == "plans that hold each layer once and may recompute"
+    assert "several ranks" in PlanClass(copies=True).words

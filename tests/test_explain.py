@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from octopipe.bounds import PlanClass
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
 from octopipe.simulator import simulate
@@ -51,10 +52,12 @@ def test_the_gap_and_its_argument_are_told() -> None:
     costs = costs_with_head()
     plan = build_plan("1f1b", costs, 4, 8)
     timeline = simulate(plan, costs)
-    assert "at most 25.00 % above the best possible (chain)" in explain(
-        plan, costs, timeline, timeline.step_ms / 1.25, "chain"
+    once = PlanClass(recompute=False)
+    assert "at most 25.00 % above the best of plans that hold each layer once and recompute nothing (chain)" in explain(
+        plan, costs, timeline, timeline.step_ms / 1.25, "chain", once
     )
-    assert "no plan can be faster" in explain(plan, costs, timeline, timeline.step_ms, "chain")
+    wide = explain(plan, costs, timeline, timeline.step_ms, "work", PlanClass(copies=True))
+    assert "of plans that may hold layers on several ranks and may recompute none can be faster" in wide
 
 
 def test_memory_near_its_limit_and_the_optimizer_are_told() -> None:

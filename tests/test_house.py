@@ -17,7 +17,7 @@ ROOMS = [
     ["_engine"],
     ["lowering"],
     ["timeline", "fidelity"],
-    ["ramp"],
+    ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "comparison"],
     ["tuner"],

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError
+from octopipe.errors import DoesNotFitError, OctoPipeError
+from octopipe.plan import I, Plan
+from octopipe.price import hop_times, stage_memory, stage_times, static_bytes, workspace_bytes
 from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.systems import build_plan, systems
 from octopipe.timeline import Bubbles, Timeline
-from octopipe.tuner import tune
-from octopipe.tuner.algorithm1 import PHASES, IterativeSearch, bubble_phase
-from octopipe.tuner.candidate import Desk
-from octopipe.tuner.partition import migrations, slide
-from octopipe.tuner.placement import disperse
-from octopipe.tuner.random_search import RandomSearch
+from octopipe.tuner import paper, tune
+from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch, bubble_phase
+from octopipe.tuner.paper.candidate import Desk, State, shifted
+from octopipe.tuner.paper.partition import migrations, slide
+from octopipe.tuner.paper.placement import disperse
+from octopipe.tuner.paper.settings import Settings
+from octopipe.tuner.paper.structure import derived, keys_of, layer_times, recomputed, retimed, stages_of
 
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -76,30 +82,31 @@ def test_the_result_beats_its_start_and_is_what_the_simulator_says(method: str) 
 
 def test_every_iteration_is_logged_and_the_best_never_worsens() -> None:
     result = tune(hybrid(), RANKS, MICRO_BATCHES, method="octopipe", iterations=40, budget_s=60)
-    assert [s.iteration for s in result.log] == list(range(len(result.log)))
-    assert result.log[0].phase == "start" and {s.phase for s in result.log[1:]} <= set(PHASES)
+    tuned = [s for s in result.log if s.phase != "start"]
+    assert [s.iteration for s in tuned] == list(range(1, len(tuned) + 1))
+    assert result.log[0].phase == "start" and {s.phase for s in result.log} <= {"start", *PHASES}
     best = [s.best_ms for s in result.log]
     assert best == sorted(best, reverse=True) and best[-1] == pytest.approx(result.step_ms)
-    assert sum(result.phase_iterations.values()) == result.iterations == len(result.log) - 1
+    assert sum(result.phase_iterations.values()) == result.iterations == len(tuned)
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:
-    runs = [
-        IterativeSearch(hybrid(), RANKS, MICRO_BATCHES, budget_s=60, seed=3, iterations=25).run() for _ in range(2)
-    ]
+    runs = [IterativeSearch(hybrid(), RANKS, MICRO_BATCHES, budget_s=60, seed=3, iterations=25).run() for _ in range(2)]
     assert runs[0].plan == runs[1].plan
     assert [s._replace(seconds=0) for s in runs[0].log] == [s._replace(seconds=0) for s in runs[1].log]
 
 
 def test_random_search_draws_phases_evenly() -> None:
-    search = RandomSearch(hybrid(), RANKS, MICRO_BATCHES, budget_s=60, seed=0, iterations=90, patience=1000)
+    search = RandomSearch(
+        hybrid(), RANKS, MICRO_BATCHES, budget_s=60, iterations=90, systems=False, settings=Settings(patience=1000)
+    )
     counts = search.run().phase_iterations
     assert all(15 <= counts[p] <= 45 for p in PHASES)
 
 
 def test_an_uneven_start_is_balanced_first() -> None:
     costs = hybrid().replace(network=Network.constant(0.0))
-    result = IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, seed=0, iterations=1).run()
+    result = IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, iterations=1, systems=False).run()
     step = result.log[1]
     assert step.phase == "partition" and step.after_ms < step.before_ms
 
@@ -118,12 +125,66 @@ def test_when_nothing_fits_the_error_names_rank_and_mend() -> None:
         tune(costs, RANKS, MICRO_BATCHES, method="octopipe", recompute=False, budget_s=10)
 
 
-def test_a_given_plan_is_where_the_search_begins() -> None:
+@pytest.mark.parametrize("system", ["interleaved", "chimera", "mario"])
+def test_a_given_plan_is_kept_exactly_until_something_is_faster(system: str) -> None:
+    """Orders, copies and recomputation of a start are its own: none is rebuilt on the way in."""
+    costs = hybrid(memory=400.0)
+    given = build_plan(system, costs, RANKS, MICRO_BATCHES)
+    own = simulate(given, costs).step_ms
+    again = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=4, budget_s=60, start=given)
+    assert again.log[0].before_ms == pytest.approx(own, rel=1e-12)
+    assert again.step_ms <= own
+    unchanged = IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, iterations=0, start=given).run()
+    assert unchanged.plan.orders == given.orders and unchanged.plan.stages == given.stages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_behind_no_published_system_that_fits_and_holds_layers_once(seed: int) -> None:
+    lot = np.random.default_rng(seed)
+    costs = hybrid(20, memory=float(lot.integers(30, 60)))
+    result = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=3, budget_s=60, seed=seed)
+    for name in systems():
+        if name == "tessel":
+            continue
+        try:
+            plan = build_plan(name, costs, RANKS, MICRO_BATCHES, split_backward=True)
+        except OctoPipeError:
+            continue
+        timeline = simulate(plan, costs)
+        if timeline.fits and not plan.replicas():
+            assert result.step_ms <= timeline.step_ms * (1 + 1e-9), name
+
+
+def test_recomputation_makes_fit_what_does_not_fit_without() -> None:
+    costs = hybrid(memory=5.0).replace(boundary_bytes=np.full(24, 0.05 * GIB))
+    with pytest.raises(DoesNotFitError):
+        tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=4, budget_s=60, recompute=False)
+    result = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=4, budget_s=60)
+    assert any(s.recompute for s in result.plan.stages) and simulate(result.plan, costs).fits
+
+
+@pytest.mark.parametrize(
+    "phases", [("partition",), ("placement",), ("schedule",), ("partition", "schedule"), ("placement", "schedule")]
+)
+def test_only_the_phases_that_are_on_change_the_plan(phases: tuple[str, ...]) -> None:
     costs = hybrid()
-    given = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=20, budget_s=60)
-    again = tune(costs, RANKS, MICRO_BATCHES, method="octopipe", iterations=3, budget_s=60, start=given.plan)
-    assert again.step_ms <= given.step_ms * 1.02
-    assert again.log[0].before_ms <= given.step_ms * 1.05
+    start = build_plan("1f1b", costs, RANKS, MICRO_BATCHES, split_backward=True)
+    found = IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=60, iterations=12, phases=phases).run()
+    assert {s.phase for s in found.log} <= {"start", *phases} and found.log[0].move == "1f1b"
+    assert found.timeline.step_ms <= simulate(start, costs).step_ms
+    if "partition" not in phases and "placement" not in phases:
+        assert found.plan.stages == start.stages
+    if "placement" not in phases:
+        assert [s.rank for s in found.plan.stages] == [s.rank for s in start.stages]
+    if phases == ("partition",):
+        assert found.plan.orders == start.orders and found.plan.stages != start.stages
+
+
+def test_phases_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(OctoPipeError, match="partition, placement, schedule"):
+        tune(hybrid(), RANKS, MICRO_BATCHES, method="octopipe", phases=("partitions",))
+    with pytest.raises(OctoPipeError, match="no phases"):
+        tune(hybrid(), RANKS, MICRO_BATCHES, phases=("partition",))
 
 
 def test_ranks_of_other_speed_get_other_work() -> None:
@@ -137,36 +198,126 @@ def test_ranks_of_other_speed_get_other_work() -> None:
 
 def test_a_callback_ends_the_search() -> None:
     seen = []
-    result = tune(hybrid(), RANKS, MICRO_BATCHES, method="octopipe", progress=lambda p: seen.append(p) or len(seen) > 4)
-    assert result.interrupted and len(seen) == 5 == result.iterations
+    result = tune(hybrid(), RANKS, MICRO_BATCHES, method="octopipe", progress=lambda p: seen.append(p) or len(seen) > 2)
+    assert result.interrupted and len(seen) == 3
     assert dataclasses.is_dataclass(result) and seen[-1].best_ms == pytest.approx(result.step_ms)
 
 
-def test_slides_change_only_what_they_say() -> None:
-    import random
+def first_state(costs: CostTable) -> tuple[Desk, State, Plan]:
+    desk = Desk(costs, RANKS, MICRO_BATCHES)
+    plan = build_plan("1f1b", costs, RANKS, MICRO_BATCHES, split_backward=True)
+    return desk, desk.state(plan), plan
 
-    costs = hybrid()
-    desk = Desk(costs, RANKS, MICRO_BATCHES, 24)
-    st = desk.first(None, False).state
-    moved = slide(st, 0, 2, 1)
+
+@pytest.mark.parametrize("system", ["1f1b", "interleaved", "hanayo", "chimera", "mario", "zb-v", "mist"])
+@pytest.mark.parametrize("split", [True, None])
+def test_orders_are_timed_and_priced_as_the_simulator_does(system: str, split: bool | None) -> None:
+    costs = hybrid(memory=400.0, rank_slowdown=(1.0, 1.5, 1.0, 1.2))
+    plan = build_plan(system, costs, RANKS, MICRO_BATCHES, split_backward=split)
+    desk = Desk(costs, RANKS, MICRO_BATCHES)
+    state, timeline = desk.state(plan), simulate(plan, costs)
+    ms, over, starts = desk.time(state)
+    assert ms == pytest.approx(timeline.makespan_ms) and over < 0
+    assert starts == pytest.approx(timeline.spans.start_ms)
+    prices = state.prices
+    memory, (forward, gradient) = stage_memory(plan, costs), hop_times(plan, costs)
+    for ours, theirs in (
+        (prices.ms, stage_times(plan, costs)), (prices.forward_ms, forward), (prices.gradient_ms, gradient),
+        (prices.kept, memory.kept), (prices.held, memory.activation), (prices.stash, memory.stash),
+        (prices.static, static_bytes(plan, costs)), (prices.work, workspace_bytes(plan, costs)),
+    ):  # fmt: skip
+        assert ours == pytest.approx(theirs)
+
+
+def test_an_order_that_cannot_run_is_seen() -> None:
+    desk, state, _ = first_state(hybrid())
+    kinds = state.ops[:, 1]
+    first_input = int(np.flatnonzero(kinds == I)[0])
+    assert desk.time(shifted(state, first_input, 0))[0] == np.inf
+
+
+def test_weight_gradients_are_advanced_until_the_peak_fits() -> None:
+    """As in the paper's figure: the orders of F and I stay, some W go forward, and memory falls below the limit."""
+    costs = hybrid(memory=400.0)
+    _, _, plan = first_state(costs)
+    late = []
+    for order in plan.orders:
+        late.append(tuple(op for op in order if op.kind != "W") + tuple(op for op in order if op.kind == "W"))
+    lazy = dataclasses.replace(plan, orders=tuple(late))
+    eager, peak = simulate(plan, costs).peak_bytes.max(), simulate(lazy, costs).peak_bytes.max()
+    assert peak > 1.1 * eager
+    tight = costs.replace(rank_memory_bytes=(0.5 * float(eager + peak),))
+    seen = Desk(tight, RANKS, MICRO_BATCHES).view(Desk(tight, RANKS, MICRO_BATCHES).state(lazy))
+    assert seen is not None and seen.timeline.fits
+    for before, after in zip(lazy.orders, seen.plan.orders, strict=True):
+        assert [op for op in before if op.kind != "W"] == [op for op in after if op.kind != "W"]
+
+
+@pytest.mark.parametrize("memory", [0.0, 60.0])
+def test_derived_orders_run_and_fit(memory: float) -> None:
+    desk, state, plan = first_state(hybrid(memory=memory))
+    starts = simulate(plan, desk.costs).spans.start_ms
+    found = list(derived(desk, state, keys_of(state, starts)))
+    assert found
+    for order in found:
+        new = desk.plan(order)
+        new.check()
+        assert not memory or desk.time(order)[1] < 0
+
+
+def test_an_order_follows_its_layers_to_other_stages() -> None:
+    desk, state, plan = first_state(hybrid())
+    at = layer_times(desk, state, simulate(plan, desk.costs).spans.start_ms)
+    stages = disperse(desk, state.stages, 1, [2, 3, 0])
+    moved, _ = retimed(desk, state, at, stages)
+    new = desk.plan(moved)
+    new.check()
+    assert sorted(map(str, (op for o in new.orders for op in o))) == sorted(
+        f"{s}{k}{m}" for s in range(len(stages)) for k in "FIW" for m in range(MICRO_BATCHES)
+    )
+    same, _ = retimed(desk, state, at, state.stages)
+    assert desk.plan(same).orders == plan.orders
+
+
+def test_slides_change_only_what_they_say() -> None:
+    desk, state, plan = first_state(hybrid())
+    moved = slide(desk, state, 0, 2, 1)
     assert moved is not None
-    widths, before = np.diff(moved.bounds[:5]), np.diff(st.bounds[:5])
-    assert (widths - before).tolist() == [-1, 0, 1, 0]
-    for _, candidate in migrations(desk, st, random.Random(0)):
-        assert (np.diff(candidate.bounds[:5]) > 0).all() and candidate.bounds[4] == costs.num_layers
-        assert desk.loads(candidate).sum() == pytest.approx(costs.layer_ms.sum() * MICRO_BATCHES)
+    assert [b.num_layers - a.num_layers for a, b in zip(state.stages, moved.stages, strict=True)] == [-1, 0, 1, 0]
+    for _, candidate in migrations(desk, state, random.Random(0)):
+        assert all(s.num_layers > 0 for s in candidate.stages)
+        assert desk.plan(candidate).orders == plan.orders
+        assert desk.loads(candidate.stages).sum() == pytest.approx(desk.costs.layer_ms.sum() * MICRO_BATCHES)
 
 
 def test_dispersion_keeps_layers_and_their_order() -> None:
-    desk = Desk(hybrid(), RANKS, MICRO_BATCHES, 24)
-    st = desk.first(None, False).state
-    finer = disperse(desk, st, 1, [2, 3, 0])
-    assert int(finer.size[0]) == 6 and finer.rank[1:4].tolist() == [2, 3, 0]
-    assert (np.diff(finer.bounds[:7]) > 0).all()
-    assert set(st.bounds[:5].tolist()) <= set(finer.bounds[:7].tolist())
+    desk, state, _ = first_state(hybrid())
+    finer = disperse(desk, state.stages, 1, [2, 3, 1])
+    assert [s.rank for s in finer] == [0, 2, 3, 1, 2, 3]
+    assert [s.first for s in finer[1:]] == [s.stop for s in finer[:-1]]
+    assert {s.first for s in state.stages} <= {s.first for s in finer}
+
+
+def test_a_layer_that_recomputes_does_so_wherever_it_moves() -> None:
+    desk, state, _ = first_state(hybrid(memory=400.0))
+    again = stages_of(state.bounds, [0, 1, 2, 3], {4, 5, 6})
+    moved = slide(desk, desk.restaged(state, again), 1, 0, 1) or slide(desk, desk.restaged(state, again), 0, 1, 1)
+    assert moved is not None and recomputed(moved.stages) == {4, 5, 6}
+    desk.plan(moved).check()
 
 
 def test_partition_iterations_dominate_on_many_layers() -> None:
-    search = IterativeSearch(hybrid(200), 8, 16, budget_s=60, seed=0, iterations=60, patience=1000)
+    search = IterativeSearch(
+        hybrid(200), 8, 16, budget_s=60, iterations=24, systems=False, settings=Settings(patience=1000)
+    )
     counts = search.run().phase_iterations
     assert counts["partition"] == max(counts.values())
+
+
+def test_the_papers_tuner_imports_nothing_of_the_default_search() -> None:
+    folder = Path(paper.__file__).parent
+    allowed = ("octopipe.tuner.paper", "octopipe.tuner.result")
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octopipe.tuner"):
+                assert node.module.startswith(allowed), (path.name, node.module)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 
 import numpy as np
 import pytest
 
 pytest.importorskip("ortools")
+
+from brute_force import least_ms
 
 from octopipe.cluster import GIB, Link, Network
 from octopipe.cost import CostTable
@@ -35,57 +36,6 @@ def instance(seed: int, layers: int, *, p2p_ms: float = 0.3, **more: object) -> 
     )
 
 
-def brute_force_ms(costs: CostTable, ranks: int, micro_batches: int) -> float:
-    """The least makespan over all placements of single layers and all orders: ops are added by start time."""
-    layers, hop = costs.num_layers, costs.network.link(0, 1).latency_ms
-    ms = {kind: costs.layer_times(kind) for kind in "FIW"}
-    best = [float("inf")]
-
-    def search(home, done, clock, queue, left, last, latest):  # type: ignore[no-untyped-def]
-        if max(max(clock[r] + left[r] for r in range(ranks)), latest) >= best[0] - 1e-9:
-            return
-        if len(done) == 3 * layers * micro_batches:
-            best[0] = latest
-            return
-        for kind, layer, m in itertools.product("FIW", range(layers), range(micro_batches)):
-            if (kind, layer, m) in done:
-                continue
-            ready = 0.0
-            if kind != "F":
-                own = done.get(("F" if kind == "I" else "I", layer, m))
-                if own is None:
-                    continue
-                ready = own[0]
-            near = {"F": layer - 1, "I": layer + 1, "W": -1}[kind]
-            if 0 <= near < layers:
-                if (kind, near, m) not in done:
-                    continue
-                ready = max(ready, done[kind, near, m][1])
-            r = home[layer]
-            start = max(clock[r], ready)
-            if start < last - 1e-12:
-                continue
-            end = start + ms[kind][layer] * costs.slowdown(r)
-            to = {"F": layer + 1, "I": layer - 1, "W": -1}[kind]
-            arrival, queue_then = end, queue
-            if 0 <= to < layers and home[to] != r:
-                arrival = max(end, queue.get((r, home[to]), 0.0)) + hop
-                queue_then = {**queue, (r, home[to]): arrival}
-            then, rest = list(clock), list(left)
-            then[r] = end
-            rest[r] -= ms[kind][layer] * costs.slowdown(r)
-            search(
-                home, {**done, (kind, layer, m): (end, arrival)}, then, queue_then, rest, start, max(latest, end)
-            )
-
-    for home in itertools.product(range(ranks), repeat=layers):
-        left = [0.0] * ranks
-        for layer, r in enumerate(home):
-            left[r] += float(costs.layer_ms[layer]) * micro_batches * costs.slowdown(r)
-        search(home, {}, [0.0] * ranks, {}, left, 0.0, 0.0)
-    return best[0]
-
-
 @pytest.mark.parametrize(
     ("seed", "layers", "micro_batches", "slow"), [(0, 2, 2, ()), (1, 3, 2, ()), (2, 2, 2, (1.0, 1.5)), (3, 2, 3, ())]
 )
@@ -95,7 +45,7 @@ def test_the_optimum_is_that_of_brute_force(
     costs = instance(seed, layers, rank_slowdown=slow)
     solved = solve(costs, 2, micro_batches, budget_s=90, workers=2)
     assert solved.optimal
-    assert solved.found.timeline.step_ms == pytest.approx(brute_force_ms(costs, 2, micro_batches), rel=1e-4)
+    assert solved.found.timeline.step_ms == pytest.approx(least_ms(costs, 2, micro_batches), rel=1e-4)
     assert solved.lower_bound_ms <= solved.found.timeline.step_ms
 
 
@@ -104,9 +54,7 @@ LONG_WAITS = pytest.mark.xfail(
 )
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, 4, 5, 6, pytest.param(2, marks=LONG_WAITS), pytest.param(3, marks=LONG_WAITS)]
-)
+@pytest.mark.parametrize("seed", [0, 1, 4, 5, 6, pytest.param(2, marks=LONG_WAITS), pytest.param(3, marks=LONG_WAITS)])
 def test_the_default_method_is_within_two_percent_of_the_optimum(seed: int) -> None:
     costs = instance(seed, 4, p2p_ms=0.1)
     exact = tune(costs, 2, 3, method="exact", budget_s=60, workers=2)
@@ -148,3 +96,37 @@ def test_without_ortools_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(NotApplicableError, match=r"octopipe\[exact\]"):
         solve(instance(0, 2), 2, 2, budget_s=1)
+
+
+@pytest.mark.parametrize("seed", [1, 4, 7, 10])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_under_a_memory_limit_the_optimum_is_that_of_brute_force(seed: int, recompute: bool) -> None:
+    lot = np.random.default_rng(seed)
+    costs = instance(
+        seed,
+        2,
+        activation_bytes=lot.integers(2, 7, 2) * GIB,
+        stash_bytes=lot.integers(0, 3, 2) * GIB,
+        static_bytes=lot.integers(0, 4, 2) * GIB,
+        rank_memory_bytes=(float(lot.integers(7, 12)) * GIB,),
+    )
+    least = least_ms(costs, 2, 2, recompute=recompute)
+    if least == float("inf"):
+        with pytest.raises(DoesNotFitError):
+            solve(costs, 2, 2, budget_s=60, workers=2, recompute=recompute)
+        return
+    solved = solve(costs, 2, 2, budget_s=60, workers=2, recompute=recompute)
+    assert solved.optimal and solved.found.timeline.fits
+    assert solved.found.timeline.step_ms == pytest.approx(least, rel=1e-4)
+
+
+def test_recomputation_that_pays_is_found_and_an_optimum_names_its_class() -> None:
+    costs = instance(0, 2, p2p_ms=0.0, activation_bytes=np.full(2, 4 * GIB), rank_memory_bytes=(5 * GIB,)).replace(
+        forward_ms=np.array([1.0, 6.0]), input_ms=np.array([6.0, 6.0]), weight_ms=np.array([0.0, 0.0])
+    )
+    kept = tune(costs, 2, 3, method="exact", budget_s=60, workers=2, recompute=False)
+    free = tune(costs, 2, 3, method="exact", budget_s=60, workers=2)
+    assert kept.optimal and free.optimal and free.step_ms < kept.step_ms - 0.5
+    assert any(s.recompute for s in free.plan.stages) and not any(s.recompute for s in kept.plan.stages)
+    assert kept.plans.words.endswith("recompute nothing") and free.plans.words.endswith("may recompute")
+    assert simulate(free.plan, costs).fits

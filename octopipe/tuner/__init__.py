@@ -10,16 +10,20 @@ lot) and `exact` (CP-SAT, small cases).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
-from octopipe.bounds import lower_bound, work_bound_ms
+from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.hide import hide_transfers
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
+from octopipe.tuner.exact import solve
 from octopipe.tuner.explain import explain
+from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
 from octopipe.tuner.result import Callback, Found, Progress, Step, TuneResult
 from octopipe.tuner.robust import most_robust
 from octopipe.tuner.search import Search
@@ -29,7 +33,7 @@ from octopipe.tuner.warm import compile_search
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
 
-__all__ = ["METHODS", "Method", "Progress", "Step", "TuneResult", "tune"]
+__all__ = ["METHODS", "PHASES", "Method", "PlanClass", "Progress", "Step", "TuneResult", "tune"]
 
 
 def tune(
@@ -46,42 +50,65 @@ def tune(
     iterations: int | None = None,
     progress: Callback | None = None,
     recompute: bool = True,
-    copies: bool = True,
+    copies: bool | None = None,
+    phases: Sequence[str] = PHASES,
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
-    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
+    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")? Left
+    open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
+    are on (methods "octopipe" and "random"). `TuneResult.plans` says which plans the bound and `optimal` speak of.
     `iterations` (moves per lane) instead of time makes the result depend on the seed alone, on any machine.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
-    if method == "best":
-        compile_search()
+    if tuple(phases) != PHASES and method not in ("octopipe", "random"):
+        raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
+    notes = []
+    if copies is None:
+        copies = bool(costs.static_bytes.any())
+        if not copies and method == "best":
+            notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
+    _compile(method)
     began = time.monotonic()
-    found, optimal, proven_ms = _search(
-        costs, num_ranks, num_micro_batches, budget_s=budget_s, seed=seed, method=method, start=start, robust=robust,
-        workers=workers, iterations=iterations, progress=progress, recompute=recompute, copies=copies,
-    )  # fmt: skip
+    setting = (costs, num_ranks, num_micro_batches)
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best")
+    bound_name, bound = lower_bound(*setting, *plans)
+    optimal = False
+    common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
+    common["progress"] = progress
+    found: Found
+    if method == "exact":
+        solved = solve(*setting, workers=workers, **common)
+        found, optimal = solved.found, solved.optimal
+        if solved.lower_bound_ms > bound and not plans.copies:
+            bound_name, bound = "CP-SAT", solved.lower_bound_ms
+    elif method == "best":
+        jitter = SETTINGS.jitter if robust else 0.0
+        found = Search(
+            *setting, workers=workers, iterations=iterations, copies=copies, lower_bound_ms=bound, jitter=jitter,
+            **common,
+        ).run()  # fmt: skip
+    else:
+        search = IterativeSearch if method == "octopipe" else RandomSearch
+        found = search(*setting, iterations=iterations, lower_bound_ms=bound, phases=phases, **common).run()
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     chosen, timeline = _hide(chosen, costs, budget_s, iterations, seed)
     step_ms = timeline.step_ms
-    bound_name, bound = lower_bound(costs, num_ranks, num_micro_batches, any(s.recompute for s in chosen.stages))
-    if proven_ms > bound:
-        bound_name, bound = "CP-SAT", proven_ms
-    if chosen.replicas():
-        # The other arguments speak of the one rank of a layer.
-        bound_name, bound = "work", work_bound_ms(costs, num_ranks, num_micro_batches)
+    if (reached := _class_of(chosen, plans)) != plans:
+        plans = reached
+        bound_name, bound = lower_bound(*setting, *plans)
     plan = chosen.with_extra(
         system="octopipe",
         step_ms=step_ms,
         lower_bound_ms=bound,
+        bound_of=plans.words,
         method=method,
         seed=seed,
         costs=costs.digest(),
         search=[s.as_dict() for s in found.log],
     )
-    overlap = timeline.overlap
     return TuneResult(
         plan=plan,
         step_ms=step_ms,
@@ -91,42 +118,17 @@ def tune(
         seconds=time.monotonic() - began,
         iterations=found.iterations,
         log=tuple(found.log),
-        explanation=explain(chosen, costs, timeline, bound, bound_name),
+        explanation=explain(chosen, costs, timeline, bound, bound_name, plans),
+        plans=plans,
+        systems=dict(found.systems),
+        notes=tuple(notes),
         interrupted=found.interrupted,
         optimal=optimal,
         mean_jittered_ms=mean_ms,
         phase_iterations=found.phase_iterations,
-        hidden_share=overlap.rate,
-        overlappable_share=overlap.overlappable_rate,
+        hidden_share=timeline.overlap.rate,
+        overlappable_share=timeline.overlap.overlappable_rate,
     )
-
-
-def _search(
-    costs: CostTable, num_ranks: int, num_micro_batches: int, *, method: Method, robust: bool, copies: bool,
-    workers: int | None, **given: Any,
-) -> tuple[Found, bool, float]:  # fmt: skip
-    """What a method finds, whether it proved that nothing is faster, and the bound it proved itself."""
-    setting, bound_ms = (costs, num_ranks, num_micro_batches), 0.0
-    recompute = bool(given["recompute"])
-    if method == "exact":
-        from octopipe.tuner.exact import solve
-
-        solved = solve(*setting, budget_s=given["budget_s"], seed=given["seed"], workers=workers, start=given["start"])
-        return solved.found, solved.optimal, solved.lower_bound_ms
-    if method == "best":
-        # Only a bound of all plans that are searched may end the search.
-        if copies:
-            bound_ms = work_bound_ms(*setting)
-        else:
-            bound_ms = lower_bound(*setting, recompute).ms
-        jitter = SETTINGS.jitter if robust else 0.0
-        return Search(
-            *setting, workers=workers, copies=copies, lower_bound_ms=bound_ms, jitter=jitter, **given
-        ).run(), False, 0.0  # fmt: skip
-    from octopipe.tuner.paper import IterativeSearch, RandomSearch
-
-    search = IterativeSearch if method == "octopipe" else RandomSearch
-    return search(*setting, lower_bound_ms=lower_bound(*setting, recompute).ms, **given).run(), False, 0.0
 
 
 def _hide(
@@ -135,12 +137,30 @@ def _hide(
     """The plan with transfers behind computation where that costs nothing, and its timeline."""
     before = simulate(plan, costs)
     if iterations is not None:
-        moves, seconds = SETTINGS.hide_moves, None
+        better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
     else:
-        moves, seconds = None, min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
-    better = hide_transfers(plan, costs, moves=moves, budget_s=seconds, seed=seed)
+        better = hide_transfers(plan, costs, budget_s=min(SETTINGS.hide_s, SETTINGS.hide * budget_s), seed=seed)
     after = simulate(better, costs)
     return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
+
+
+def _class_of(plan: Plan | None, plans: PlanClass) -> PlanClass:
+    """The class, widened to hold this plan."""
+    if plan is None:
+        return plans
+    recomputes = any(s.recompute for s in plan.stages)
+    return PlanClass(recompute=plans.recompute or recomputes, copies=plans.copies or bool(plan.replicas()))
+
+
+@cache
+def _compile(method: Method) -> None:
+    """Make numba compile (or load) the search before the clock starts: a budget is for searching."""
+    if method == "best":
+        compile_search()
+        return
+    tiny = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(rank_memory_bytes=(1e3,))
+    lower_bound(tiny, 2, 2)
+    IterativeSearch(tiny, 2, 2, budget_s=600.0, iterations=6).run()
 
 
 def _check(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from octopipe.bounds import PlanClass
 from octopipe.cost import CostTable
 from octopipe.plan import Plan
 from octopipe.timeline import Timeline
@@ -18,8 +19,15 @@ _WIDE = 1.5
 """A layer is worth a word when it takes this many times the mean."""
 
 
-def explain(plan: Plan, costs: CostTable, timeline: Timeline, lower_bound_ms: float = 0.0, bound_name: str = "") -> str:
-    """Why the step takes as long as it does."""
+def explain(
+    plan: Plan,
+    costs: CostTable,
+    timeline: Timeline,
+    lower_bound_ms: float = 0.0,
+    bound_name: str = "",
+    plans: PlanClass | None = None,
+) -> str:
+    """Why the step takes as long as it does; `plans` are those that the bound speaks of."""
     step_ms = timeline.step_ms
     if step_ms <= 0:
         return "no op takes any time"
@@ -27,9 +35,10 @@ def explain(plan: Plan, costs: CostTable, timeline: Timeline, lower_bound_ms: fl
     if lower_bound_ms > 0:
         over = 100.0 * (step_ms / lower_bound_ms - 1.0)
         by = f" ({bound_name})" if bound_name else ""
+        which = (plans or PlanClass()).words
         parts.append(
-            f"no plan can be faster than {lower_bound_ms:.2f} ms{by}" if over < 0.005 else
-            f"at most {over:.2f} % above the best possible{by}"
+            f"of {which} none can be faster than {lower_bound_ms:.2f} ms{by}" if over < 0.005 else
+            f"at most {over:.2f} % above the best of {which}{by}"
         )  # fmt: skip
     return "; ".join(p for p in parts if p)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from octopipe.bounds import PlanClass
 from octopipe.plan import Plan
 from octopipe.timeline import Timeline
 
@@ -78,7 +79,7 @@ class TuneResult:
     step_ms: float
     """As `simulate(plan, costs).step_ms` says."""
     lower_bound_ms: float
-    """No plan whatsoever is faster."""
+    """No plan of the class `plans` is faster."""
     bound_name: str
     """Which argument gives that bound."""
     method: str
@@ -90,11 +91,17 @@ class TuneResult:
     explanation: str
     interrupted: bool = False
     optimal: bool = False
-    """The exact method proved that no plan is faster."""
+    """The exact method proved that no plan of the class `plans` is faster."""
+    plans: PlanClass = field(default_factory=PlanClass)
+    """Which plans were searched, and which the bound and `optimal` speak of."""
     mean_jittered_ms: float | None = None
     """With robust: the mean step time over jittered layer times."""
     phase_iterations: dict[str, int] = field(default_factory=dict)
     """How many iterations each phase got."""
+    systems: dict[str, float] = field(default_factory=dict)
+    """Step times of published systems in this setting, as far as the search built their plans."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of the setting: a default that was decided by what the costs lack."""
 
     hidden_share: float = 1.0
     """Sends and receives that run wholly behind their rank's computation, as a share of all."""

@@ -1,6 +1,7 @@
 """`octopipe tune`: search for a faster plan, with a live line, and write it to a file.
 
-Knows: flags, the progress line, how the result is told. Does not know: how the search works (octopipe/tuner/).
+Knows: flags, signals, the progress line. Does not know: how the search works (octopipe/tuner/), how its result is
+told (tune_result.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import signal
+import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +24,10 @@ from octopipe.verbs.common import (
     setting_from,
     whole_number,
 )
+from octopipe.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
 
 if TYPE_CHECKING:
-    from octopipe.tuner import Progress, TuneResult
+    from octopipe.tuner import Progress
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
 
@@ -41,6 +45,16 @@ def seconds(text: str) -> float:
     return value
 
 
+def phase_list(text: str) -> tuple[str, ...]:
+    """An argparse type: phases of Algorithm 1 separated by commas."""
+    known = ("partition", "placement", "schedule")
+    given = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [part for part in given if part not in known]
+    if wrong or not given:
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}, separated by commas")
+    return tuple(phase for phase in known if phase in given)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
     add_setting_arguments(parser)
@@ -53,9 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="best",
         help="best; octopipe: the paper's Algorithm 1; random: its moves by lot; exact: CP-SAT, small cases",
     )
+    parser.add_argument(
+        "--phases",
+        type=phase_list,
+        metavar="LIST",
+        help="of Algorithm 1 (methods octopipe, random): partition,placement,schedule or some of them (default: all)",
+    )
     parser.add_argument("--start", metavar="PLAN", help="warm start: a plan file for this model and setting")
     parser.add_argument("--robust", action="store_true", help="best mean over jittered layer times")
-    parser.add_argument("--no-copies", action="store_true", help="never hold a layer on more than one rank")
+    parser.add_argument(
+        "--copies",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="may a layer be held on more than one rank? (default: where weights are known)",
+    )
     parser.add_argument("--no-recompute", action="store_true", help="never recompute activations to save memory")
     parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
     parser.add_argument("--iterations", type=whole_number, help="moves per worker: reproducible on any machine")
@@ -64,21 +89,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import load_plan, save_plan
-    from octopipe.tuner import tune
+    from octopipe.resolve import resolve_spec
+    from octopipe.simulator import simulate
+    from octopipe.tuner import PHASES, tune
 
     if args.split_backward is False:
         raise OctoPipeError("tune always splits the backward pass; leave --no-split-backward out")
+    if args.copies and args.method != "best":
+        raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
     if args.output:
         _check_writable(args.output)
     costs = costs_from(args)
     start = load_plan(args.start) if args.start else None
     screen = console(stderr=True)
     live = screen.status("compiling and looking for starts ...") if screen.is_terminal else nullcontext()
-    with live as status:
+    with _Stop() as stop, live as status:
 
-        def show(p: Progress) -> None:
+        def show(p: Progress) -> bool:
             if status is not None:
                 status.update(progress_line(p))
+            return stop.asked
 
         result = tune(
             costs,
@@ -92,16 +122,51 @@ def run(args: argparse.Namespace) -> int:
             workers=args.workers,
             iterations=args.iterations,
             recompute=not args.no_recompute,
-            copies=not args.no_copies,
+            copies=args.copies,
+            phases=args.phases or PHASES,
             progress=show,
         )
+    # The plan comes first: whatever happens while it is told, it is on disk.
+    plan = result.plan.with_extra(setting=setting_from(args))
     if args.output:
-        save_plan(result.plan.with_extra(setting=setting_from(args)), args.output)
+        save_plan(plan, args.output)
+    timeline = simulate(plan, costs)
+    told = Told(
+        result=result,
+        timeline=timeline,
+        setup=setup_of(args, costs),
+        model=args.model if resolve_spec(args.model) is not None else None,
+        rivals=rivals(costs, args.pp, micro_batches_from(args), result),
+        output=args.output,
+    )
     if args.json:
-        print_json(summary(result))
+        print_json(summary(told))
     else:
-        _tell(result, args.output)
+        tell(told, console())
     return 0
+
+
+class _Stop:
+    """Ctrl-C and SIGTERM end the search with the best plan so far; a second one ends the program."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 def progress_line(p: Progress) -> str:
@@ -109,31 +174,8 @@ def progress_line(p: Progress) -> str:
     idle = " ".join(f"{name} {share:.1%}" for name, share in p.bubbles.items() if share >= 0.0005)
     return (
         f"{p.seconds:4.0f}/{p.budget_s:.0f} s  iteration {p.iterations:,}  {p.phase:9}  "
-        f"best {p.best_ms:.2f} ms  gap {p.gap:.2%}  idle: {idle or 'none'}"
+        f"best {p.best_ms:.2f} ms  gap {gap_words(p.gap)}  idle: {idle or 'none'}"
     )
-
-
-def summary(result: TuneResult) -> dict[str, Any]:
-    """The result as one JSON object, without the plan itself."""
-    return {
-        "step_ms": result.step_ms,
-        "lower_bound_ms": result.lower_bound_ms,
-        "bound": result.bound_name,
-        "gap": result.gap,
-        "optimal": result.optimal,
-        "method": result.method,
-        "seconds": result.seconds,
-        "iterations": result.iterations,
-        "phase_iterations": result.phase_iterations,
-        "interrupted": result.interrupted,
-        "mean_jittered_ms": result.mean_jittered_ms,
-        "explanation": result.explanation,
-        "num_stages": len(result.plan.stages),
-        "partition": list(result.plan.partition),
-        "placement": [s.rank for s in result.plan.stages],
-        "recompute": [bool(s.recompute) for s in result.plan.stages],
-        "log": [s.as_dict() for s in result.log],
-    }
 
 
 def _check_writable(path: str) -> None:
@@ -147,28 +189,3 @@ def _check_writable(path: str) -> None:
         raise OctoPipeError(f"{path}: the folder {folder} does not exist; create it first")
     if Path(path).is_dir():
         raise OctoPipeError(f"{path} is a folder; name a file")
-
-
-def _tell(result: TuneResult, output: str | None) -> None:
-    out = console()
-    proven = " (proven optimal)" if result.optimal else ""
-    out.print(
-        f"step time {result.step_ms:.2f} ms, {result.gap:.2%} above the proven bound "
-        f"{result.lower_bound_ms:.2f} ms ({result.bound_name}){proven}"
-    )
-    if result.mean_jittered_ms is not None:
-        out.print(f"mean over jittered layer times {result.mean_jittered_ms:.2f} ms")
-    out.print(result.explanation)
-    plan = result.plan
-    kept = sum(bool(s.recompute) for s in plan.stages)
-    again = f", {kept} of them recompute" if kept else ""
-    if copied := len(plan.replicas()):
-        again += f", {copied} layers on two ranks each"
-    out.print(
-        f"{len(plan.stages)} stages on {plan.num_ranks} ranks{again}; "
-        f"{result.iterations:,} moves in {result.seconds:.1f} s, method {result.method}"
-    )
-    if result.interrupted:
-        out.print("interrupted: this is the best plan so far")
-    if output:
-        out.print(f"plan written to {output}")

@@ -5,7 +5,7 @@ Paper, section VI, "Partitioning Tuning". Knows: which migrations are worth a si
 Layers move between ranks that need not be neighbours in the chain: all stage boundaries between a stage of the
 one and a stage of the other slide by as many layers, so the stages between keep their sizes. Layers differ, so two
 slides at once can even out ranks where one cannot. A rank's load is its work in a step and the time until its first
-micro-batch can arrive: what it must do, from when it can.
+micro-batch can arrive: what it must do, from when it can. Placement and orders stay as they are.
 """
 
 from __future__ import annotations
@@ -15,106 +15,105 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octopipe.tuner.anneal import State
-from octopipe.tuner.candidate import Desk, Floats
-
-MOST = 16
-"""Migrations judged in a round, the most even first."""
-REACH = 6
-"""Boundaries that slide together."""
-FIRST = 24
-"""Single slides that are tried together with every other."""
+from octopipe.tuner.paper.candidate import Desk, Floats, State
+from octopipe.tuner.paper.structure import recomputed, stages_of
 
 
 def migrations(desk: Desk, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:
     """Those first that even out the ranks best."""
-    n = int(st.size[0])
-    load = desk.loads(st) + desk.heads(st)
-    slides = _Slides(desk, st)
+    n, settings = len(st.stages), desk.settings
+    slides = Slides(desk, st)
     if n < 2 or slides.change.shape[0] == 0:
         return
-    single = _unevenness(load + slides.change)
+    load = desk.loads(st.stages) + arrivals(desk, st)
+    single = _unevenness(load + slides.change, settings.spread)
     # Equal slides in another order for another seed.
-    leaders = np.lexsort((np.array([lot.random() for _ in single]), single))[:FIRST]
-    pair = _unevenness(load + slides.change[leaders][:, None, :] + slides.change[None, :, :])
+    leaders = np.lexsort((np.array([lot.random() for _ in single]), single))[: settings.paired]
+    pair = _unevenness(load + slides.change[leaders][:, None, :] + slides.change[None, :, :], settings.spread)
     pair[slides.touching(leaders)] = np.inf
-    found: list[tuple[float, tuple[int, ...]]] = [(float(single[k]), (int(k),)) for k in leaders[:MOST]]
-    for flat in np.argsort(pair, axis=None, kind="stable")[:MOST]:
+    found: list[tuple[float, tuple[int, ...]]] = [(float(single[k]), (int(k),)) for k in leaders]
+    for flat in np.argsort(pair, axis=None, kind="stable")[: settings.migrations]:
         a, b = divmod(int(flat), pair.shape[1])
         if pair[a, b] < np.inf and (int(leaders[a]) < b or b not in leaders):
             found.append((float(pair[a, b]), (int(leaders[a]), b)))
     coarse = _coarse(desk, st, load)
-    judged = sorted(found)[: MOST - len(coarse)]
     yield from coarse
-    for _, chosen in judged:
+    for _, chosen in sorted(found)[: settings.migrations - len(coarse)]:
         yield slides.describe(chosen), slides.apply(chosen)
 
 
-def _unevenness(load: Floats) -> Floats:
+def arrivals(desk: Desk, st: State) -> Floats:
+    """When the first micro-batch can reach every rank (0 for ranks without stages)."""
+    at, reached = 0.0, np.full(desk.num_ranks, np.inf)
+    for s, stage in enumerate(st.stages):
+        reached[stage.rank] = min(reached[stage.rank], at)
+        at += float(st.prices.ms[0, s].min() + st.prices.forward_ms[s].min())
+    return np.where(np.isfinite(reached), reached, 0.0)
+
+
+def _unevenness(load: Floats, spread: float) -> Floats:
     """The busiest rank, and a little for the spread of the others."""
-    return np.asarray(load.max(axis=-1) + 0.05 * load.std(axis=-1))
+    return np.asarray(load.max(axis=-1) + spread * load.std(axis=-1))
 
 
 def _coarse(desk: Desk, st: State, load: Floats) -> list[tuple[str, State]]:
     """Half of what the busiest rank has too much, to the least busy one, between the nearest of their stages."""
-    rank = st.rank[: int(st.size[0])]
+    rank = st.prices.rank
     busiest, least = int(np.argmax(load)), int(np.argmin(load))
-    layer_ms = desk.problem.total[-1] / desk.problem.num_layers
-    count = round(float(load[busiest] - load[least]) / 2 / max(layer_ms, 1e-12))
+    count = round(float(load[busiest] - load[least]) / 2 / max(float(desk.layer_ms.mean()), 1e-12))
     if count < 2:
         return []
     givers, takers = np.flatnonzero(rank == busiest).tolist(), np.flatnonzero(rank == least).tolist()
-    pairs = [(abs(i - j), i, j) for i in givers for j in takers]
     out = []
-    for _, i, j in sorted(pairs)[: MOST // 4]:
-        moved = slide(st, i, j, count)
+    for _, i, j in sorted((abs(i - j), i, j) for i in givers for j in takers)[: desk.settings.migrations // 4]:
+        moved = slide(desk, st, i, j, count)
         if moved is not None:
             out.append((f"migrate {count} layers from rank {busiest} to {least}", moved))
     return out
 
 
-def slide(st: State, giver: int, taker: int, count: int) -> State | None:
+def slide(desk: Desk, st: State, giver: int, taker: int, count: int) -> State | None:
     """`count` layers leave stage `giver` and as many enter stage `taker`; None where the giver would be empty."""
-    if st.bounds[giver + 1] - st.bounds[giver] <= count:
+    if st.stages[giver].num_layers <= count:
         return None
-    moved = _own_bounds(st)
+    bounds = np.array(st.bounds)
     if giver < taker:
-        moved.bounds[giver + 1 : taker + 1] -= count
+        bounds[giver + 1 : taker + 1] -= count
     else:
-        moved.bounds[taker + 1 : giver + 1] += count
-    return moved
+        bounds[taker + 1 : giver + 1] += count
+    return rebounded(desk, st, bounds)
 
 
-def _own_bounds(st: State) -> State:
-    return st._replace(bounds=np.copy(st.bounds))
+def rebounded(desk: Desk, st: State, bounds: np.ndarray) -> State:
+    """Other stage boundaries under the same placement and orders."""
+    return desk.restaged(st, stages_of(bounds.tolist(), st.prices.rank.tolist(), recomputed(st.stages)))
 
 
-class _Slides:
+class Slides:
     """Every run of neighbouring boundaries that can slide by a layer, and what that changes for the ranks."""
 
     def __init__(self, desk: Desk, st: State) -> None:
-        p, n = desk.problem, int(st.size[0])
-        self.state = st
-        bounds, rank = st.bounds[: n + 1], st.rank[:n]
-        work = np.diff(p.total)
+        n = len(st.stages)
+        self.desk, self.state, self.bounds = desk, st, np.array(st.bounds)
+        bounds, rank, work, slow = self.bounds, st.prices.rank, desk.layer_ms, desk.slow
         runs: list[tuple[int, int, int]] = []
         changes = []
         for by in (-1, 1):
             # Boundary k moves one layer between stages k-1 and k; a run of boundaries adds up.
-            one = np.zeros((n, p.num_ranks))
+            one = np.zeros((n, desk.num_ranks))
             for k in range(1, n):
                 ms = work[bounds[k] - 1] if by < 0 else work[bounds[k]]
-                one[k, rank[k - 1]] += by * ms * p.slow[rank[k - 1]]
-                one[k, rank[k]] -= by * ms * p.slow[rank[k]]
-            sums = np.concatenate((np.zeros((1, p.num_ranks)), np.cumsum(one, axis=0)))
+                one[k, rank[k - 1]] += by * ms * slow[rank[k - 1]]
+                one[k, rank[k]] -= by * ms * slow[rank[k]]
+            sums = np.concatenate((np.zeros((1, desk.num_ranks)), np.cumsum(one, axis=0)))
             for a in range(1, n):
-                for e in range(a, min(a + REACH, n)):
+                for e in range(a, min(a + desk.settings.reach, n)):
                     giver = a - 1 if by < 0 else e
                     if bounds[giver + 1] - bounds[giver] > 1:
                         runs.append((a, e, by))
                         changes.append(sums[e + 1] - sums[a])
         self.runs = np.array(runs, np.int64).reshape(-1, 3)
-        self.change = np.array(changes).reshape(-1, p.num_ranks)
+        self.change = np.array(changes).reshape(-1, desk.num_ranks)
 
     def touching(self, some: np.ndarray) -> np.ndarray:
         """[some, all]: the two slides share a stage."""
@@ -122,13 +121,13 @@ class _Slides:
         return np.asarray((a[some][:, None] <= e[None, :] + 1) & (a[None, :] <= e[some][:, None] + 1))
 
     def apply(self, chosen: tuple[int, ...]) -> State:
-        moved = _own_bounds(self.state)
+        bounds = self.bounds.copy()
         for a, e, by in self.runs[list(chosen)]:
-            moved.bounds[a : e + 1] += by
-        return moved
+            bounds[a : e + 1] += by
+        return rebounded(self.desk, self.state, bounds)
 
     def describe(self, chosen: tuple[int, ...]) -> str:
-        rank = self.state.rank
+        rank = self.state.prices.rank
         ways = []
         for a, e, by in self.runs[list(chosen)].tolist():
             giver, taker = (a - 1, e) if by < 0 else (e, a - 1)

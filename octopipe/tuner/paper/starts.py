@@ -1,0 +1,111 @@
+"""Where Algorithm 1 begins: 1F1B as in the paper, a user's plan, and the plans of published systems.
+
+Knows: how to find a first plan that fits. Does not know: phases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from octopipe.cost import CostTable
+from octopipe.errors import DoesNotFitError, OctoPipeError
+from octopipe.plan import Plan
+from octopipe.simulator import simulate
+from octopipe.systems.registry import build_plan, systems
+from octopipe.timeline import GIB
+from octopipe.tuner.paper.candidate import Candidate, Desk
+from octopipe.tuner.paper.placement import balanced_stages
+from octopipe.tuner.paper.structure import derived, layer_times, retimed, rule_keys
+
+SLOW_SYSTEMS = frozenset({"tessel"})
+"""Systems whose own search takes longer than a start is worth."""
+LATE_SYSTEMS = ("adapipe", "tessel-fast", "breadth-first", "interleaved", "hanayo")
+"""Systems that take longest to build, built last."""
+
+
+def published(
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    until: float = float("inf"),
+    recompute: bool = True,
+    skip: frozenset[str] = frozenset(),
+    first: Sequence[str] = (),
+) -> Iterator[tuple[str, Plan]]:
+    """Plans of published systems with a split backward, until a time of the monotonic clock; `first` before others."""
+    for name in sorted(systems(), key=lambda n: (n not in first, n in LATE_SYSTEMS, n)):
+        if time.monotonic() >= until:
+            return
+        if name in SLOW_SYSTEMS or name in skip:
+            continue
+        try:
+            plan = build_plan(name, costs, num_ranks, num_micro_batches, split_backward=True)
+        except (OctoPipeError, ImportError):
+            continue
+        if recompute or not any(s.recompute for s in plan.stages):
+            yield name, plan
+
+
+def one_f_one_b_plan(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Plan:
+    """1F1B over stages of equally many layers, its backward split."""
+    return build_plan("1f1b", costs, num_ranks, num_micro_batches, split_backward=True)
+
+
+def one_f_one_b(desk: Desk) -> Candidate | None:
+    """The paper's start; None where it does not fit."""
+    plan = one_f_one_b_plan(desk.costs, desk.num_ranks, desk.num_micro_batches)
+    return desk.view(desk.state(plan))
+
+
+def something_that_fits(desk: Desk, may_recompute: bool) -> Candidate:
+    """A plan for tight memory: layers balanced by time or by bytes, fewer micro-batches under way, recomputation."""
+    costs, ranks = desk.costs, desk.num_ranks
+    one = one_f_one_b_plan(costs, ranks, desk.num_micro_batches)
+    st = desk.state(one)
+    starts = layer_times(desk, st, simulate(one, costs, check=False).spans.start_ms)
+    bytes_ = costs.static_bytes + costs.activation_bytes
+    found: Candidate | None = None
+    for again in (False, True) if may_recompute else (False,):
+        for need in (desk.layer_ms, bytes_, costs.static_bytes + costs.boundary_bytes):
+            for more in (1, 2, 3):
+                for wave in (False, True) if more > 1 else (False,):
+                    if not ranks * more <= desk.max_stages or not float(need.sum()) > 0:
+                        continue
+                    stages = balanced_stages(desk, ranks * more, wave, again, need)
+                    moved, keys = retimed(desk, st, starts, stages)
+                    for rule in (keys, *rule_keys(desk, stages)):
+                        for order in derived(desk, moved, rule):
+                            ms, order = desk.judge(order, np.inf if found is None else found.step_ms)
+                            seen = desk.view(order) if ms < np.inf else None
+                            if seen is not None and (found is None or seen.step_ms < found.step_ms):
+                                found = seen
+        if found is not None:
+            return found
+    raise misfit(costs, ranks, may_recompute)
+
+
+def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
+    """The error for a setting in which no plan was found that fits: which rank lacks how much, and what would help."""
+    capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
+    static = float(costs.static_bytes.sum())
+    held = float(costs.activation_bytes.sum()) / num_ranks
+    if may_recompute:
+        held = float(costs.boundary_bytes.sum()) / num_ranks + float(costs.activation_bytes.max())
+    need = max(
+        static / num_ranks + held + float(costs.workspace_bytes.max()),
+        float((costs.static_bytes + costs.activation_bytes * (not may_recompute)).max()),
+    )
+    rank = int(np.argmin(capacity))
+    missing = (need - float(capacity[rank])) / GIB
+    helps = ["more ranks (--pp)", "a larger --memory-gib", "a larger --tp", "shorter sequences (--seq)"]
+    if not may_recompute:
+        helps.insert(0, "recomputation")
+    return DoesNotFitError(
+        f"{costs.model}: no plan fits: rank {rank} of {num_ranks} has {capacity[rank] / GIB:.1f} GiB and lacks "
+        f"{f'about {missing:.1f} GiB' if missing > 0.05 else 'a little memory'} (weights and optimizer alone need "
+        f"{static / num_ranks / GIB:.1f} GiB a rank); what would help: {', '.join(helps)}"
+    )
