@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from octopipe.errors import OctoPipeError, PlanError
+from octopipe.errors import DoesNotFitError, OctoPipeError, PlanError
 
 VERBS = {
     "models": "list the model presets, or show one layer by layer",
@@ -31,7 +31,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the return value is the exit code (2 for a user's mistake)."""
+    """Run one verb; the return value is the exit code (2: a user's mistake, 3: nothing that fits)."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = next((w for w in words if not w.startswith("-")), None)
     parser = _parser()
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OctoPipeError as error:
         print(f"octopipe: {error}", file=sys.stderr)
-        return 2
+        return 3 if isinstance(error, DoesNotFitError) else 2
     except KeyboardInterrupt:
         print("octopipe: interrupted", file=sys.stderr)
         return 130

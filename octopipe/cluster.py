@@ -1,7 +1,7 @@
 """Devices and links: what a rank is made of and what a transfer between two ranks costs.
 
 Knows: GPU presets, node sizes, parallel sizes, per-rank speed and memory, the alpha-beta cost of a link. Does
-not know: models, layers or plans.
+not know: models, layers or plans, or what a training run does with all this (`setup.py`).
 
 >>> Network.constant(0.3).transfer_ms(0, 1, 8 << 20)
 0.3
@@ -93,12 +93,27 @@ class Gpu:
     inter_gb_per_s: float
     """To a GPU of another node."""
     gpus_per_node: int = 8
+    """GPUs joined by the fast links."""
+    fp8_tflops: float | None = None
+    """Dense fp8; None: the GPU has no fp8 matrix units."""
+    generation: str = "hopper"
+    """Whose calibrated efficiencies hold (`calibration.py`)."""
+    clock: float = 1.0
+    """Clock under load over that of its generation's reference board."""
 
     def __post_init__(self) -> None:
-        for name in ("bf16_tflops", "memory_gib", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s"):
+        for name in ("bf16_tflops", "memory_gib", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s", "clock"):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise OctoPipeError(f"gpu {self.name}: {name} is {value}; give a finite number > 0")
+
+    def peak_flops_per_ms(self, precision: str = "bf16") -> float:
+        """The data sheet's dense peak in this precision."""
+        if precision == "bf16":
+            return self.flops_per_ms
+        if self.fp8_tflops is None:
+            raise OctoPipeError(f"gpu {self.name} has no {precision} matrix units; use bf16 or another GPU")
+        return self.fp8_tflops * 1e9
 
     @property
     def flops_per_ms(self) -> float:
@@ -110,31 +125,37 @@ class Gpu:
 
 
 def _gpus() -> Mapping[str, Gpu]:
-    # Columns: dense bf16 TFLOP/s, HBM (vendors' "GB" are GiB to within a percent of what the driver shows),
-    # HBM TB/s, intra-node and inter-node GB/s per direction. H800: data sheet, links as the paper's cluster.
-    # H100, H200, B200, GB200, MI300X: secondary sources. A100, L40S: from memory.
+    # Columns: dense bf16 and fp8 TFLOP/s, HBM (vendors' "GB" are GiB to within a percent of what the driver
+    # shows), HBM TB/s, intra-node and inter-node GB/s per direction, GPUs on the fast links, generation, clock.
+    # H800: data sheet, links as the paper's cluster. H100, H200, B200, GB200, GB300, MI300X: secondary sources.
+    # A100, L40S: from memory. An NVL72 rack has 72 GPUs; jobs take 64 of them, which powers of two divide.
+    # GB300 boards may draw 1400 W where GB200 draws 1200: at power ~ clock^3 that is a clock 5 % higher.
     rows = {
-        "h800": (989, 80, 3.35, 200, 25, 8),
-        "h100": (989, 80, 3.35, 450, 50, 8),
-        "h200": (989, 141, 4.8, 450, 50, 8),
-        "a100": (312, 80, 2.04, 300, 25, 8),
-        "b200": (2250, 180, 7.7, 900, 50, 8),
-        "gb200": (2500, 186, 8.0, 900, 50, 72),
-        "mi300x": (1307, 192, 5.3, 448, 50, 8),
-        "l40s": (362, 48, 0.864, 32, 12, 8),
+        "h800": (989, 1979, 80, 3.35, 200, 25, 8, "hopper", 1.0),
+        "h100": (989, 1979, 80, 3.35, 450, 50, 8, "hopper", 1.0),
+        "h200": (989, 1979, 141, 4.8, 450, 50, 8, "hopper", 1.0),
+        "a100": (312, None, 80, 2.04, 300, 25, 8, "ampere", 1.0),
+        "b200": (2250, 4500, 180, 7.7, 900, 50, 8, "blackwell", 1.0),
+        "gb200": (2500, 5000, 186, 8.0, 900, 50, 64, "blackwell", 1.0),
+        "gb300": (2500, 5000, 277, 8.0, 900, 100, 64, "blackwell", 1.05),
+        "mi300x": (1307, 2615, 192, 5.3, 448, 50, 8, "cdna3", 1.0),
+        "l40s": (362, 733, 48, 0.864, 32, 12, 8, "ada", 1.0),
     }
     return MappingProxyType(
         {
             name: Gpu(
                 name=name,
-                bf16_tflops=tflops,
+                bf16_tflops=bf16,
+                fp8_tflops=fp8,
                 memory_gib=memory,
                 hbm_tb_per_s=hbm,
                 intra_gb_per_s=intra,
                 inter_gb_per_s=inter,
                 gpus_per_node=node,
+                generation=generation,
+                clock=clock,
             )
-            for name, (tflops, memory, hbm, intra, inter, node) in rows.items()
+            for name, (bf16, fp8, memory, hbm, intra, inter, node, generation, clock) in rows.items()
         }
     )
 
@@ -155,10 +176,11 @@ def gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How a job lies on its GPUs: a pipeline rank is a tensor-parallel group, replicated `dp` times.
+    """How a job lies on its GPUs: a pipeline rank is a group of tp * cp GPUs, replicated `dp` times.
 
-    GPUs are numbered as Megatron does: tensor-parallel ranks innermost, then data-parallel replicas, then
-    pipeline ranks; expert-parallel groups are formed inside the tp * dp GPUs of one pipeline rank.
+    GPUs are numbered as Megatron does: tensor-parallel ranks innermost, then context-parallel ones, then
+    data-parallel replicas, then pipeline ranks; expert-parallel groups are formed inside the tp * cp * dp GPUs
+    of one pipeline rank.
 
     >>> Cluster(gpu=gpu("h800"), tp=8, pp=4).network().link(0, 1) == Link.of_bandwidth(25, INTER_LATENCY_MS)
     True
@@ -169,6 +191,7 @@ class Cluster:
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    cp: int = 1
     gpus_per_node: int | None = None
     """None: as the GPU's usual node."""
     rank_speed: tuple[float, ...] = ()
@@ -177,7 +200,7 @@ class Cluster:
     """Memory of a GPU of each pipeline rank; empty: the GPU's own, one entry: the same for all."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep", "gpus_per_node"):
+        for name in ("tp", "cp", "pp", "dp", "ep", "gpus_per_node"):
             value = getattr(self, name)
             if name == "gpus_per_node" and value is None:
                 continue
@@ -187,9 +210,10 @@ class Cluster:
             raise OctoPipeError(
                 f"tp {self.tp} does not divide a node of {self.node_size} GPUs; give a divisor of it"
             )
-        if (self.tp * self.dp) % self.ep:
+        if self.gpus_per_stage % self.ep:
+            product = "tp * dp" if self.cp == 1 else "tp * cp * dp"
             raise OctoPipeError(
-                f"ep {self.ep} does not divide tp * dp = {self.tp * self.dp}; give a divisor or raise dp"
+                f"ep {self.ep} does not divide {product} = {self.gpus_per_stage}; give a divisor or raise dp"
             )
         for name, lengths in (("rank_speed", (0, self.pp)), ("rank_memory_gib", (0, 1, self.pp))):
             values = getattr(self, name)
@@ -205,40 +229,56 @@ class Cluster:
         return self.gpus_per_node or self.gpu.gpus_per_node
 
     @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that work together on one micro-batch of one pipeline rank."""
+        return self.tp * self.cp
+
+    @property
+    def gpus_per_stage(self) -> int:
+        """All GPUs that hold one pipeline rank's layers."""
+        return self.tp * self.cp * self.dp
+
+    @property
     def num_gpus(self) -> int:
-        return self.tp * self.dp * self.pp
+        return self.gpus_per_stage * self.pp
 
     @property
     def expert_tp(self) -> int:
-        """GPUs that share one expert: the tensor-parallel group, or less where ep is larger than dp."""
-        return self.tp if self.dp % self.ep == 0 else math.gcd(self.tp, self.tp * self.dp // self.ep)
+        """GPUs that share one expert: the tensor-parallel group, or less where ep is larger than cp * dp."""
+        if (self.cp * self.dp) % self.ep == 0:
+            return self.tp
+        return math.gcd(self.tp, self.gpus_per_stage // self.ep)
 
     @property
     def expert_dp(self) -> int:
         """Replicas of one expert."""
-        return self.tp * self.dp // (self.ep * self.expert_tp)
+        return self.gpus_per_stage // (self.ep * self.expert_tp)
 
     def gpus_of(self, rank: int, replica: int = 0) -> range:
         """The GPU numbers of one pipeline rank of one replica."""
-        first = (rank * self.dp + replica) * self.tp
-        return range(first, first + self.tp)
+        first = (rank * self.dp + replica) * self.gpus_per_rank
+        return range(first, first + self.gpus_per_rank)
 
     def group_link(self, size: int) -> Link:
         """The link that bounds a collective among `size` consecutive GPUs."""
-        return self._intra if size <= self.node_size else self._inter
+        return self.intra_link if size <= self.node_size else self.inter_link
+
+    def members_per_node(self, size: int, stride: int = 1) -> int:
+        """Of a group of `size` GPUs `stride` apart, those that share a node."""
+        return max(1, min(size, self.node_size // stride))
 
     @property
-    def _intra(self) -> Link:
+    def intra_link(self) -> Link:
         return Link.of_bandwidth(self.gpu.intra_gb_per_s, INTRA_LATENCY_MS)
 
     @property
-    def _inter(self) -> Link:
+    def inter_link(self) -> Link:
         return Link.of_bandwidth(self.gpu.inter_gb_per_s, INTER_LATENCY_MS)
 
     def network(self) -> Network:
         """Links between pipeline ranks: each GPU sends its share over its own link to its peer."""
-        per_node = max(1, self.node_size // (self.tp * self.dp))
-        return Network(intra=self._intra, inter=self._inter, ranks_per_node=per_node)
+        per_node = max(1, self.node_size // self.gpus_per_stage)
+        return Network(intra=self.intra_link, inter=self.inter_link, ranks_per_node=per_node)
 
     def rank_slowdown(self) -> tuple[float, ...]:
         return tuple(1.0 / speed for speed in self.rank_speed)

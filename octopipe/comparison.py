@@ -23,10 +23,12 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.lowering import Channel
 from octopipe.plan import Plan
+from octopipe.recompute import plan_under
+from octopipe.setup import Setup
 from octopipe.simulator import simulate
 from octopipe.systems.bpipe import balanced_peak_bytes
 from octopipe.systems.registry import build_plan, get_system, systems
-from octopipe.timeline import GIB
+from octopipe.timeline import GIB, ROUNDING
 
 REFERENCE = "1f1b"
 """Speed-ups are over this system, run in the same mode."""
@@ -55,6 +57,8 @@ class Result:
     max_memory_gib: float = float("nan")
     """Of the fullest rank."""
     fits: bool = False
+    tokens_per_gpu_per_second: float | None = None
+    mfu: float | None = None
     communications: int = 0
     overlapped: int = 0
     overlap_rate: float = float("nan")
@@ -81,12 +85,14 @@ class Comparison:
     split_backward: bool
     lower_bound_ms: float
     results: tuple[Result, ...]
+    setup: Setup | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "pp": self.num_ranks,
             "micro_batches": self.num_micro_batches,
+            "setup": None if self.setup is None else self.setup.as_dict(),
             "split_backward": self.split_backward,
             "lower_bound_ms": self.lower_bound_ms,
             "results": [result.as_dict() for result in self.results],
@@ -99,7 +105,9 @@ def compare(
     num_micro_batches: int,
     *,
     names: Sequence[str] | None = None,
-    split_backward: bool = True,
+    split_backward: bool = False,
+    recompute: str = "none",
+    prices: Mapping[str, CostTable] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     channel: Channel = "directed",
     processes: int | None = None,
@@ -107,8 +115,9 @@ def compare(
 ) -> Comparison:
     """Run the named systems (all, if none are named) on every core.
 
-    `split_backward` splits B into I and W for systems that do not (the paper compares so); `options` holds
-    the options of single systems: {"tessel": {"time_limit_s": 5}}.
+    `split_backward` splits B into I and W for systems that do not (the paper compares so). `recompute` full or auto
+    adds recomputation to plans that have none, with `prices` for "none" and "selective" (`recompute.py`). `options`
+    holds the options of single systems: {"tessel": {"time_limit_s": 5}}.
     """
     wanted = list(dict.fromkeys(systems() if names is None else names))
     for name in wanted:
@@ -116,7 +125,7 @@ def compare(
     # Systems that search for seconds start first, so that no core waits for them at the end.
     queue = sorted(dict.fromkeys([*wanted, REFERENCE]), key=lambda name: name not in LONGEST_FIRST)
     settings = {name: dict((options or {}).get(name, {})) for name in queue}
-    task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel)
+    task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel, recompute, dict(prices or {}))
     done: dict[str, Result] = {}
     for result in _run_all(task, settings, processes):
         done[result.system] = result
@@ -131,6 +140,7 @@ def compare(
         split_backward=split_backward,
         lower_bound_ms=lower_bound_ms(costs, num_ranks, num_micro_batches),
         results=tuple(ranked),
+        setup=costs.setup,
     )
 
 
@@ -152,30 +162,34 @@ class _Task:
     num_micro_batches: int
     split_backward: bool
     channel: Channel
+    recompute: str
+    prices: Mapping[str, CostTable]
+
+    def build(self, name: str, options: Mapping[str, Any], costs: CostTable) -> Plan:
+        split = self.split_backward or None
+        return build_plan(name, costs, self.num_ranks, self.num_micro_batches, split_backward=split, **options)
 
     def run(self, name: str, options: Mapping[str, Any]) -> Result:
         entry = get_system(name)
         began = time.perf_counter()
         try:
-            plan = build_plan(
-                name,
-                self.costs,
-                self.num_ranks,
-                self.num_micro_batches,
-                split_backward=self.split_backward or None,
-                **options,
+            plan, costs = plan_under(
+                self.recompute,
+                lambda table: self.build(name, options, table),
+                lambda mode: self.prices.get(mode, self.costs),
             )
             took = time.perf_counter() - began
-            timeline = simulate(plan, self.costs, channel=self.channel)
+            timeline = simulate(plan, costs, channel=self.channel)
         except OctoPipeError as error:
             return Result(system=name, title=entry.title, reason=str(error).removeprefix(f"{name}: "))
         except Exception as error:  # a plug-in's mistake must not cost the user the other rows
             return Result(system=name, title=entry.title, reason=f"fails with {type(error).__name__}: {error}")
         peaks = timeline.peak_bytes
         if plan.extra.get("balances_memory"):
-            peaks = balanced_peak_bytes(plan, self.costs, timeline)
+            peaks = balanced_peak_bytes(plan, costs, timeline)
         capacity = np.array(timeline.capacity_bytes)
         overlap = timeline.overlap
+        rate = costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms)
         return Result(
             system=name,
             title=entry.title,
@@ -185,7 +199,9 @@ class _Task:
             span_ms=timeline.span_ms,
             peak_memory_gib=tuple((peaks / GIB).tolist()),
             max_memory_gib=float(peaks.max()) / GIB,
-            fits=bool(np.all(peaks <= capacity * (1 + 1e-12) + 1.0)),
+            fits=bool(np.all(peaks <= capacity * (1 + ROUNDING))),
+            tokens_per_gpu_per_second=rate["tokens_per_gpu_per_second"],
+            mfu=rate["mfu"],
             communications=overlap.communications,
             overlapped=overlap.overlapped,
             overlap_rate=overlap.rate,

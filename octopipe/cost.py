@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.cluster import Link, Network
+from octopipe.display import one_line
 from octopipe.errors import OctoPipeError
+from octopipe.setup import Setup
 
 Array = NDArray[np.float64]
 PER_LAYER = (
@@ -79,7 +81,11 @@ class CostTable:
     reduction: Link = field(default_factory=Link)
     """The link over which that reduction runs."""
     gpus_per_rank: int = 1
-    """GPUs behind one pipeline rank (the tensor-parallel size), for tokens per GPU per second."""
+    """GPUs behind one pipeline rank (tp * cp), for tokens per GPU per second."""
+    model_flops: float | None = None
+    """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
+    setup: Setup | None = None
+    """What these costs are for; None where nobody said."""
 
     def __post_init__(self) -> None:
         layers = len(self.symbols)
@@ -149,6 +155,13 @@ class CostTable:
             network=Network.constant(p2p_ms),
         )
 
+    def __repr__(self) -> str:
+        f, i, w = (float(getattr(self, name).sum()) for name in ("forward_ms", "input_ms", "weight_ms"))
+        limit = sorted({round(b / (1 << 30), 1) for b in self.rank_memory_bytes})
+        memory = f"{' to '.join(f'{g:g}' for g in (limit[0], limit[-1])[: len(limit)])} GiB a rank" if limit else ""
+        times = f"F {f:.4g} I {i:.4g} W {w:.4g} ms"
+        return one_line("CostTable", self.model, f"{self.num_layers} layers", times, memory)
+
     @property
     def num_layers(self) -> int:
         return len(self.symbols)
@@ -202,10 +215,31 @@ class CostTable:
         values = [gib] if isinstance(gib, int | float) else list(gib)
         return self.replace(rank_memory_bytes=tuple(float(v) * float(1 << 30) for v in values))
 
+    def throughput(self, num_ranks: int, num_micro_batches: int, step_ms: float) -> dict[str, float | None]:
+        """Tokens per GPU and second, model TFLOP/s per GPU and the share of the GPU's peak, where they are known."""
+        out: dict[str, float | None] = {
+            "tokens_per_gpu_per_second": None,
+            "model_tflops_per_gpu": None,
+            "mfu": None,
+        }
+        if step_ms <= 0:
+            return out
+        per_gpu_second = num_micro_batches / (num_ranks * self.gpus_per_rank) / (step_ms / 1e3)
+        if self.tokens_per_micro_batch is not None:
+            out["tokens_per_gpu_per_second"] = self.tokens_per_micro_batch * per_gpu_second
+        if self.model_flops is not None:
+            flops = self.model_flops * per_gpu_second
+            out["model_tflops_per_gpu"] = flops / 1e12
+            if self.setup is not None and self.setup.gpu is not None:
+                out["mfu"] = flops / (1e3 * self.setup.gpu.peak_flops_per_ms(self.setup.precision))
+        return out
+
     def digest(self) -> str:
         """Short hash of everything that changes a prediction; plans carry it as provenance."""
         h = hashlib.sha256()
         for f in fields(self):
+            if f.name in ("setup", "model_flops"):
+                continue
             value = getattr(self, f.name)
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

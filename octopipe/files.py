@@ -62,7 +62,9 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def plain(value: object) -> object:
-    """What JSON cannot say by itself: numpy numbers and arrays as plain numbers and lists."""
+    """What JSON cannot say by itself: numpy numbers and arrays as plain numbers and lists, paths as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,6 +1,7 @@
-"""Work of a layer: FLOPs, bytes and traffic of F, I and W, before any device is named.
+"""Work of a layer: matrix products, FLOPs, bytes and traffic of F, I and W, before any device is named.
 
-Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`analytic.py`).
+Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`analytic.py`) or how the work is
+divided over GPUs beyond which side of a product tensor parallelism cuts.
 
 F terms follow Megatron's own FLOP counter. How the backward pass splits into I and W, and the byte lists, are
 our inference: a GEMM costs the same in F, I and W; a core (attention scores, scan) has no weights, so W has
@@ -15,7 +16,9 @@ Flops(forward=655360.0, input=655360.0, weight=655360.0)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from octopipe.errors import OctoPipeError
 from octopipe.model import (
@@ -51,11 +54,27 @@ class Flops:
         return self.forward + self.input + self.weight
 
 
+class Product(NamedTuple):
+    """One matrix product with a weight: every token's row of `inner` values becomes `outer` ones."""
+
+    inner: int
+    outer: int
+    cut: Literal["outer", "inner", ""] = "outer"
+    """The side tensor parallelism divides; empty: every GPU of the group computes it whole."""
+    rows: float = 1.0
+    """Rows per token: the experts of a token each take one."""
+    experts: int = 0
+    """The rows are dealt to this many weights of the same shape; 0: there is one weight."""
+    low_precision: bool = True
+    """May run in fp8. Routers and the vocabulary projection stay in bf16."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What one part of a layer does for one micro-batch, over all its tensor-parallel ranks."""
 
-    gemm_flops: float = 0.0
+    tokens: float = 0.0
+    products: tuple[Product, ...] = ()
     """Matrix products with weights: once in F, once in I, once in W."""
     core_flops: float = 0.0
     """Products without weights: in F, and 2.5 times in I."""
@@ -72,6 +91,22 @@ class Work:
     """Values per token that expert parallelism dispatches, and combines again."""
     collectives: float = 0.0
     """All-gather and reduce-scatter pairs of the residual stream: in F, and again in I."""
+    quantized_stream_width: float = 0.0
+    quantized_inner_width: float = 0.0
+    """Of the saved values, those that only a matrix product reads: one byte instead of two under fp8."""
+    cheap_stream_width: float = 0.0
+    cheap_inner_width: float = 0.0
+    """Of the saved values, those that selective recomputation drops: outputs of norms, of activation functions and of
+    latent up-projections, and the experts' outputs before they are weighted."""
+    cheap_flops: float = 0.0
+    """Products that selective recomputation runs again."""
+    ring_width: float = 0.0
+    """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
+    hands on one state per slice, which is too little to count.)"""
+
+    @property
+    def gemm_flops(self) -> float:
+        return sum(2 * self.tokens * p.rows * p.inner * p.outer for p in self.products)
 
 
 def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
@@ -85,9 +120,13 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             span = seq if part.window is None else min(seq, 2 * part.window)
             width = q_out + q + 2 * kv
             return Work(
-                gemm_flops=2 * tokens * h * (q_out + 2 * kv + q),
+                tokens=tokens,
+                products=(Product(h, q_out + 2 * kv), Product(q, h, "inner")),
                 core_flops=2 * tokens * span * q,
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                cheap_stream_width=h,
+                ring_width=2 * kv,
                 inner_width=width,
                 stash_stream_width=2 * h,
                 stash_inner_width=width,
@@ -96,13 +135,20 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
         case LatentAttention():
             qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
             down = part.kv_rank + part.rope_dim + (part.q_rank or 0)
-            up = part.kv_rank * part.heads * (part.nope_dim + part.v_dim) + (part.q_rank or h) * qk
+            up = Product(part.kv_rank, part.heads * (part.nope_dim + part.v_dim)), Product(part.q_rank or h, qk)
             # Saved: both latents before and after their norms, queries, keys, values and the output.
             inner = 2 * qk + 2 * v
             return Work(
-                gemm_flops=2 * tokens * (h * down + up + v * h),
+                tokens=tokens,
+                products=(Product(h, down, ""), *up, Product(v, h, "inner")),
                 core_flops=tokens * seq * (qk + v),
                 stream_width=2 * h + 2 * down,
+                quantized_stream_width=h + down,
+                # Queries, keys and values again from the latents, which stay.
+                cheap_stream_width=h,
+                cheap_inner_width=2 * qk + v,
+                cheap_flops=sum(2 * tokens * p.inner * p.outer for p in up),
+                ring_width=qk + v,
                 inner_width=inner,
                 stash_stream_width=2 * h + 2 * down,
                 stash_inner_width=inner,
@@ -112,9 +158,14 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             di, gn = part.inner, part.groups * part.state
             scan = part.chunk * gn + part.chunk * di + 2 * part.state * di
             return Work(
-                gemm_flops=2 * tokens * h * (part.projection_width + di),
+                tokens=tokens,
+                products=(Product(h, part.projection_width), Product(di, h, "inner")),
                 core_flops=2 * tokens * scan,
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=di,
+                cheap_stream_width=h,
+                cheap_inner_width=2 * di + 2 * gn,
                 inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
                 stash_stream_width=2 * h,
                 stash_inner_width=part.projection_width + di,
@@ -124,10 +175,20 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
         case Mamba1():
             di, low = part.inner, part.dt_rank + 2 * part.state
             return Work(
-                gemm_flops=2 * tokens * (h * 2 * di + di * low + part.dt_rank * di + di * h),
+                tokens=tokens,
+                products=(
+                    Product(h, 2 * di),
+                    Product(di, low, "inner"),
+                    Product(part.dt_rank, di),
+                    Product(di, h, "inner"),
+                ),
                 # Our count: decay, input, update, output and the skip, about nine operations a state element.
                 core_flops=9 * tokens * di * part.state,
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=di,
+                cheap_stream_width=h,
+                cheap_inner_width=2 * di,
                 inner_width=6 * di + low,
                 stash_stream_width=2 * h,
                 stash_inner_width=5 * di + low + part.dt_rank,
@@ -137,9 +198,14 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             kw, vw = part.key_width, part.value_width
             core = _delta_core(part.value_heads, part.key_dim, part.value_dim, part.chunk)
             return Work(
-                gemm_flops=2 * tokens * h * (part.projection_width + vw),
+                tokens=tokens,
+                products=(Product(h, part.projection_width), Product(vw, h, "inner")),
                 core_flops=2 * tokens * core,
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=vw,
+                cheap_stream_width=h,
+                cheap_inner_width=2 * kw + 2 * vw,
                 inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
                 stash_stream_width=2 * h,
                 stash_inner_width=part.projection_width + vw,
@@ -148,12 +214,17 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             )
         case KimiDeltaAttention():
             w, d = part.inner, part.head_dim
-            low = 2 * (h * d + d * w) + h * part.heads
+            ranks = Product(h, 2 * d, ""), Product(d, 2 * w), Product(h, part.heads)
             inner = 3 * w + 2 * w + part.heads
             return Work(
-                gemm_flops=2 * tokens * (4 * h * w + low),
+                tokens=tokens,
+                products=(Product(h, 3 * w), *ranks, Product(w, h, "inner")),
                 core_flops=2 * tokens * _delta_core(part.heads, d, d, part.chunk),
                 stream_width=2 * h + 2 * d,
+                quantized_stream_width=h + d,
+                quantized_inner_width=w,
+                cheap_stream_width=h,
+                cheap_inner_width=3 * w + w,
                 inner_width=inner + 3 * w + 2 * w,
                 stash_stream_width=2 * h + 2 * d,
                 stash_inner_width=inner + w,
@@ -163,9 +234,14 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
         case LightningAttention():
             w = part.inner
             return Work(
-                gemm_flops=2 * tokens * h * 5 * w,
+                tokens=tokens,
+                products=(Product(h, 4 * w), Product(w, h, "inner")),
                 core_flops=2 * tokens * w * (min(seq, part.chunk) + 2 * part.head_dim),
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=w,
+                cheap_stream_width=h,
+                cheap_inner_width=w,
                 inner_width=4 * w + 2 * w,
                 stash_stream_width=2 * h,
                 stash_inner_width=4 * w + w,
@@ -173,8 +249,13 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             )
         case Mlp():
             return Work(
-                gemm_flops=2 * tokens * h * part.matrices * part.ffn,
+                tokens=tokens,
+                products=_two_layers(h, part.ffn, part.matrices),
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=part.ffn,
+                cheap_stream_width=h,
+                cheap_inner_width=part.ffn,
                 inner_width=part.matrices * part.ffn,
                 stash_stream_width=2 * h,
                 stash_inner_width=part.matrices * part.ffn,
@@ -185,10 +266,20 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
             routed = part.top_k * (2 * w + part.matrices * part.ffn)
             shared = part.matrices * part.shared_ffn
             latent = 2 * part.latent
-            gemm = h * part.experts + part.top_k * part.matrices * w * part.ffn + h * shared + h * latent
+            products = [Product(h, part.experts, "", low_precision=False)]
+            products += _two_layers(w, part.ffn, part.matrices, rows=part.top_k, experts=part.experts)
+            if part.shared_ffn:
+                products += _two_layers(h, part.shared_ffn, part.matrices)
+            if part.latent:
+                products += [Product(h, part.latent, ""), Product(part.latent, h, "")]
             return Work(
-                gemm_flops=2 * tokens * gemm,
+                tokens=tokens,
+                products=tuple(products),
                 stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
+                cheap_stream_width=h,
+                cheap_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
                 inner_width=routed + shared + latent,
                 stash_stream_width=2 * h,
                 stash_inner_width=routed + shared + latent,
@@ -199,19 +290,22 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
         case Mtp():
             # Its own projection of (trunk, next token's embedding); its block is priced part by part.
             return Work(
-                gemm_flops=2 * tokens * 2 * h * h,
+                tokens=tokens,
+                products=(Product(2 * h, h),),
                 stream_width=4 * h,
+                quantized_stream_width=2 * h,
                 stash_stream_width=3 * h,
                 collectives=1,
             )
         case Embedding():
             # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
             # counted from F on: one boundary tensor too much before I.
-            return Work(stream_width=h, stash_stream_width=h, collectives=0.5)
+            return Work(tokens=tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
         case Head():
             n = part.predictions
             return Work(
-                gemm_flops=n * 2 * tokens * h * part.vocab,
+                tokens=tokens,
+                products=(Product(h, part.vocab, rows=n, low_precision=False),),
                 stream_width=n * 2 * h,
                 inner_width=n * 3 * part.vocab,
                 stash_stream_width=n * h,
@@ -219,6 +313,14 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 collectives=0.5 * n,
             )
     raise OctoPipeError(f"no cost formula for a layer of kind {part.kind!r}; add one to flops.py")
+
+
+def _two_layers(width: int, ffn: int, matrices: int, rows: float = 1.0, experts: int = 0) -> tuple[Product, ...]:
+    """A feed-forward: up (and gate, as one product), then down."""
+    return (
+        Product(width, (matrices - 1) * ffn, "outer", rows, experts),
+        Product(ffn, width, "inner", rows, experts),
+    )
 
 
 def _delta_core(heads: int, key_dim: int, value_dim: int, chunk: int) -> int:
@@ -237,3 +339,8 @@ def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
         backward += work.gemm_flops + CORE_BACKWARD * work.core_flops
         weight += work.gemm_flops
     return Flops(forward=float(forward), input=float(backward), weight=float(weight))
+
+
+def model_flops(layers: Iterable[Layer], *, seq: int, micro_batch_size: int = 1) -> float:
+    """What utilisation is measured by: three times the forward FLOPs, nothing that is computed again."""
+    return 3.0 * sum(layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward for layer in layers)

@@ -26,6 +26,7 @@ from octopipe import _engine
 from octopipe._compile import njit
 from octopipe._graph import find_cycle, topological_order
 from octopipe.cost import CostTable
+from octopipe.display import one_line
 from octopipe.errors import DeadlockError, OctoPipeError
 from octopipe.plan import KINDS, Op, OpTable, Plan, with_rank_order
 from octopipe.price import boundary_bytes, match, op_durations
@@ -79,6 +80,11 @@ class Program:
     """The rendezvous graph: ops first, then transfers."""
     mismatched: int
     """Transfers whose naive position (receive right before use) disagrees between the two ends."""
+
+    def __repr__(self) -> str:
+        ops = self.plan.table().stage.size
+        plan = f"{self.plan.num_ranks} ranks, {ops} ops, {self.num_transfers} transfers"
+        return one_line("Program", str(self.plan.extra.get("system") or ""), plan, f"{self.channel} channels")
 
     @property
     def num_transfers(self) -> int:

@@ -9,15 +9,17 @@ Knows: stages, ranks, routes, orders, what makes a plan wrong. Does not know: ti
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octopipe._graph import find_cycle
+from octopipe.display import html_of, one_line
 from octopipe.errors import OctoPipeError, PlanError
 
 KINDS = "FRIWB"
@@ -176,26 +178,32 @@ class Plan:
 
     def with_extra(self, **extra: Any) -> Plan:
         """The same plan with more provenance beside it."""
-        return Plan(
-            num_layers=self.num_layers,
-            num_ranks=self.num_ranks,
-            num_micro_batches=self.num_micro_batches,
-            stages=self.stages,
-            orders=self.orders,
-            routes=self.routes,
-            route_of_micro_batch=self.route_of_micro_batch,
-            model=self.model,
-            extra={**self.extra, **extra},
-        )
+        return replace(self, extra={**self.extra, **extra})
 
     def to_csv(self) -> str:
         """One line per rank, ops separated by commas: PyTorch's compute-only schedule text."""
         return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
 
-    def _repr_html_(self) -> str:
-        from octopipe.report import notebook_html  # notebooks only; the report room stands below this one
+    def __repr__(self) -> str:
+        name = " on ".join(filter(None, (str(self.extra.get("system") or ""), self.model)))
+        stages = f"{self.num_layers} layers in {len(self.stages)} stages on {self.num_ranks} ranks"
+        return one_line("Plan", name, stages, f"{self.num_micro_batches} micro-batches")
 
-        return notebook_html(self)
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read and check a plan file (`octopipe.plan/1`)."""
+        from octopipe.plan_file import load_plan  # the format is a module of its own, and it builds plans
+
+        return load_plan(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan with what is known about it; an interrupted write leaves the old file whole."""
+        from octopipe.plan_file import save_plan
+
+        save_plan(self, path)
 
     # -- being right -----------------------------------------------------------------------------------
 

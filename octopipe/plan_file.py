@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from octopipe.cost import CostTable
+from octopipe.cost_record import record_of
 from octopipe.errors import OctoPipeError, PlanError
 from octopipe.files import plain, read_bytes, shown, write_whole
 from octopipe.plan import Plan, Stage, parse_orders
@@ -86,6 +88,8 @@ def plan_to_json(plan: Plan) -> bytes:
     """The plan as `octopipe.plan/1`, one line per stage and per rank so that it reads and diffs well."""
 
     def encode(value: Any) -> str:
+        # msgspec has a form of its own for dataclasses; the costs' one keeps arrays and pairs of ranks.
+        value = record_of(value) if isinstance(value, CostTable) else value
         return msgspec.json.encode(value, enc_hook=plain).decode()
 
     def rows(values: list[Any]) -> str:

@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from octopipe.analytic import analytic_costs
-from octopipe.cluster import GIB, Cluster, Network
+from octopipe.analytic import setup_costs
+from octopipe.cluster import GIB, Network
 from octopipe.cluster import gpu as gpu_preset
+from octopipe.cluster_file import Nodes, memory_bytes, network_of, nodes_from_object, ranks_on, read_cluster
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import read_json_object, shown
@@ -27,9 +28,10 @@ from octopipe.layer_times import costs_of_layer_times
 from octopipe.model import ModelSpec
 from octopipe.profile_file import profile_from_object
 from octopipe.readers.hf_config import from_config
+from octopipe.setup import DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.zoo import PRESETS, names, preset, suggestion
 
-DEFAULT_SEQ = 4096
+DEFAULT_GPU = "h800"
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
 
 
@@ -52,6 +54,12 @@ def resolve_spec(model: str | Path | ModelSpec) -> ModelSpec | None:
     """The layers behind MODEL, or None where only times are known (a layer-times file)."""
     found = _find(model)
     return found if isinstance(found, ModelSpec) else None
+
+
+def resolve_measured(model: str | Path | ModelSpec) -> CostTable | None:
+    """The times behind MODEL where it is a file of times, None where it has layers to price."""
+    found = _find(model)
+    return found if isinstance(found, CostTable) else None
 
 
 def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
@@ -96,16 +104,16 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
     )
 
 
-def _tensor_parallel(spec: ModelSpec, cluster: Cluster) -> int:
+def tensor_parallel(spec: ModelSpec, setup: Setup) -> int:
     """The smallest power of two at which weights, gradients and optimizer state of an even share of the model
     take at most half of a GPU, never above a node or beyond what divides the heads."""
-    best = 1
+    best, cluster = 1, setup.cluster()
     for tp in (1, 2, 4, 8, 16, 32, 64):
         sizes = (getattr(p, n, None) for x in spec for p in x.parts for n in ("heads", "value_heads", "ffn"))
         if cluster.node_size % tp or any(isinstance(size, int) and size % tp for size in sizes):
             break
         best = tp
-        if spec.training_parameters * 18 / (tp * cluster.pp) <= cluster.gpu.memory_gib * GIB / 2:
+        if spec.training_parameters * 18 / (tp * setup.pp) <= setup.gpu_memory_gib * GIB / 2:
             break
     return best
 
@@ -130,79 +138,156 @@ def resolve_costs(
     model: str | Path | ModelSpec,
     *,
     pp: int,
-    gpu: str = "h800",
+    gpu: str | None = None,
     tp: int | None = None,
-    dp: int = 1,
+    cp: int = 1,
     ep: int = 1,
+    dp: int = 1,
     seq: int | None = None,
     micro_batch_size: int = 1,
+    micro_batches: int | None = None,
+    zero: int = 1,
+    precision: str = "bf16",
+    gradients: str | None = None,
+    recompute: str = "none",
+    sequence_parallel: bool = True,
+    vocab_parallel: bool = False,
+    reserve_gib: float | None = None,
     p2p_ms: float | None = None,
     memory_gib: float | Sequence[float] | None = None,
     rank_speed: Sequence[float] = (),
     gpus_per_node: int | None = None,
-    sequence_parallel: bool = True,
-    distributed_optimizer: bool = False,
+    nodes: str | Path | Nodes | Sequence[Mapping[str, object]] | None = None,
+    distributed_optimizer: bool | None = None,
     micro_batch_tokens: Sequence[int] | None = None,
 ) -> CostTable:
-    """The costs of MODEL on `pp` pipeline ranks.
+    """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
 
-    `tp` left out: the smallest that fits (see `_tensor_parallel`); 1 for a file of times, whose times already
-    hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every transfer cost
-    that much. `memory_gib` left out: the GPU's, or no limit for a file of times.
+    `gpu` left out: an h800. `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times,
+    whose times already hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every
+    transfer cost that much. `memory_gib` left out: the GPU's less a reserve (see `setup.py`), or no limit for a file
+    of times. `nodes` is a cluster file, or what is in one. `distributed_optimizer` is an older word for `zero`.
     """
-    whole = {"seq": seq, "micro_batch_size": micro_batch_size, "pp": pp, "tp": tp, "dp": dp, "ep": ep}
+    whole = {"seq": seq, "pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
     for name, value in whole.items():
         optional = value is None and name in ("seq", "tp")
         if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
-    bare = Cluster(gpu=gpu_preset(gpu), pp=pp, gpus_per_node=gpus_per_node)
-    network = None if p2p_ms is None else Network.constant(_positive("p2p_ms", p2p_ms, zero=True))
+    if p2p_ms is not None:
+        _positive("p2p_ms", p2p_ms, zero=True)
     memory = _memory(memory_gib, pp)
-
+    groups = _nodes(nodes)
+    if groups and (gpu is not None or rank_speed or memory or gpus_per_node is not None):
+        raise OctoPipeError("the cluster file says which GPUs there are; leave gpu, speeds and memory_gib out")
     found = _find(model)
     if found.num_layers < pp:
         raise OctoPipeError(
             f"pp {pp} is more than the {found.num_layers} layers of {shown(str(model)[:80])}; "
             f"give at most {found.num_layers}"
         )
-    if tp is None:
-        tp = _tensor_parallel(found, bare) if isinstance(found, ModelSpec) else 1
-    cluster = replace(bare, tp=tp, dp=dp, ep=ep, rank_speed=tuple(rank_speed), rank_memory_gib=memory)
+    named = gpu_preset(gpu or DEFAULT_GPU)
+    if groups:
+        named = max((gpu_preset(name) for name, _, _ in groups), key=lambda g: g.bf16_tflops * g.clock)
+    setup = Setup(
+        gpu=named,
+        tp=tp or 1,
+        cp=cp,
+        ep=ep,
+        pp=pp,
+        dp=dp,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        seq=seq,
+        zero=zero if distributed_optimizer is None else int(distributed_optimizer),
+        precision=precision,  # type: ignore[arg-type]
+        gradients=gradients,  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
+        sequence_parallel=sequence_parallel,
+        vocab_parallel=vocab_parallel,
+        reserve_gib=reserve_gib,
+        memory_gib=memory,
+        speeds=tuple(rank_speed),
+        p2p_ms=p2p_ms,
+        gpus_per_node=gpus_per_node,
+        nodes=groups,
+    )
     if isinstance(found, ModelSpec):
-        table = analytic_costs(
-            found,
-            cluster,
-            seq=DEFAULT_SEQ if seq is None else seq,
-            micro_batch_size=micro_batch_size,
-            sequence_parallel=sequence_parallel,
-            distributed_optimizer=distributed_optimizer,
-            micro_batch_tokens=micro_batch_tokens,
-        )
-    else:
-        table = _measured(found, cluster, seq, micro_batch_size, micro_batch_tokens)
-    return table if network is None else table.replace(network=network)
+        setup = replace(setup, seq=DEFAULT_SEQ if seq is None else seq)
+        if tp is None:
+            setup = replace(setup, tp=tensor_parallel(found, setup))
+        return costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens)
+    return _measured(found, setup, gpu_given=gpu is not None or bool(groups), lengths=micro_batch_tokens)
 
 
-def _measured(
-    table: CostTable, cluster: Cluster, seq: int | None, micro_batch_size: int, lengths: Sequence[int] | None
+def costs_of_setup(
+    spec: ModelSpec, setup: Setup, *, micro_batch_tokens: Sequence[int] | None = None
 ) -> CostTable:
+    """The costs of a model under a set-up, unequal nodes and a fixed transfer time included."""
+    table = setup_costs(spec, setup, micro_batch_tokens=micro_batch_tokens)
+    if setup.nodes:
+        ranks = ranks_on(setup.nodes, setup.pp, setup.tp * setup.cp * setup.dp)
+        whole = {
+            kind.name: float(setup_costs(spec, replace(setup, gpu=kind, nodes=())).layer_ms.sum())
+            for kind in {rank.gpu for rank in ranks}
+        }
+        reference = float(table.layer_ms.sum())
+        table = table.replace(
+            network=network_of(ranks),
+            rank_slowdown=tuple(whole[rank.gpu.name] / reference for rank in ranks),
+            rank_memory_bytes=memory_bytes(ranks, setup.reserve_gib, default_reserve_gib),
+        )
+    return table if setup.p2p_ms is None else table.replace(network=Network.constant(setup.p2p_ms))
+
+
+def _nodes(nodes: object) -> Nodes:
+    if nodes is None or nodes == ():
+        return ()
+    if isinstance(nodes, str | Path):
+        return read_cluster(nodes)
+    if isinstance(nodes, Sequence) and nodes and isinstance(nodes[0], Mapping):
+        return nodes_from_object({"nodes": list(nodes)})
+    return tuple(nodes)  # type: ignore[arg-type]
+
+
+def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, lengths: Sequence[int] | None) -> CostTable:
     """A file's times with the run's numbers around them."""
     if lengths is not None:
         raise OctoPipeError(
             f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times knows one length"
         )
+    cluster = setup.cluster()
     tokens = table.tokens_per_micro_batch
-    if tokens is None and seq is not None:
-        tokens = seq * micro_batch_size
+    if tokens is None and setup.seq is not None:
+        tokens = setup.seq * setup.micro_batch_size
     # Without boundary sizes nothing is known about transfers: they cost nothing unless p2p_ms says so.
     # A profile brings its own measured links and rank speeds.
     network = cluster.network() if table.boundary_bytes.any() else Network.constant(0.0)
     if table.network.pairs:
         network = table.network
+    if setup.p2p_ms is not None:
+        network = Network.constant(setup.p2p_ms)
+    # What the file holds was measured with whatever tp, precision and length it was: the set-up names none of them.
+    known = Setup(
+        tp=setup.tp,
+        pp=setup.pp,
+        dp=setup.dp,
+        micro_batches=setup.micro_batches,
+        seq=tokens,
+        memory_gib=setup.memory_gib,
+        speeds=setup.speeds,
+        reserve_gib=setup.reserve_gib if setup.memory_gib else None,
+        p2p_ms=setup.p2p_ms,
+    )
+    limits = known.rank_memory_bytes() if setup.memory_gib else table.rank_memory_bytes
+    if setup.reserve_gib and limits and not setup.memory_gib:
+        limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)
     return table.replace(
         network=network,
         rank_slowdown=cluster.rank_slowdown() or table.rank_slowdown,
-        rank_memory_bytes=tuple(gib * GIB for gib in cluster.rank_memory_gib) or table.rank_memory_bytes,
+        rank_memory_bytes=limits,
         tokens_per_micro_batch=tokens,
-        gpus_per_rank=cluster.tp,
+        gpus_per_rank=setup.tp,
+        data_parallel=setup.dp,
+        reduction=cluster.inter_link if setup.dp > 1 and gpu_given else table.reduction,
+        setup=known,
     )

@@ -14,6 +14,7 @@ Metrics:
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,11 +23,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from octopipe.display import html_of, one_line
 from octopipe.errors import OctoPipeError
-from octopipe.files import read_bytes, shown, write_whole
+from octopipe.files import plain, read_bytes, shown, write_whole
 from octopipe.plan import KINDS, Op
 
 GIB = float(1 << 30)
+ROUNDING = 1e-12
+"""Share of a capacity by which sums of bytes may exceed it for rounding alone."""
 FORMAT = "octopipe.timeline/1"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -115,6 +119,8 @@ class Timeline:
     measured: bool = False
     label: str = ""
     model: str = ""
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    """What it was predicted or measured for, where that is known: GPU, TP, sequence length, ..."""
 
     # -- times -----------------------------------------------------------------------------------------
 
@@ -220,8 +226,8 @@ class Timeline:
 
     @property
     def fits(self) -> bool:
-        """No rank exceeds its capacity (a byte of rounding aside)."""
-        return all(p <= c * (1 + 1e-12) + 1.0 for p, c in zip(self.peak_bytes, self.capacity_bytes))
+        """No rank exceeds its capacity (rounding of sums aside)."""
+        return all(p <= c * (1 + ROUNDING) for p, c in zip(self.peak_bytes, self.capacity_bytes))
 
     # -- looking at it ---------------------------------------------------------------------------------
 
@@ -256,10 +262,16 @@ class Timeline:
             "overlap_rate": o.rate,
         }
 
-    def _repr_html_(self) -> str:
-        from octopipe.report import notebook_html  # notebooks only; the report room stands below this one
+    def __repr__(self) -> str:
+        return one_line(
+            "Timeline",
+            " on ".join(t for t in (self.label, self.model) if t),
+            f"{'measured' if self.measured else 'predicted'} {self.step_ms:.2f} ms",
+            f"{100 * self.bubble_ratio:.1f} % bubble on {self.num_ranks} ranks",
+        )
 
-        return notebook_html(self)
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
     # -- files -----------------------------------------------------------------------------------------
 
@@ -280,7 +292,9 @@ class Timeline:
                 "measured": self.measured,
                 "label": self.label,
                 "model": self.model,
-            }
+                "setting": dict(self.setting),
+            },
+            enc_hook=plain,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -313,6 +327,7 @@ def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
             measured=bool(raw["measured"]),
             label=str(raw["label"]),
             model=str(raw["model"]),
+            setting=setting if isinstance(setting := raw.get("setting"), dict) else {},
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeError, KeyError, TypeError, ValueError) as error:
         raise OctoPipeError(f"{where}: not a valid timeline file: {' '.join(str(error).split())[:200]}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octopipe.analytic import EFFICIENCY, analytic_costs, layer_cost, layer_flops
+from octopipe.analytic import analytic_costs, layer_cost, layer_flops
+from octopipe.calibration import Rates
 from octopipe.cluster import Cluster, gpu
 from octopipe.errors import OctoPipeError
 from octopipe.model import Attention, Block, Embedding, Head, Mamba2, Mlp, Moe
@@ -18,6 +19,8 @@ ATTENTION = Attention(hidden=H, heads=64, kv_heads=8, head_dim=128)
 MAMBA = Mamba2(hidden=H, heads=256, head_dim=64, state=256)
 MOE = Moe(hidden=H, experts=16, top_k=2, ffn=4096, shared_ffn=1024)
 HEAD = Head(hidden=H, vocab=V)
+# Products of any shape at half of the peak, kernels that start at once: what is left is arithmetic.
+PLAIN = {"bf16": Rates(gemm=0.5, half=0.0, core=0.5, launch_ms=0.0)}
 
 
 def test_flops_follow_the_published_counter():
@@ -106,8 +109,8 @@ def test_a_distributed_optimizer_spreads_its_state():
 
 
 def test_expert_parallelism_divides_experts_and_adds_traffic():
-    alone = layer_cost(MOE, Cluster(gpu=H800, dp=8))
-    spread = layer_cost(MOE, Cluster(gpu=H800, dp=8, ep=8))
+    alone = layer_cost(MOE, Cluster(gpu=H800, dp=8), rates=PLAIN)
+    spread = layer_cost(MOE, Cluster(gpu=H800, dp=8, ep=8), rates=PLAIN)
     assert alone.static_bytes - spread.static_bytes == pytest.approx(18 * MOE.expert_parameters * 7 / 8)
     # Dispatch and combine of 2kTh(ep-1)/ep bytes each at 0.8 of 200 GB/s, in F and again in I.
     traffic_ms = 2 * 2 * 2 * T * H * 7 / 8 / (200e6 * 0.8)
@@ -117,18 +120,26 @@ def test_expert_parallelism_divides_experts_and_adds_traffic():
 
 
 def test_tensor_parallelism_divides_the_gemm_and_adds_its_collectives():
-    one, eight = layer_cost(MLP, Cluster(gpu=H800)), layer_cost(MLP, Cluster(gpu=H800, tp=8))
-    assert one.weight_ms == pytest.approx(layer_flops(MLP, seq=S).weight / (989e9 * EFFICIENCY["mlp"].gemm))
+    one, eight = (layer_cost(MLP, Cluster(gpu=H800, tp=tp), rates=PLAIN) for tp in (1, 8))
+    assert one.weight_ms == pytest.approx(layer_flops(MLP, seq=S).weight / (989e9 * 0.5))
     assert eight.weight_ms == pytest.approx(one.weight_ms / 8)
     traffic_ms = 2 * 7 / 8 * 2 * T * H / (200e6 * 0.8)
-    assert eight.forward_ms - one.forward_ms / 8 == pytest.approx(traffic_ms, abs=0.01)
+    assert eight.forward_ms - one.forward_ms / 8 == pytest.approx(traffic_ms, abs=0.02)
 
 
 def test_few_tokens_are_bound_by_memory_and_not_by_flops():
-    cost = layer_cost(MLP, Cluster(gpu=H800), seq=16)
+    cost = layer_cost(MLP, Cluster(gpu=H800), seq=16, rates=PLAIN)
     # W reads and writes the fp32 gradient whatever the number of tokens.
-    assert cost.weight_ms == pytest.approx(8 * MLP.parameters / (3.35e9 * 0.8))
-    assert cost.forward_ms > 2 * MLP.parameters / (3.35e9 * 0.8)
+    assert cost.weight_ms == pytest.approx(8 * (MLP.parameters - H) / (3.35e9 * 0.8))
+    assert cost.forward_ms > 2 * (MLP.parameters - H) / (3.35e9 * 0.8)
+
+
+def test_small_sides_of_a_product_cost_efficiency():
+    rates = Rates(gemm=0.8, half=100.0, core=0.5)
+    assert rates.product_share(100, 1e9, 1e9) == pytest.approx(0.4)
+    assert rates.product_share(1e9, 1e9, 1e9) == pytest.approx(0.8)
+    rows = [rates.product_share(n, 4096, 4096) for n in (16, 256, 4096, 65536)]
+    assert rows == sorted(rows)
 
 
 def test_the_embedding_has_no_input_gradient_and_the_head_no_output():
@@ -143,7 +154,7 @@ def test_a_prediction_module_hands_on_two_states_and_doubles_the_head():
     spec = preset("deepseek-v3")
     with_mtp, without = analytic_costs(spec, cluster), analytic_costs(spec.without_mtp(), cluster)
     assert with_mtp.boundary_bytes[-2] == 2 * with_mtp.boundary_bytes[-3]
-    assert with_mtp.forward_ms[-1] == pytest.approx(2 * without.forward_ms[-1], rel=0.01)
+    assert with_mtp.forward_ms[-1] == pytest.approx(2 * without.forward_ms[-1], rel=0.03)
 
 
 def test_micro_batches_of_different_length_scale_layer_kinds_differently():
@@ -152,7 +163,7 @@ def test_micro_batches_of_different_length_scale_layer_kinds_differently():
     factor = table.micro_batch_factor
     assert factor.shape == (3, spec.num_layers) and np.allclose(factor[0], 1)
     mlp, attention = spec.pattern.index("-"), spec.pattern.index("*")
-    assert factor[1, mlp] == pytest.approx(2, rel=0.02) and factor[1, attention] > 2.05
+    assert factor[1, mlp] == pytest.approx(2, rel=0.05) and factor[1, attention] > factor[1, mlp] + 0.03
     assert factor[2, mlp] < 0.3
     assert table.tokens_per_micro_batch == round((4096 + 8192 + 1024) / 3)
     for i, seq in enumerate([4096, 8192, 1024]):

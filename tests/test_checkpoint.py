@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,7 +20,8 @@ from octopipe.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.world import World  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
-from octopipe.training.checkpoint import latest, load_checkpoint, save_checkpoint  # noqa: E402
+from octopipe.training.checkpoint import NotFinite, checkpoints, latest, load_checkpoint, save_checkpoint  # noqa: E402
+from octopipe.training.shelf import DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -88,3 +95,144 @@ def test_damaged_layers_are_named(tmp_path):
     (path / "layer-0003.pt").unlink()
     with pytest.raises(OctoPipeError, match=r"layer-0003\.pt: no such file"):
         train(World(None), _single(), tmp_path, path, "plain")
+
+
+def saved(tmp_path: Path, steps: int = 1) -> Path:
+    train(World(None), _single(), tmp_path, None, "plain", steps=steps)
+    path = latest(tmp_path)
+    assert path is not None
+    return path
+
+
+def test_a_flipped_byte_is_noticed(tmp_path):
+    path = saved(tmp_path)
+    assert damage(path) == ""
+    file = path / "layer-0002.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert "layer-0002.pt" in damage(path)
+    with pytest.raises(DamagedCheckpoint, match=r"layer-0002\.pt.*checksum"):
+        train(World(None), _single(), tmp_path, path, "plain")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_layer_in_another_ones_place_is_noticed(listed, tmp_path):
+    path = saved(tmp_path)
+    shutil.copy(path / "layer-0001.pt", path / "layer-0002.pt")
+    if listed:  # even where the list of checksums was made to fit
+        record = json.loads((path / "run.json").read_text())
+        record["layers"][2]["sha256"] = record["layers"][1]["sha256"]
+        (path / "run.json").write_text(json.dumps(record))
+    with pytest.raises(DamagedCheckpoint, match=r"layer-0002\.pt"):
+        train(World(None), _single(), tmp_path, path, "plain")
+
+
+def test_a_layer_of_another_step_is_noticed(tmp_path):
+    first, second = saved(tmp_path, 1), saved(tmp_path, 2)
+    shutil.copy(first / "layer-0001.pt", second / "layer-0001.pt")
+    with pytest.raises(DamagedCheckpoint, match=r"layer-0001\.pt"):
+        train(World(None), _single(), tmp_path, second, "plain")
+
+
+def test_nothing_is_loaded_from_a_checkpoint_that_is_damaged_in_part(tmp_path):
+    path = saved(tmp_path)
+    (path / f"layer-{NUM_LAYERS - 1:04d}.pt").write_bytes(b"x")
+    case = make("plain", 4, seed=5)
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20) as pipe:
+        before = {k: v.clone() for k, v in pipe.state_dict().items()}
+        with pytest.raises(DamagedCheckpoint):
+            load_checkpoint(path, pipe)
+        assert all(torch.equal(before[k], v) for k, v in pipe.state_dict().items())
+
+
+def test_checkpoints_without_checksums_stay_readable(tmp_path):
+    path = saved(tmp_path)
+    record = json.loads((path / "run.json").read_text())
+    record["format"] = "octopipe.checkpoint/1"
+    del record["layers"]
+    (path / "run.json").write_text(json.dumps(record))
+    for k in range(NUM_LAYERS):
+        content = torch.load(path / f"layer-{k:04d}.pt", weights_only=True)
+        torch.save({key: content[key] for key in ("state", "optimizer")}, path / f"layer-{k:04d}.pt")
+    assert damage(path) == ""
+    assert len(train(World(None), _single(), tmp_path, path, "plain")) == 2
+
+
+@pytest.mark.parametrize("where", ["parameter", "moment"])
+def test_values_that_are_not_finite_are_never_saved(where, tmp_path):
+    good = saved(tmp_path)
+    case = make("plain", 4)
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20) as pipe:
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        pipe.step(case.inputs, case.targets)
+        optimizer.step()
+        p = next(pipe.parameters())
+        with torch.no_grad():
+            (p if where == "parameter" else optimizer.state[p]["exp_avg"]).view(-1)[0] = float("nan")
+        with pytest.raises(NotFinite, match="not finite"):
+            save_checkpoint(tmp_path, pipe, optimizer, step=9, keep=1)
+    assert checkpoints(tmp_path) == [good]
+
+
+def test_a_mask_of_infinities_may_be_saved(tmp_path):
+    case = make("plain", 4)
+    case.layers[1].register_buffer("mask", torch.full((2, 2), float("-inf")))
+    with Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20) as pipe:
+        path = save_checkpoint(tmp_path, pipe, step=1)
+    assert damage(path) == ""
+
+
+def test_one_verified_older_checkpoint_stays_beside_the_newest(tmp_path):
+    path = saved(tmp_path / "elsewhere")
+    for step in range(1, 12):
+        shutil.copytree(path, tmp_path / f"step-{step:08d}")
+        rotate(tmp_path, 2)
+        steps = [int(p.name[5:]) for p in checkpoints(tmp_path)]
+        assert steps[-2:] == [step - 1, step][-len(steps) :]
+        assert len(steps) <= 3
+        if step > 2:
+            assert step - 5 <= steps[0] <= step - 2
+
+
+def test_a_damaged_checkpoint_does_not_become_the_one_that_stays(tmp_path):
+    path = saved(tmp_path)
+    for step in (2, 3, 4):
+        shutil.copytree(path, tmp_path / f"step-{step:08d}")
+    (tmp_path / "step-00000002" / "layer-0000.pt").write_bytes(b"")
+    rotate(tmp_path, 2)
+    assert [int(p.name[5:]) for p in checkpoints(tmp_path)] == [1, 3, 4]
+
+
+def test_a_run_goes_on_from_the_newest_good_checkpoint(tmp_path):
+    first, second = saved(tmp_path, 1), saved(tmp_path, 2)
+    assert choose(tmp_path) == (second, [])
+    (second / "layer-0001.pt").write_bytes(b"")
+    path, problems = choose(tmp_path)
+    assert path == first
+    assert "step-00000002" in problems[0]
+    assert choose(tmp_path, 1)[0] == first
+    with pytest.raises(OctoPipeError, match="there are 1, 2"):
+        choose(tmp_path, 7)
+    with pytest.raises(DamagedCheckpoint):
+        choose(tmp_path, 2)
+    (first / "run.json").write_text("{}")
+    with pytest.raises(DamagedCheckpoint, match="none of the 2"):
+        choose(tmp_path)
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    with locked(tmp_path / "new" / "run"):
+        with pytest.raises(OctoPipeError, match="writes its checkpoints there"), locked(tmp_path / "new" / "run"):
+            pass
+        code = f"from octopipe.training.shelf import locked\nwith locked({str(tmp_path / 'new' / 'run')!r}): pass"
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "writes its checkpoints there" in other.stderr
+    with locked(tmp_path / "new" / "run"):
+        pass
+
+
+def test_a_folder_that_takes_nothing_is_noticed_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OctoPipeError, match="cannot be written there"), locked(tmp_path / "file"):
+        pass

@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 @pytest.fixture(scope="module")
 def few() -> Comparison:
-    return compare(resolve_costs("llama3-8b", pp=4), 4, 4, names=FEW, processes=2)
+    return compare(resolve_costs("llama3-8b", pp=4), 4, 4, names=FEW, split_backward=True, processes=2)
 
 
 def test_results_are_those_of_the_systems_alone(few: Comparison) -> None:
@@ -74,7 +74,7 @@ def test_as_published_leaves_the_backward_fused() -> None:
 
 
 def test_one_process_and_two_agree(few: Comparison) -> None:
-    alone = compare(resolve_costs("llama3-8b", pp=4), 4, 4, names=FEW, processes=1)
+    alone = compare(resolve_costs("llama3-8b", pp=4), 4, 4, names=FEW, split_backward=True, processes=1)
     for a, b in zip(alone.results, few.results, strict=True):
         assert (a.system, a.reason, a.fits) == (b.system, b.reason, b.fits)
         assert a.step_ms == pytest.approx(b.step_ms, nan_ok=True)
@@ -83,7 +83,13 @@ def test_one_process_and_two_agree(few: Comparison) -> None:
 def test_speedup_is_over_1f1b_even_where_it_is_not_listed() -> None:
     seen: list[tuple[str, int, int]] = []
     result = compare(
-        CostTable.uniform(num_layers=4), 4, 8, names=("zb-h1",), processes=1, progress=lambda *x: seen.append(x)
+        CostTable.uniform(num_layers=4),
+        4,
+        8,
+        names=("zb-h1",),
+        split_backward=True,
+        processes=1,
+        progress=lambda *x: seen.append(x),
     )
     assert [r.system for r in result.results] == ["zb-h1"]
     assert result.results[0].speedup == pytest.approx(1.0)  # split 1F1B is ZB-H1
@@ -123,7 +129,8 @@ def test_bpipe_shows_balanced_memory() -> None:
 
 def test_bpipe_stays_balanced_when_its_backward_is_split() -> None:
     costs = resolve_costs("nemotron-h-56b", pp=8)
-    results = {r.system: r for r in compare(costs, 8, 16, names=("1f1b", "bpipe"), processes=1).results}
+    compared = compare(costs, 8, 16, names=("1f1b", "bpipe"), split_backward=True, processes=1)
+    results = {r.system: r for r in compared.results}
     assert results["bpipe"].max_memory_gib < results["1f1b"].max_memory_gib
 
 

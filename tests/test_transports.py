@@ -125,13 +125,22 @@ def test_random_plans_finish_on_the_strict_transport(size, two, four):
 # -- rings in shared memory (what ranks on one GPU use, here on the host) --------------------------------
 
 
-def run_rings(world, jobs, chunk_bytes, chunks):
+class OneQueue(IpcTransport):
+    """All lanes of a rank are one in-order queue: what a device with a single hardware queue would do to them."""
+
+    def _lane(self):
+        if not self._lanes:
+            super()._lane()
+        return self._lanes[0]
+
+
+def run_rings(world, jobs, chunk_bytes, chunks, kind_of_ring=IpcTransport):
     """Three steps each: the first sends everything late, the next ones expect it."""
     worst = []
     for seed, kind, plan, channel in jobs:
         case = make(kind, plan.num_micro_batches)
         expected, _ = plain_gradients(*case)
-        ring = IpcTransport(world, torch.device("cpu"), timeout_s=20, chunk_bytes=chunk_bytes, chunks=chunks)
+        ring = kind_of_ring(world, torch.device("cpu"), timeout_s=20, chunk_bytes=chunk_bytes, chunks=chunks)
         with Pipeline(
             case.layers, plan, case.loss_fn, group=world, channel=channel, transport=ring, timeout_s=20
         ) as pipe:
@@ -151,6 +160,20 @@ def test_rings_carry_every_message_of_random_plans(size, chunk_bytes, chunks, tw
         plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.randint(2, 4))
         jobs.append((seed, KINDS[seed % len(KINDS)], plan, CHANNELS[seed % len(CHANNELS)]))
     for error in (two if size == 2 else four).run(run_rings, jobs, chunk_bytes, chunks):
+        assert error[0] <= 1e-12, error
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_no_plan_hangs_where_every_lane_shares_one_queue(chunks, four):
+    jobs = []
+    for seed in range(6):
+        rng = random.Random(500 + seed)
+        plan = random_plan(rng, num_ranks=4, num_layers=NUM_LAYERS, num_micro_batches=rng.randint(2, 6))
+        jobs.append((seed, KINDS[seed % len(KINDS)], plan, "directed"))
+    for name in ("chimera", "dualpipe"):
+        plan = build_plan(name, CostTable.uniform(num_layers=NUM_LAYERS, p2p_ms=0.1), 4, 8)
+        jobs.append((name, KINDS[0], plan, "directed"))
+    for error in four.run(run_rings, jobs, 256, chunks, OneQueue):
         assert error[0] <= 1e-12, error
 
 

@@ -1,4 +1,4 @@
-"""A timeline as plain shapes: what the SVG and the PNG writers both draw, in the manner of pipeline papers.
+"""A timeline as plain shapes: what the SVG writer draws, in the manner of pipeline papers.
 
 Knows: rows of boxes with micro-batch numbers, an axis, a legend. Does not know: file formats.
 """
@@ -18,7 +18,7 @@ from octopipe.timeline import Timeline
 INK, QUIET, IDLE, GRID = "#17212b", "#5b6875", "#f1f3f5", "#d8dee5"
 LEFT, RIGHT, LANE, GAP, TITLE, AXIS, LEGEND = 58.0, 14.0, 22.0, 3.0, 22.0, 24.0, 28.0
 _LETTER = 0.6
-"""Width of a letter in units of its size, near enough for both writers."""
+"""Width of a letter in units of its size, near enough for every font."""
 
 
 class Rect(NamedTuple):

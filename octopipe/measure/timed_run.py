@@ -26,7 +26,7 @@ from octopipe.runtime.messages import Leaf
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.cuda_ipc import IpcTransport
-from octopipe.runtime.transports.lanes import CudaLane
+from octopipe.runtime.transports.lanes import CudaLane, Lane
 from octopipe.runtime.world import World
 from octopipe.timeline import Timeline
 
@@ -156,13 +156,10 @@ class TimedIpc(IpcTransport):
         super().__init__(world, device, timeout_s=timeout_s)
         self.arrivals: dict[int, torch.cuda.Event] = {}
 
-    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
-        result = super()._post_body(slot, leaf)
-        lane = self._receivers[slot.peer].lane
+    def _arriving(self, slot: Slot, lane: Lane) -> None:
         if isinstance(lane, CudaLane):
             event = self.arrivals[slot.number] = torch.cuda.Event(enable_timing=True)
             event.record(lane.stream)
-        return result
 
 
 class BlockingIpc(TimedIpc):
@@ -170,9 +167,7 @@ class BlockingIpc(TimedIpc):
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)
-        ring = self._senders[slot.peer]
-        ring.lane.wait(ring.freed, ring.number)
-        work = ring.lane.done()
+        work = self._senders[slot.peer].after_receipt()
         work.wait(self._timeout)
         return work
 

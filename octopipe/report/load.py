@@ -1,7 +1,7 @@
 """Files into report entries: plan files are priced and simulated, timeline files are shown as they are.
 
-Knows: how a plan file's own setting (`"setting"` beside the plan: model, gpu, tp, seq, ...) and the user's
-flags together find its costs. Does not know: the command line.
+Knows: which kind of file is which, and what must hold in a timeline. Does not know: how a plan finds its costs
+(plan_setting.py), or the command line.
 """
 
 from __future__ import annotations
@@ -13,50 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import read_bytes, shown
-from octopipe.plan import Plan
 from octopipe.plan_file import FORMAT as PLAN_FORMAT
 from octopipe.plan_file import plan_from_json
+from octopipe.plan_setting import costs_of_plan
 from octopipe.report.entry import Entry
 from octopipe.simulator import simulate
 from octopipe.timeline import FORMAT as TIMELINE_FORMAT
 from octopipe.timeline import Timeline, timeline_from_json
-
-SETTING = ("model", "gpu", "tp", "dp", "seq", "p2p_ms", "memory_gib", "speeds")
-"""Keys of a plan's setting that price it; others are ignored."""
-
-
-def costs_of(plan: Plan, setting: Mapping[str, Any], where: str = "plan") -> CostTable:
-    """The costs behind a plan: its own setting, overruled by what `setting` gives (None gives nothing)."""
-    from octopipe.resolve import resolve_costs
-
-    own = plan.extra.get("setting")
-    known = dict(own) if isinstance(own, Mapping) else {}
-    known |= {key: value for key, value in setting.items() if value is not None}
-    model = known.get("model") or plan.model
-    if not model:
-        raise OctoPipeError(f"{where}: the file does not say which model it is about; give --model")
-    numbers = {key: known[key] for key in SETTING[1:] if known.get(key) is not None}
-    speeds = numbers.pop("speeds", None)
-    memory = numbers.get("memory_gib")
-    if isinstance(memory, list | tuple):
-        numbers["memory_gib"] = memory[0] if len(memory) == 1 else tuple(memory)
-    try:
-        if speeds:
-            numbers["rank_speed"] = tuple(float(s) for s in speeds)
-        costs = resolve_costs(str(model), pp=plan.num_ranks, **numbers)
-    except OctoPipeError as error:
-        raise OctoPipeError(f"{where}: {error}") from None
-    except (TypeError, ValueError) as error:
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({error}); mend it or give --model') from None
-    if costs.num_layers != plan.num_layers:
-        raise OctoPipeError(
-            f"{where}: the plan has {plan.num_layers} layers, {costs.model} has {costs.num_layers}; "
-            "give the plan's own model with --model"
-        )
-    return costs
 
 
 def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
@@ -69,7 +34,7 @@ def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
         return Entry(timeline=timeline, label=timeline.label or Path(path).stem)
     if form == PLAN_FORMAT:
         plan = plan_from_json(data, where)
-        costs = costs_of(plan, setting, where)
+        costs = costs_of_plan(plan, setting, where)
         label = str(plan.extra.get("label") or plan.extra.get("system") or Path(path).stem)
         return Entry(timeline=simulate(plan, costs, label=label), plan=plan, costs=costs, label=label)
     raise OctoPipeError(

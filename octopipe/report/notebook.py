@@ -1,6 +1,7 @@
 """Timelines and plans as they show themselves in a notebook: a picture and its numbers, no scripts.
 
-Knows: `_repr_html_`. Does not know: the interactive report (page.py).
+Knows: what `_repr_html_` shows, and that a plan is only given times where it carries the costs it was made for. Does
+not know: the interactive report (page.py). The package registers `notebook_html` for it (`octopipe/__init__.py`).
 """
 
 from __future__ import annotations
@@ -10,35 +11,49 @@ import html
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.export.png import timeline_png
 from octopipe.export.svg import timeline_svg
 from octopipe.plan import Plan
-from octopipe.report.load import costs_of
+from octopipe.plan_setting import COST_TABLE, SETTING, costs_of_plan
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
 
-MAX_SVG_OPS = 3000
-"""Beyond, a notebook gets pixels: thousands of boxes make an editor slow."""
+MAX_INLINE_OPS = 3000
+"""Beyond, the picture becomes an image of its own: thousands of boxes in the page make an editor slow."""
+SCHEMATIC = "a schematic of the order alone: every layer takes one unit for F, I and W, so its lengths are no times"
 
 
-def notebook_html(what: Timeline | Plan) -> str:
-    """A small HTML fragment about a timeline, or about a plan with the best costs at hand."""
+def notebook_html(what: object) -> str | None:
+    """A small HTML fragment about a timeline, or about a plan with the costs it carries; None for anything else."""
     if isinstance(what, Timeline):
-        return _fragment(what, _numbers(what))
+        setting = ", ".join(f"{key} {value}" for key, value in what.setting.items() if value is not None)
+        return _fragment(what, "; ".join(filter(None, (_numbers(what), setting))))
+    if not isinstance(what, Plan):
+        return None
     timeline, note = plan_timeline(what)
     stages = f"{len(what.stages)} stages on {what.num_ranks} ranks, {what.num_micro_batches} micro-batches"
     return _fragment(timeline, f"{stages}; {note}")
 
 
 def plan_timeline(plan: Plan) -> tuple[Timeline, str]:
-    """The plan simulated with its own setting where that can be found, else as a schematic; and which it is."""
+    """The plan simulated with the costs it carries, else as a schematic in units; and which it is."""
     label = str(plan.extra.get("system", "") or "plan")
     try:
-        costs = costs_of(plan, {})
-        return simulate(plan, costs, label=label), f"predicted for {costs.model}"
-    except OctoPipeError:
+        costs = costs_of_plan(plan)
+        timeline = simulate(plan, costs, label=label)
+        return timeline, f"{_numbers(timeline)} for {costs.model} ({_setting(plan)})"
+    except OctoPipeError as error:
+        carries = SETTING in plan.extra or COST_TABLE in plan.extra
+        why = f" (the plan's own costs cannot be used: {error})" if carries else " (the plan carries no set-up)"
         costs = CostTable.uniform(num_layers=plan.num_layers, model="")
-        return simulate(plan, costs, label=label), "a schematic: every layer takes one unit for F, I and W"
+        return simulate(plan, costs, label=f"{label}, schematic in units"), SCHEMATIC + why
+
+
+def _setting(plan: Plan) -> str:
+    own = plan.extra.get(SETTING)
+    if plan.extra.get(COST_TABLE) is not None or not isinstance(own, dict):
+        return "the costs it was made with"
+    words = (f"{key} {value}" for key, value in own.items() if key != "model" and value is not None)
+    return ", ".join(words) or "default set-up"
 
 
 def _numbers(timeline: Timeline) -> str:
@@ -57,13 +72,11 @@ def _numbers(timeline: Timeline) -> str:
 def _fragment(timeline: Timeline, words: str) -> str:
     if timeline.spans.rank.size == 0:
         return f"<div>{html.escape('an empty timeline')}</div>"
-    if timeline.spans.rank.size <= MAX_SVG_OPS:
-        picture = timeline_svg(timeline).replace("<svg ", '<svg style="max-width:100%;height:auto" ', 1)
+    picture = timeline_svg(timeline)
+    if timeline.spans.rank.size <= MAX_INLINE_OPS:
+        picture = picture.replace("<svg ", '<svg style="max-width:100%;height:auto" ', 1)
     else:
-        data = base64.b64encode(timeline_png(timeline)).decode()
-        picture = f'<img style="max-width:100%" alt={_quoted(words)} src="data:image/png;base64,{data}">'
+        data = base64.b64encode(picture.encode()).decode()
+        alt = html.escape(words, quote=True)
+        picture = f'<img style="max-width:100%" alt="{alt}" src="data:image/svg+xml;base64,{data}">'
     return f"<div>{picture}<div style='font-size:90%'>{html.escape(words)}</div></div>"
-
-
-def _quoted(text: str) -> str:
-    return '"' + html.escape(text, quote=True) + '"'

@@ -64,8 +64,11 @@ class Setting:
     num_micro_batches: int
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of one policy (`chunks` of interleaved systems, a solver's time limit, ...)."""
+    asked: set[str] = field(default_factory=set, compare=False)
+    """Options the policy has looked at."""
 
     def option(self, name: str, default: Any) -> Any:
+        self.asked.add(name)
         return self.options.get(name, default)
 
 
@@ -151,6 +154,8 @@ def build_plan(
     entry = get_system(name)
     setting = Setting(costs=costs, num_ranks=num_ranks, num_micro_batches=num_micro_batches, options=options)
     plan = entry.policy(setting)
+    if idle := sorted(set(options) - setting.asked):
+        raise OctoPipeError(f"{name} has no option {idle[0]}; leave it out, it would change nothing")
     if split_backward and not plan.splits_backward:
         from octopipe.systems.split import split_backward as split
 

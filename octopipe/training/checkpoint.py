@@ -1,17 +1,23 @@
 """Checkpoints: one file per layer, so that a run resumes under another plan and another number of ranks.
 
 Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint appears whole or not
-at all. Does not know: what is trained or on what.
+at all, and how a damaged one is told from a good one. Does not know: what is trained or on what, or how many
+checkpoints stay (`shelf.py`).
 
-    DIR/step-00000050/run.json        step and what the trainer wants to know again
-    DIR/step-00000050/layer-0003.pt   {"state": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, ...}}}
+    DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer wants to know again
+    DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
+                                       "optimizer": {name: {"exp_avg": tensor, ...}}}
 
 A layer's file is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
-have written: whatever is killed when, a folder named `step-...` is complete.
+have written: whatever is killed when, a folder named `step-...` is complete. Values that are not finite are never
+written. Loading compares every file with its checksum, its layer and its step; files are read without unpickling
+objects. Checkpoints of format 1, which have no checksums, are read as they are.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import shutil
@@ -23,11 +29,26 @@ import torch
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
-from octopipe.files import read_json_object, shown
+from octopipe.files import shown
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.training.shelf import (
+    FORMAT,
+    RUN,
+    DamagedCheckpoint,
+    checkpoints,
+    latest,
+    layer_file,
+    read_record,
+    rotate,
+    sync_folder,
+    wrong_files,
+)
 
-FORMAT = "octopipe.checkpoint/1"
-RUN = "run.json"
+__all__ = ["NotFinite", "checkpoints", "latest", "load_checkpoint", "read_record", "save_checkpoint"]
+
+
+class NotFinite(OctoPipeError):
+    """Values that must not be saved."""
 
 
 def save_checkpoint(
@@ -40,28 +61,39 @@ def save_checkpoint(
     keep: int | None = None,
 ) -> Path:
     """Write `folder/step-...` (collective over the pipeline and its data-parallel twins; twins of the first write
-    nothing). `keep`: how many checkpoints to leave, the newest ones."""
+    nothing). `keep`: how many checkpoints to leave, the newest ones; one verified older one stays beside them."""
     home = Path(folder)
     target, partial = home / f"step-{step:08d}", home / f"step-{step:08d}.partial"
     world = pipe.world
     leads = world.rank == 0 and world.replica == 0
-    if leads:
-        problem = _attempt(lambda: _fresh(partial), home)
-    else:
-        problem = ""
-    _agree(pipe, problem)
+    # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
+    _agree(pipe, _not_finite(pipe, optimizer, home) if world.replica == 0 else "", NotFinite)
+    _agree(pipe, _attempt(lambda: _fresh(partial), home) if leads else "")
+    written: dict[int, dict[str, Any]] = {}
+    problem = ""
     if world.replica == 0:
-        problem = _attempt(lambda: _write_layers(partial, pipe, optimizer), partial)
+        problem = _attempt(lambda: written.update(_write_layers(partial, pipe, optimizer, step)), partial)
     _agree(pipe, problem)
+    everybody = world.gather(written)
+    problem = ""
     if leads:
+        files: dict[int, dict[str, Any]] = {}
+        for some in everybody:
+            files.update(some)
         record = {
             **(about or {}),
             "format": FORMAT,
             "step": step,
             "num_layers": pipe.plan.num_layers,
             "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "layers": [files[k] for k in sorted(files)],
         }
-        problem = _attempt(lambda: _publish(partial, target, record, keep), target)
+        problem = _attempt(lambda: _publish(partial, target, record), target)
+    _agree(pipe, problem)
+    # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
+    _agree(pipe, wrong_files(target, written) if world.replica == 0 else "")
+    if leads and keep is not None:
+        problem = _attempt(lambda: rotate(home, keep), home)
     _agree(pipe, problem)
     return target
 
@@ -69,7 +101,10 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load this rank's layers from a checkpoint of any plan; returns what was saved beside them."""
+    """Load this rank's layers from a checkpoint of any plan; returns what was saved beside them.
+
+    Nothing is loaded unless all of this rank's files are good.
+    """
     home = Path(path)
     record = read_record(home)
     if record["num_layers"] != pipe.plan.num_layers:
@@ -85,10 +120,11 @@ def load_checkpoint(
 
     def layer(k: int) -> dict[str, Any]:
         if k not in files:
-            files[k] = _read_layer(home / _name(k))
+            files[k] = _read_layer(home, k, record)
         return files[k]
 
-    pipe.load_state_dict({f"{k}.{n}": v for k in pipe.modules() for n, v in layer(k)["state"].items()})
+    state = {f"{k}.{n}": v for k in pipe.modules() for n, v in layer(k)["state"].items()}
+    moments: list[tuple[Tensor, dict[str, Any]]] = []
     if optimizer is not None:
         # A tied parameter's state is kept with its first name: its layer may be another rank's.
         for shared in pipe.layers.shared():
@@ -96,43 +132,17 @@ def load_checkpoint(
             saved = layer(int(number))["optimizer"].get(name)
             if saved is None:
                 raise OctoPipeError(f"{shown(home)}: no optimizer state of {shared.key}; use the same model")
-            optimizer.state[shared.parameter] = {
-                key: value.to(shared.parameter.device, copy=True) if _moves(key, value) else value
-                for key, value in saved.items()
-            }
+            moments.append((shared.parameter, saved))
+    pipe.load_state_dict(state)
+    for parameter, saved in moments:
+        assert optimizer is not None
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device, copy=True) if _moves(key, value) else value for key, value in saved.items()
+        }
     return record
-
-
-def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What stands in a checkpoint's run.json."""
-    record: dict[str, Any] = read_json_object(Path(path) / RUN)
-    if record.get("format") != FORMAT or not isinstance(record.get("step"), int):
-        raise OctoPipeError(f"{shown(path)}: format is {record.get('format')!r}; expected {FORMAT!r}")
-    return record
-
-
-def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    try:
-        found = [p for p in Path(folder).iterdir() if p.name.startswith("step-") and not p.name.endswith(".partial")]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise OctoPipeError(f"{shown(folder)}: cannot be read ({error.strerror}); check the folder") from None
-    return sorted(p for p in found if (p / RUN).is_file())
-
-
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
 
 
 # -- writing -------------------------------------------------------------------------------------------
-
-
-def _name(layer: int) -> str:
-    return f"layer-{layer:04d}.pt"
 
 
 def _fresh(partial: Path) -> None:
@@ -140,7 +150,36 @@ def _fresh(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_layers(folder: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
+def _not_finite(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, home: Path) -> str:
+    for name, value in pipe.named_parameters():
+        if not _finite(value):
+            return _refused(name, home)
+    for k, module in pipe.modules().items():
+        for name, buffer in module.named_buffers():  # a mask may hold infinities by intention
+            if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+                return _refused(f"{k}.{name}", home)
+    if optimizer is not None:
+        for shared in pipe.layers.shared():
+            for key, value in optimizer.state.get(shared.parameter, {}).items():
+                if isinstance(value, Tensor) and not _finite(value):
+                    return _refused(f"{shared.key}'s {key}", home)
+    return ""
+
+
+def _finite(value: Tensor) -> bool:
+    value = value.to_local() if hasattr(value, "to_local") else value
+    return not (value.is_floating_point() or value.is_complex()) or bool(torch.isfinite(value).all())
+
+
+def _refused(name: str, home: Path) -> str:
+    good = latest(home)
+    mend = "" if good is None else f"; {shown(good)} is the newest good one"
+    return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
+
+
+def _write_layers(
+    folder: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int
+) -> dict[int, dict[str, Any]]:
     writer: dict[int, int] = {}
     for stage in pipe.plan.stages:
         for k in range(stage.first, stage.stop):
@@ -150,29 +189,40 @@ def _write_layers(folder: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer
         for shared in pipe.layers.shared():
             number, name = shared.key.split(".", 1)
             moments.setdefault(int(number), {})[name] = _compact(optimizer.state.get(shared.parameter, {}))
+    written = {}
     for k, module in pipe.modules().items():
         if writer[k] == pipe.rank:
-            content = {"state": _compact(module.state_dict()), "optimizer": moments.get(k, {})}
-            with open(folder / _name(k), "wb") as file:
-                torch.save(content, file)
+            state = _compact(module.state_dict())
+            content = {"layer": k, "step": step, "state": state, "optimizer": moments.get(k, {})}
+            memory = io.BytesIO()
+            torch.save(content, memory)
+            data = memory.getbuffer()
+            with open(folder / layer_file(k), "wb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            written[k] = {
+                "layer": k,
+                "file": layer_file(k),
+                "bytes": len(data),
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+    return written
 
 
-def _publish(partial: Path, target: Path, record: Mapping[str, Any], keep: int | None) -> None:
+def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
     with open(partial / RUN, "w") as file:
         json.dump(record, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    if target.exists():
-        shutil.rmtree(target)
+    sync_folder(partial)
+    before = target.with_name(target.name + ".before.partial")
+    if target.exists():  # of a run that came here once before
+        shutil.rmtree(before, ignore_errors=True)
+        target.rename(before)
     partial.rename(target)
-    if keep is not None:
-        for old in checkpoints(target.parent)[: -max(1, keep)]:
-            # Out of the way first: a half deleted folder must not look complete.
-            gone = old.with_name(old.name + ".partial")
-            old.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    sync_folder(target.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +239,7 @@ def _attempt(act: Any, place: Path) -> str:
     return ""
 
 
-def _agree(pipe: Pipeline, problem: str) -> None:
+def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeError) -> None:
     """Go on together or fail together; twins of the first pipeline follow its ranks."""
     said = pipe.world.gather(problem)
     problem = next((text for text in said if text), "")
@@ -200,25 +250,32 @@ def _agree(pipe: Pipeline, problem: str) -> None:
         )
         problem = box[0]
     if problem:
-        raise OctoPipeError(problem)
+        raise kind(problem)
 
 
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def _read_layer(path: Path) -> dict[str, Any]:
+def _read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    path = home / layer_file(k)
+    expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
+    if record["format"] == FORMAT and not expected:
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; take another checkpoint")
+    if why := wrong_files(home, {k: expected}):
+        raise DamagedCheckpoint(f"{why}; take another checkpoint")
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        if not {"state", "optimizer"} <= content.keys():
-            raise OctoPipeError(f"{shown(path)}: not a layer of a checkpoint; the file is damaged")
-        return content
-    except FileNotFoundError:
-        raise OctoPipeError(f"{shown(path)}: no such file; the checkpoint is damaged") from None
-    except OctoPipeError:
-        raise
     except Exception as error:  # torch.load raises a dozen kinds of errors on damaged files
         reason = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{shown(path)}: cannot be loaded ({reason}); take an older checkpoint") from None
+        raise DamagedCheckpoint(f"{shown(path)}: cannot be loaded ({reason}); take another checkpoint") from None
+    if not isinstance(content, dict) or not {"state", "optimizer"} <= content.keys():
+        raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
+    for what, wanted in (("layer", k), ("step", record["step"])):
+        if content.get(what, wanted) != wanted:
+            raise DamagedCheckpoint(
+                f"{shown(path)}: holds {what} {content[what]!r}, not {wanted}; take another checkpoint"
+            )
+    return content
 
 
 def _moves(key: str, value: Any) -> bool:

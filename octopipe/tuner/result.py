@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from octopipe.bounds import PlanClass
+from octopipe.display import one_line
 from octopipe.plan import Plan
 from octopipe.timeline import Timeline
 
@@ -102,11 +103,15 @@ class TuneResult:
     """Step times of published systems in this setting, as far as the search built their plans."""
     notes: tuple[str, ...] = ()
     """What a user should know of the setting: a default that was decided by what the costs lack."""
-
     hidden_share: float = 1.0
     """Sends and receives that run wholly behind their rank's computation, as a share of all."""
     overlappable_share: float = 1.0
     """The same as the paper counts: those that run behind computation at least in part."""
+
+    def __repr__(self) -> str:
+        plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"
+        found = f"method {self.method} in {self.seconds:.1f} s"
+        return one_line("TuneResult", f"{self.step_ms:.2f} ms, {self.gap:.2%} above the bound", plan, found)
 
     @property
     def gap(self) -> float:

@@ -1,6 +1,6 @@
-"""What verbs share: the flags that describe a model and a setting, JSON out, a console that respects pipes.
+"""What verbs share: the flags that describe a model and a set-up, JSON out, a console that respects pipes.
 
-Knows: argparse and rich. Does not know: any verb.
+Knows: argparse and rich, which flags a MODEL has no use for. Does not know: any verb.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from octopipe.cost import CostTable
+    from octopipe.setup import Setup
+
+DOES_NOT_FIT = 3
+"""Exit code of a verb whose answer is a plan that does not fit in memory."""
 
 
 def whole_number(text: str) -> int:
@@ -56,17 +60,69 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = F
     parser.add_argument("--profile", metavar="FILE", help="what `octopipe profile` measured, instead of MODEL")
 
 
-def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:
-    """The flags that describe ranks, micro-batches, hardware and memory."""
-    parser.add_argument("--pp", type=whole_number, required=pp_required, help="pipeline ranks")
-    parser.add_argument("--micro-batches", type=whole_number, help="micro-batches per step (default: 2 x pp)")
-    parser.add_argument("--gpu", default="h800", help="GPU preset for analytic costs (default: h800)")
-    parser.add_argument("--tp", type=whole_number, help="GPUs per rank (default: the smallest that fits)")
-    parser.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
+def add_hardware_arguments(parser: Any) -> None:
+    """Which GPUs: a kind and a number, or a file of unequal nodes."""
+    parser.add_argument("--gpu", help="GPU preset (`octopipe gpus`; default: h800)")
+    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all: what is left open follows")
+    parser.add_argument("--cluster", metavar="FILE", help="unequal nodes: a TOML or JSON file of [[nodes]]")
+    parser.add_argument("--gpus-per-node", type=whole_number, help="GPUs on the fast links (default: the preset's)")
+
+
+def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
+    """How much is trained per step."""
+    parser.add_argument("--global-batch", type=whole_number, metavar="N", help="sequences per step, all pipelines")
+    if micro_batches:
+        parser.add_argument("--micro-batches", type=whole_number, help="micro-batches per step (default: 2 x pp)")
+        parser.add_argument("--micro-batch-size", type=whole_number, metavar="N", help="sequences each (default: 1)")
     parser.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 4096, or what the file says)")
-    parser.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
-    parser.add_argument("--memory-gib", type=number_list, help="capacity per rank: one number, or one per rank")
-    parser.add_argument("--speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1")
+
+
+def add_training_arguments(parser: Any) -> None:
+    """How state, precision and activations are kept."""
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="what replicas divide: 1 optimizer state, 2 gradients too, 3 weights too (FSDP); default: 1",
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp8"), help="of matrix products (default: bf16)")
+    parser.add_argument("--gradients", choices=("fp32", "bf16"), help="kept in (default: fp32; bf16 with fp8)")
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full", "auto"),
+        help="activations computed again: none, cheap ones, all, or what it takes to fit (default: none)",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="with tp: divide the residual stream too (default: yes)",
+    )
+    parser.add_argument("--reserve-gib", type=non_negative, help="kept free per GPU (default: 6 %%, at least 1.5)")
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:
+    """The flags that describe ranks, micro-batches, hardware and memory. `pp_required` is kept for callers that
+    cannot do without; it may follow from --gpus, so that argparse does not ask for it."""
+    del pp_required
+    group = parser.add_argument_group("set-up")
+    group.add_argument("--pp", type=whole_number, help="pipeline ranks")
+    group.add_argument("--tp", type=whole_number, help="GPUs per layer (default: the smallest that fits)")
+    group.add_argument("--cp", type=whole_number, help="GPUs per sequence: context parallelism (default: 1)")
+    group.add_argument("--ep", type=whole_number, help="GPUs the experts are dealt to (default: 1)")
+    group.add_argument("--dp", type=whole_number, help="pipelines side by side (default: 1)")
+    add_hardware_arguments(group)
+    add_batch_arguments(group)
+    add_training_arguments(group)
+    group.add_argument(
+        "--vocab-parallel",
+        action="store_true",
+        default=None,
+        help="embedding and head divided over all pipeline ranks",
+    )
+    group.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
+    group.add_argument("--memory-gib", type=number_list, help="usable per rank: one number, or one per rank")
+    group.add_argument("--speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1")
     parser.add_argument(
         "--split-backward",
         action=argparse.BooleanOptionalAction,
@@ -76,10 +132,48 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool 
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def costs_from(args: argparse.Namespace) -> CostTable:
-    """The cost table that the model and setting flags describe."""
+SETUP_FLAGS = {
+    "gpu": "gpu",
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "dp": "dp",
+    "seq": "seq",
+    "micro_batch_size": "micro_batch_size",
+    "zero": "zero",
+    "precision": "precision",
+    "gradients": "gradients",
+    "recompute": "recompute",
+    "sequence_parallel": "sequence_parallel",
+    "vocab_parallel": "vocab_parallel",
+    "reserve_gib": "reserve_gib",
+    "p2p_ms": "p2p_ms",
+    "memory_gib": "memory_gib",
+    "speeds": "speeds",
+    "gpus_per_node": "gpus_per_node",
+    "cluster": "nodes",
+}
+"""Flag -> key of a plan's "setting" (and, but for speeds, keyword of `resolve_costs`)."""
+OF_A_MODEL = (
+    "tp",
+    "cp",
+    "ep",
+    "micro_batch_size",
+    "zero",
+    "precision",
+    "gradients",
+    "recompute",
+    "sequence_parallel",
+    "vocab_parallel",
+    "gpus_per_node",
+    "cluster",
+)
+"""Flags that change nothing where layer times were measured: they are in the times already."""
+
+
+def model_from(args: argparse.Namespace) -> str:
+    """MODEL or --profile."""
     from octopipe.errors import OctoPipeError
-    from octopipe.resolve import resolve_costs
 
     if getattr(args, "profile", None):
         if args.model:
@@ -87,27 +181,125 @@ def costs_from(args: argparse.Namespace) -> CostTable:
         args.model = args.profile
     if not args.model:
         raise OctoPipeError("no model; give a preset (`octopipe models`), a file, or --profile FILE")
-    if args.speeds and len(args.speeds) != args.pp:
-        raise OctoPipeError(f"--speeds gives {len(args.speeds)} numbers for {args.pp} ranks; give one per rank")
-    if args.memory_gib and len(args.memory_gib) not in (1, args.pp):
-        raise OctoPipeError(f"--memory-gib gives {len(args.memory_gib)} sizes for {args.pp} ranks; give 1 or {args.pp}")
-    return resolve_costs(
-        args.model,
+    return str(args.model)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
+    """A flag either changes the answer or is refused: what a file of times, or a model without experts, has no use
+    for."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.resolve import resolve_measured
+
+    table = resolve_measured(model)
+    if table is None:
+        return
+    for name in OF_A_MODEL:
+        if getattr(args, name, None) is not None:
+            raise OctoPipeError(
+                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out, or "
+                "name a model"
+            )
+    linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
+    reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
+    if args.gpu is not None and not linked and not reduces:
+        raise OctoPipeError(
+            f"--gpu {args.gpu} changes nothing for {model}: its times were measured, and no transfer needs the GPU's "
+            "links; leave it out"
+        )
+    if args.seq is not None and table.tokens_per_micro_batch is not None:
+        raise OctoPipeError(
+            f"--seq {args.seq} changes nothing for {model}, measured with {table.tokens_per_micro_batch} tokens; "
+            "leave it out"
+        )
+    if (args.dp or 1) > 1 and not reduces and getattr(args, "jitter", None) is None:
+        raise OctoPipeError(
+            f'--dp {args.dp} changes nothing for {model}: the file has no "gradient_gib" to reduce; add it, or leave '
+            "--dp out"
+        )
+    if args.reserve_gib is not None and not table.rank_memory_bytes and not args.memory_gib:
+        raise OctoPipeError(f"--reserve-gib changes nothing for {model}: no memory limit is known; give --memory-gib")
+
+
+def settle_sizes(args: argparse.Namespace, model: str) -> None:
+    """Fill in what --gpus or a cluster file leaves open, and the micro-batches that a global batch makes."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.setup import derived_sizes, micro_batches_of
+
+    gpus = args.gpus
+    if args.cluster is not None and gpus is None:
+        from octopipe.cluster_file import count_gpus, read_cluster
+
+        gpus = count_gpus(read_cluster(args.cluster))
+    sizes = derived_sizes(gpus=gpus, tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp)
+    if gpus is not None and sizes["tp"] is None and sizes["dp"] is None:
+        from octopipe.resolve import resolve_costs, resolve_spec
+
+        pp = sizes["pp"] or 1
+        spec = resolve_spec(model)
+        sizes["tp"] = 1 if spec is None else resolve_costs(spec, pp=pp, gpu=args.gpu, nodes=args.cluster).setup.tp  # type: ignore[union-attr]
+        sizes = derived_sizes(gpus=gpus, **sizes)
+    if sizes["pp"] is None:
+        raise OctoPipeError("how many ranks? give --pp, or --gpus and the other sizes, or a --plan")
+    args.pp = sizes["pp"]
+    if gpus is not None:
+        args.tp, args.dp = sizes["tp"], sizes["dp"]
+    for name, values in (("speeds", args.speeds), ("memory_gib", args.memory_gib)):
+        if values and len(values) != args.pp and (name == "speeds" or len(values) != 1):
+            allowed = "one per rank" if name == "speeds" else f"1 or {args.pp}"
+            raise OctoPipeError(f"{_flag(name)} gives {len(values)} numbers for {args.pp} ranks; give {allowed}")
+    args.micro_batches = micro_batches_of(
+        global_batch=args.global_batch,
+        micro_batch_size=args.micro_batch_size or 1,
+        dp=args.dp or 1,
         pp=args.pp,
-        gpu=args.gpu,
-        tp=args.tp,
-        dp=args.dp,
-        seq=args.seq,
-        p2p_ms=args.p2p_ms,
-        memory_gib=args.memory_gib,
-        rank_speed=args.speeds or (),
+        given=args.micro_batches,
     )
+
+
+def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
+    """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
+    from octopipe.resolve import resolve_costs
+
+    model = model_from(args)
+    refuse_idle_flags(args, model)
+    settle_sizes(args, model)
+    given = setting_from(args)
+    given.pop("model")
+    given["rank_speed"] = given.pop("speeds", ())
+    if given.get("recompute") in ("auto", "full"):
+        given["recompute"] = "none"  # a matter of the plan, not of the prices
+    return resolve_costs(model, pp=args.pp, micro_batches=args.micro_batches, **(given | changes))
 
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
-    names = ("model", "gpu", "tp", "dp", "seq", "p2p_ms", "memory_gib", "speeds")
-    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    out: dict[str, Any] = {"model": args.model}
+    for flag, key in SETUP_FLAGS.items():
+        value = getattr(args, flag, None)
+        if value is not None:
+            out[key] = value
+    if isinstance(out.get("nodes"), str):
+        from octopipe.cluster_file import read_cluster
+
+        groups = read_cluster(out["nodes"])
+        out["nodes"] = [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in groups]
+    return out
+
+
+def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
+    """What a plan file says about itself: `plan.with_extra(**provenance(args, costs))`."""
+    out: dict[str, Any] = {"setting": setting_from(args)}
+    if costs.setup is not None:
+        out["setup"] = costs.setup.as_dict()
+    return out
+
+
+def setup_words(setup: Setup | None) -> str:
+    return "" if setup is None else setup.words()
 
 
 def micro_batches_from(args: argparse.Namespace) -> int:

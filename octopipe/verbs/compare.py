@@ -1,6 +1,6 @@
 """`octopipe compare MODEL`: every system on one model, best first, a bar per row.
 
-Knows: how a comparison is asked for and shown. Does not know: how it is made (compare.py).
+Knows: how a comparison is asked for and shown. Does not know: how it is made (comparison.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import (
+    DOES_NOT_FIT,
     add_model_arguments,
     add_setting_arguments,
     console,
@@ -17,6 +18,7 @@ from octopipe.verbs.common import (
     micro_batches_from,
     non_negative,
     print_json,
+    setup_words,
 )
 
 if TYPE_CHECKING:
@@ -38,11 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=non_negative, default=12.0, metavar="S", help="seconds for Tessel's solver (default: 12)"
     )
-    # The paper's comparison splits every baseline's backward.
-    parser.set_defaults(split_backward=True)
-    for action in parser._actions:
-        if action.dest == "split_backward":
-            action.help = "split B into I and W for systems that do not (default); --no-...: as published"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,13 +52,19 @@ def run(args: argparse.Namespace) -> int:
         if not names:
             raise OctoPipeError("--systems names no system; give some, separated by commas: 1f1b,zb-v")
     costs = costs_from(args)
+    price = None
+    if args.recompute in ("auto", "full"):
+        selective = costs_from(args, recompute="selective") if args.recompute == "auto" else costs
+        price = {"none": costs, "selective": selective}
     with _progress() as progress:
         result = compare(
             costs,
             args.pp,
             micro_batches_from(args),
             names=names,
-            split_backward=args.split_backward,
+            split_backward=bool(args.split_backward),
+            recompute=args.recompute if price else "none",
+            prices=price,
             options={name: {"time_limit_s": args.time_limit} for name in SOLVERS},
             progress=progress,
         )
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(_finite(result.as_dict()))
     else:
         show(result)
-    return 0
+    ran = [r for r in result.results if not r.reason]
+    return DOES_NOT_FIT if ran and not any(r.fits for r in ran) else 0
 
 
 def _finite(value: Any) -> Any:
@@ -109,16 +113,18 @@ def show(result: Comparison) -> None:
 
     out = console()
     ran = [r for r in result.results if not r.reason]
-    mode = "backward split" if result.split_backward else "as published"
+    mode = "every backward split" if result.split_backward else "as published"
     out.print(
         f"[bold]{result.model}[/], pp {result.num_ranks}, {result.num_micro_batches} micro-batches, {mode}; "
         f"lower bound {result.lower_bound_ms:.1f} ms"
     )
+    if result.setup is not None:
+        out.print(setup_words(result.setup), style="cyan", markup=False)
     if ran:
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("system", no_wrap=True, style="cyan", min_width=13)
         memory = any(r.max_memory_gib > 0 for r in ran)
-        titles = ["step ms", "speed-up", "bubble", *(["GiB", "fits"] if memory else []), "comms", "hidden"]
+        titles = ["step ms", "speed-up", "bubble", *(["GiB", "fits"] if memory else []), "B", "comms", "hidden"]
         for title in titles:
             justify: Any = "center" if title == "fits" else "right"
             table.add_column(title, justify=justify, no_wrap=True, min_width=max(len(title), 6))
@@ -129,7 +135,7 @@ def show(result: Comparison) -> None:
         for r in ran:
             table.add_row(r.system, *_cells(r, memory), _bar(r, longest, room))
         out.print(table)
-        key = "█ computing  ░ idle, mean over ranks; hidden: sends and receives behind compute"
+        key = "█ computing  ░ idle, mean over ranks; B: backward split into I and W, or fused; hidden: behind compute"
         out.print(key, style="dim")
     out_of = [r for r in result.results if r.reason]
     if out_of:
@@ -152,6 +158,7 @@ def _cells(r: Result, memory: bool) -> list[str]:
         f"[bold]{speedup}[/]" if r.speedup and r.speedup > 1.0005 else speedup,
         f"{100 * r.bubble_ratio:.1f} %",
         *held,
+        "split" if r.splits_backward else "fused",
         str(r.communications),
         f"{100 * r.overlap_rate:.0f} %",
     ]

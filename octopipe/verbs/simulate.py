@@ -1,6 +1,6 @@
 """`octopipe simulate MODEL --system NAME | --plan FILE`: step time, bubbles, memory, a timeline.
 
-Knows: how a prediction is shown. Does not know: how it is made (simulate.py).
+Knows: how a prediction is shown. Does not know: how it is made (simulator.py).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import (
+    DOES_NOT_FIT,
+    SETUP_FLAGS,
     add_model_arguments,
     add_setting_arguments,
     console,
@@ -17,7 +19,9 @@ from octopipe.verbs.common import (
     micro_batches_from,
     non_negative,
     print_json,
+    provenance,
     setting_from,
+    setup_words,
     whole_number,
 )
 
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`); default: 1f1b")
+    what.add_argument("--system", help="a published system (`octopipe systems`); default: 1f1b")
     what.add_argument("--plan", metavar="FILE", help="a plan file instead of a system")
     add_setting_arguments(parser, pp_required=False)
     parser.add_argument("--chunks", type=whole_number, help="stages per rank, for systems that interleave")
@@ -56,23 +60,27 @@ def run(args: argparse.Namespace) -> int:
     numbers = {
         "model": costs.model,
         "system": plan.extra.get("system"),
+        "setup": None if costs.setup is None else costs.setup.as_dict(),
+        "split_backward": plan.splits_backward,
         "pp": plan.num_ranks,
         "micro_batches": plan.num_micro_batches,
         "stages": len(plan.stages),
         "channel": args.channel,
         **timeline.summary(),
         "lower_bound_ms": bound_ms(costs, plan, timeline.step_ms),
-        "tokens_per_gpu_per_second": tokens_per_gpu_per_second(costs, plan, timeline.step_ms),
+        **costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
     }
     if args.jitter is not None:
         runs = max(1000, costs.data_parallel)
         after = timeline.step_ms - timeline.makespan_ms
         samples = jitter_ms(program, costs, sigma=args.jitter, runs=runs) + after
+        groups = samples[: runs - runs % costs.data_parallel].reshape(-1, costs.data_parallel)
         numbers["jitter"] = {
             "sigma": args.jitter,
             "mean_ms": float(samples.mean()),
             "p95_ms": float(_quantile(samples, 0.95)),
-            "slowest_pipeline_ms": float(samples[: costs.data_parallel].max()),
+            "pipelines": costs.data_parallel,
+            "slowest_pipeline_ms": float(groups.max(axis=1).mean()),
         }
     if args.output:
         save_plan(plan, args.output)
@@ -82,31 +90,60 @@ def run(args: argparse.Namespace) -> int:
         print_json(numbers)
     else:
         _show(plan, costs, timeline, numbers)
-    return 0
+    return 0 if timeline.fits else DOES_NOT_FIT
 
 
 def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
     """The plan that the flags name, and the costs to price it with."""
     from octopipe.errors import OctoPipeError
-    from octopipe.plan_file import load_plan
+    from octopipe.recompute import plan_under
     from octopipe.systems import build_plan
 
     if args.plan:
-        plan = load_plan(args.plan)
-        for flag, value in (("--pp", plan.num_ranks), ("--micro-batches", plan.num_micro_batches)):
-            given = getattr(args, flag[2:].replace("-", "_"))
-            if given is not None and given != value:
-                raise OctoPipeError(f"{args.plan} has {flag[2:]} {value}, not {given}; leave {flag} out")
-        args.pp, args.micro_batches = plan.num_ranks, plan.num_micro_batches
-        return plan, costs_from(args)
-    if args.pp is None:
-        raise OctoPipeError("how many ranks? give --pp (or a --plan)")
+        return _plan_of_file(args)
     costs = costs_from(args)
     options = {} if args.chunks is None else {"chunks": args.chunks}
-    plan = build_plan(
-        args.system, costs, args.pp, micro_batches_from(args), split_backward=args.split_backward, **options
-    )
-    return plan.with_extra(setting=setting_from(args)), costs
+
+    def build(table: CostTable) -> Plan:
+        name, split = args.system or "1f1b", args.split_backward
+        return build_plan(name, table, args.pp, micro_batches_from(args), split_backward=split, **options)
+
+    def price(mode: str) -> CostTable:
+        return costs if mode == "none" else costs_from(args, recompute=mode)
+
+    if args.recompute in (None, "none", "selective"):
+        plan = build(costs)
+    else:
+        plan, costs = plan_under(args.recompute, build, price)
+        args.recompute = costs.setup.recompute if costs.setup is not None else args.recompute
+    if not plan.extra.get("system"):
+        raise OctoPipeError(f"{args.system} gave a plan without a name")
+    return plan.with_extra(**provenance(args, costs)), costs
+
+
+def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
+    """A plan file, priced for the set-up it was made for unless flags say otherwise."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.plan_file import load_plan
+    from octopipe.plan_setting import costs_of_plan
+    from octopipe.verbs.common import model_from, refuse_idle_flags
+
+    plan = load_plan(args.plan)
+    decided = {"--pp": plan.num_ranks, "--micro-batches": plan.num_micro_batches}
+    for flag, value in decided.items():
+        given = getattr(args, flag[2:].replace("-", "_"))
+        if given is not None and given != value:
+            raise OctoPipeError(f"{args.plan} has {flag[2:]} {value}, not {given}; leave {flag} out")
+    for name in ("chunks", "split_backward", "recompute", "gpus", "global_batch"):
+        if getattr(args, name) is not None:
+            raise OctoPipeError(f"--{name.replace('_', '-')} is decided by {args.plan}; leave it out")
+    args.pp, args.micro_batches = plan.num_ranks, plan.num_micro_batches
+    given = {}
+    if args.model or args.profile:
+        refuse_idle_flags(args, model_from(args))
+        given["model"] = args.model
+    given |= {k: v for k, v in setting_from(args).items() if k in SETUP_FLAGS.values()}
+    return plan, costs_of_plan(plan, given, args.plan)
 
 
 def bound_ms(costs: CostTable, plan: Plan, step_ms: float) -> float:
@@ -116,14 +153,6 @@ def bound_ms(costs: CostTable, plan: Plan, step_ms: float) -> float:
     bound = work_bound_ms if plan.replicas() else lower_bound_ms
     # A bound that is met exactly may come out a rounding error above.
     return min(bound(costs, plan.num_ranks, plan.num_micro_batches), step_ms)
-
-
-def tokens_per_gpu_per_second(costs: CostTable, plan: Plan, step_ms: float) -> float | None:
-    """Training throughput, where the sequence length is known."""
-    if costs.tokens_per_micro_batch is None or step_ms <= 0:
-        return None
-    tokens = costs.tokens_per_micro_batch * plan.num_micro_batches
-    return tokens / (plan.num_ranks * costs.gpus_per_rank) / (step_ms / 1e3)
 
 
 def _quantile(samples: Any, q: float) -> float:
@@ -141,17 +170,22 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
     bound = numbers["lower_bound_ms"]
     limited = any(c != float("inf") for c in timeline.capacity_bytes)
     fits = "" if not limited else ", [green]fits[/]" if timeline.fits else ", [bold red]does not fit[/]"
+    backward = "backward split" if plan.splits_backward else "backward fused"
     out.print(
-        f"[bold]{timeline.label or 'plan'}[/] on {costs.model}: [bold]{timeline.step_ms:.1f} ms[/] a step, "
-        f"{100 * timeline.bubble_ratio:.1f} % bubble{fits}"
+        f"[bold]{timeline.label or 'plan'}[/] on {costs.model} ({backward}): "
+        f"[bold]{timeline.step_ms:.1f} ms[/] a step, {100 * timeline.bubble_ratio:.1f} % bubble{fits}"
     )
-    speed = numbers["tokens_per_gpu_per_second"]
+    out.print(setup_words(costs.setup), style="cyan", markup=False)
+    speed, share = numbers["tokens_per_gpu_per_second"], numbers["mfu"]
+    again = sum(len(s.recomputed_layers) for s in plan.stages)
     overlap = timeline.overlap
     facts = [
         f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, "
         f"{counted(plan.num_micro_batches, 'micro-batch')}",
         f"lower bound {bound:.1f} ms ({100 * (timeline.step_ms / bound - 1):.1f} % above it)" if bound > 0 else "",
         f"{speed:.0f} tokens/GPU/s" if speed else "",
+        f"{100 * share:.1f} % MFU" if share else "",
+        f"{again} of {plan.num_layers} layers recomputed" if again else "",
         f"{overlap.communications} communications, {100 * overlap.rate:.0f} % overlapped",
     ]
     out.print("; ".join(f for f in facts if f), style="dim")
@@ -159,7 +193,7 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
         j = numbers["jitter"]
         out.print(
             f"with {100 * j['sigma']:g} % jitter: {j['mean_ms']:.1f} ms mean, {j['p95_ms']:.1f} ms 95th percentile, "
-            f"{j['slowest_pipeline_ms']:.1f} ms slowest of {costs.data_parallel} pipelines",
+            f"{j['slowest_pipeline_ms']:.1f} ms the slowest of {counted(costs.data_parallel, 'pipeline')} on average",
             style="dim",
         )
     b = timeline.bubbles
@@ -173,7 +207,7 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
         mine = plan.stages_of_rank(r)
         peak = timeline.peak_gib[r]
         limit = timeline.capacity_bytes[r] / (1 << 30)
-        memory = f"{peak:.1f}" + (f" of {limit:.0f}" if limited else "")
+        memory = f"{peak:.1f}" + (f" of {limit:.1f}" if limited else "")
         parts = (timeline.busy_ms, b.idle_ms, b.boundary_ms, b.imbalance_ms, b.communication_ms, b.residual_ms)
         table.add_row(
             str(r),

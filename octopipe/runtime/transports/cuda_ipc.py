@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: bodies pass through rings in shared memory, and no host takes part.
+"""Ranks that share one GPU: bodies pass through rings in shared memory, and no host waits for a device.
 
 Knows: how arenas and counters are made and shown to the other process (pinned files, CUDA IPC handles; plain files for
 CPU tensors, which is also how the protocol is tested without a GPU). Does not know: the ring's protocol (`ring`), or
@@ -19,17 +19,20 @@ import contextlib
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
-from octopipe.runtime.messages import Leaf
+from octopipe.runtime.messages import Leaf, Spec
 from octopipe.runtime.slots import Slot
-from octopipe.runtime.transports.headed import OrderedTransport
+from octopipe.runtime.transports.base import TransferError
+from octopipe.runtime.transports.headed import OrderedTransport, reason
 from octopipe.runtime.transports.lanes import CudaLane, Driver, HostLane, Lane
+from octopipe.runtime.transports.mail import LOOK_EVERY_S, Box
 from octopipe.runtime.transports.ring import RingReceiver, RingSender
 from octopipe.runtime.world import World
 
@@ -76,17 +79,20 @@ class IpcTransport(OrderedTransport):
         for peer in sources:
             made["arena", (peer, me)] = self._make_arena()
             made["filled", (peer, me)] = self._make((1,), torch.int32)
+            made["queued", (peer, me)] = _make_file((2,), torch.int64)
         for peer in targets:
             made["freed", (me, peer)] = self._make((1,), torch.int32)
         shown = self._world.gather({key: self._show(tensor) for key, tensor in made.items()})
         for peer in targets:
             arena, filled = (self._see(shown[peer][name, (me, peer)]) for name in ("arena", "filled"))
-            self._senders[peer] = RingSender(arena, filled, made["freed", (me, peer)], self._lane())
+            queued = _open_file(*shown[peer]["queued", (me, peer)])
+            self._senders[peer] = RingSender(
+                arena, filled, made["freed", (me, peer)], queued, self._lane(), self._until
+            )
         for peer in sources:
             freed = self._see(shown[peer]["freed", (peer, me)])
-            self._receivers[peer] = RingReceiver(
-                made["arena", (peer, me)], made["filled", (peer, me)], freed, self._lane()
-            )
+            arena, filled, queued = (made[name, (peer, me)] for name in ("arena", "filled", "queued"))
+            self._receivers[peer] = RingReceiver(arena, filled, freed, queued, self._lane(), self._until)
         self._world.gather(None)  # everybody has seen everything: names may go
         for path in (shown[me][key] for key in made):
             if isinstance(path, tuple):
@@ -142,14 +148,70 @@ class IpcTransport(OrderedTransport):
     # -- bodies ----------------------------------------------------------------------------------------
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
-        return self._senders[slot.peer].send(tensor)
+        self.waiting = slot
+        work = self._senders[slot.peer].send(tensor)
+        self.waiting = None
+        return work
 
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
-        return self._senders[slot.peer].skip(leaf.nbytes)
+        self.waiting = slot
+        work = self._senders[slot.peer].skip(leaf.nbytes)
+        self.waiting = None
+        return work
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         buffer = self._empty(leaf)
-        return buffer, self._receivers[slot.peer].receive(buffer)
+        return buffer, self._receivers[slot.peer].receive(buffer, lambda lane: self._arriving(slot, lane))
+
+    def _arriving(self, slot: Slot, lane: Lane) -> None:
+        """Called when everything that brings a body has been queued on its lane."""
+
+    # -- waiting on the host: receives go on meanwhile, since another host may wait for them ------------
+
+    def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Spec:
+        self._proceed()
+        box = slot.state.box
+        if box is not None and not box.free:
+            self._until(lambda: box.free)
+        return super().send_forward(slot, value, needs)
+
+    def _wait(self, slot: Slot, works: list[Any]) -> None:
+        self.waiting = slot
+        self._proceed()
+        try:
+            for work in works:
+                if isinstance(work, Box) and not work.filled and self._pending:
+                    self._until(lambda box=work: box.filled or not self._pending)  # type: ignore[misc]
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+        self.waiting = None
+
+    @property
+    def _pending(self) -> bool:
+        return any(ring.pending for ring in self._receivers.values())
+
+    def _proceed(self) -> None:
+        for ring in self._receivers.values():
+            ring.proceed()
+
+    def _until(self, holds: Callable[[], bool]) -> None:
+        now = time.monotonic()
+        end, look = now + self.timeout_s, now + LOOK_EVERY_S
+        pause = 0.0
+        while True:
+            self._proceed()
+            if holds():
+                return
+            time.sleep(pause)
+            pause = min(pause + 1e-6, 1e-4)
+            now = time.monotonic()
+            if now > look:
+                look = now + LOOK_EVERY_S
+                if self.dead():
+                    raise RuntimeError("connection closed by peer")
+            if now > end:
+                raise RuntimeError("timed out")
 
     def close(self) -> None:
         super().close()

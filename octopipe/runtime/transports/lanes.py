@@ -26,8 +26,12 @@ class Lane(ABC):
     """In-order work; every method only queues."""
 
     @abstractmethod
-    def after_current(self) -> None:
-        """What follows waits for everything the computation has issued so far."""
+    def now(self) -> Any:
+        """A mark of everything the computation has issued so far, for `after`."""
+
+    @abstractmethod
+    def after(self, mark: Any) -> None:
+        """What follows waits for what was marked."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -77,8 +81,11 @@ class HostLane(Lane):
         while (task := self._work.get()) is not None:
             task()
 
-    def after_current(self) -> None:
-        """The computation is done when it returns."""
+    def now(self) -> Any:
+        """The computation is done when it returns: nothing to mark."""
+
+    def after(self, mark: Any) -> None:
+        """See `now`."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         def act() -> None:
@@ -182,8 +189,13 @@ class CudaLane(Lane):
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._raw = self.stream.cuda_stream
 
-    def after_current(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+    def now(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def after(self, mark: Any) -> None:
+        self.stream.wait_event(mark)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._driver.copy(self._raw, target.data_ptr(), source.data_ptr(), source.nbytes)

@@ -179,6 +179,16 @@ class Box:
         """Number of the last message that the receiver needs no more."""
         return self._words[self._at + TAKEN]
 
+    @property
+    def free(self) -> bool:
+        """Asked by the sender: whether the next message can be put without waiting."""
+        return self.taken == self.number
+
+    @property
+    def filled(self) -> bool:
+        """Asked by the receiver: whether the next message is there."""
+        return self._words[self._at + SENT] == (self.number + 1) & _WORD
+
     def put(self, pointer: int, nbytes: int, bodies: Sequence[tuple[int, int, int]] = ()) -> bool:
         """Send so many bytes from there, and bodies (address, bytes, bytes of room): False where those found none."""
         words, at = self._words, self._at

@@ -1,0 +1,250 @@
+"""The functions of the package's face: each takes a model by name, by file or as costs.
+
+Knows: how what a user names (a preset, a config.json, a file of times, a profile, a CostTable; a system, a plan file,
+a Plan) becomes costs and a plan, and that every plan made here carries what it was made for. Does not know: how
+plans are built, timed or found (systems/, simulator.py, tuner/).
+
+    plan = octopipe.build_plan("zb-h1", "nemotron-h-8b", 4, 8, tp=2)
+    octopipe.simulate(plan).step_ms                   # the plan knows its set-up
+    octopipe.simulate("1f1b", "profile.json", 4, 8)
+    octopipe.tune("nemotron-h-8b", 4, 8, tp=2, budget_s=10).plan.save("plan.json")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.lowering import Channel, Program
+from octopipe.model import ModelSpec
+from octopipe.plan import Plan
+from octopipe.plan_file import load_plan
+from octopipe.plan_setting import COST_TABLE, COSTS, SETTING, costs_of_plan
+from octopipe.resolve import resolve_costs
+from octopipe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from octopipe.comparison import Comparison
+    from octopipe.comparison import Progress as CompareProgress
+    from octopipe.tuner import Method, TuneResult
+    from octopipe.tuner.result import Callback
+
+Model = str | os.PathLike[str] | ModelSpec | CostTable
+"""A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
+
+
+class Setup(TypedDict, total=False):
+    """What surrounds a model that is named: the keywords of `resolve_costs` (a CostTable has them in it already)."""
+
+    gpu: str | None
+    tp: int | None
+    cp: int
+    ep: int
+    dp: int
+    seq: int | None
+    micro_batch_size: int
+    zero: int
+    precision: str
+    gradients: str | None
+    recompute: str
+    sequence_parallel: bool
+    vocab_parallel: bool
+    reserve_gib: float | None
+    p2p_ms: float | None
+    memory_gib: float | Sequence[float] | None
+    rank_speed: Sequence[float]
+    gpus_per_node: int | None
+    nodes: str | os.PathLike[str] | None
+    distributed_optimizer: bool | None
+    micro_batch_tokens: Sequence[int] | None
+
+
+class TuneKeywords(Setup, total=False):
+    """What `tune` takes beside the model and its size."""
+
+    budget_s: float
+    seed: int
+    method: Method
+    start: Plan | str | os.PathLike[str] | None
+    robust: bool
+    workers: int | None
+    iterations: int | None
+    progress: Callback | None
+    copies: bool
+
+
+def build_plan(
+    system: str,
+    model: Model,
+    num_ranks: int,
+    num_micro_batches: int | None = None,
+    *,
+    split_backward: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **setup: Unpack[Setup],
+) -> Plan:
+    """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
+
+    `num_micro_batches` left out: twice the ranks. `split_backward=True` splits B into I and W where the system does
+    not. `options` are the system's own: {"chunks": 2}.
+    """
+    from octopipe.systems.registry import build_plan as build
+
+    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
+    count = _micro_batches(num_ranks, num_micro_batches)
+    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
+
+
+def simulate(
+    plan: Plan | Program | str | os.PathLike[str],
+    model: Model | None = None,
+    num_ranks: int | None = None,
+    num_micro_batches: int | None = None,
+    *,
+    channel: Channel = "directed",
+    label: str = "",
+    check: bool = True,
+    split_backward: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **setup: Unpack[Setup],
+) -> Timeline:
+    """The predicted timeline of a plan, a program, a plan file, or a system by name.
+
+    A plan made by this package knows its set-up: `model` may be left out then. A system needs `model` and
+    `num_ranks`; `num_micro_batches`, `split_backward` and `options` are its, as in `build_plan`.
+    """
+    from octopipe.simulator import simulate as run
+
+    if isinstance(plan, str | os.PathLike) and not _is_file(plan):
+        if model is None or num_ranks is None:
+            raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
+        costs, known = _costs(model, num_ranks, num_micro_batches, setup)
+        built = build_plan(
+            str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
+        )
+        return _of(run(built, costs, channel=channel, label=label, check=check), known)
+    if split_backward is not None or options:
+        raise OctoPipeError("a plan is decided already; leave split_backward and options out, or name a system")
+    given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    inner = given.plan if isinstance(given, Program) else given
+    for name, asked in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
+        if asked is not None and asked != getattr(inner, name):
+            raise OctoPipeError(f"the plan has {name} {getattr(inner, name)}, not {asked}; leave it out")
+    if model is None and setup:
+        raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; name the model too")
+    known = dict(inner.extra)
+    if model is None:
+        costs = costs_of_plan(inner)
+    else:
+        costs, known = _costs(model, inner.num_ranks, inner.num_micro_batches, setup)
+    return _of(run(given, costs, channel=channel, label=label, check=check), known)
+
+
+def tune(
+    model: Model, num_ranks: int, num_micro_batches: int | None = None, **keywords: Unpack[TuneKeywords]
+) -> TuneResult:
+    """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
+
+    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
+    search. The result's plan carries the set-up or the costs it was found for.
+    """
+    from octopipe.tuner import tune as search
+
+    own = set(Setup.__annotations__)
+    setup = {name: value for name, value in keywords.items() if name in own}
+    given: dict[str, Any] = {name: value for name, value in keywords.items() if name not in own}
+    if isinstance(given.get("start"), str | os.PathLike):
+        given["start"] = load_plan(given["start"])
+    # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
+    recompute = setup.pop("recompute", "auto")
+    given["recompute"] = recompute in ("auto", True)
+    if recompute not in ("auto", True, False):
+        setup["recompute"] = recompute
+    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
+    result = search(costs, num_ranks, _micro_batches(num_ranks, num_micro_batches), **given)
+    return replace(result, plan=_carrying(result.plan, known))
+
+
+def compare(
+    model: Model,
+    num_ranks: int,
+    num_micro_batches: int | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    split_backward: bool = True,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    channel: Channel = "directed",
+    processes: int | None = None,
+    progress: CompareProgress | None = None,
+    **setup: Unpack[Setup],
+) -> Comparison:
+    """Every published system (or those in `names`) on one model, best first; each result has its plan."""
+    from octopipe.comparison import compare as run
+
+    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
+    found = run(
+        costs,
+        num_ranks,
+        _micro_batches(num_ranks, num_micro_batches),
+        names=names,
+        split_backward=split_backward,
+        options=options,
+        channel=channel,
+        processes=processes,
+        progress=progress,
+    )
+    rows = (r if r.plan is None else replace(r, plan=_carrying(r.plan, known)) for r in found.results)
+    return replace(found, results=tuple(rows))
+
+
+def _costs(
+    model: Model, num_ranks: int, num_micro_batches: int | None, setup: Mapping[str, Any]
+) -> tuple[CostTable, dict[str, Any]]:
+    """The costs behind `model`, and what a plan made with them has to carry."""
+    if isinstance(model, CostTable):
+        if setup:
+            name = next(iter(setup))
+            raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
+        return model, {COST_TABLE: model, COSTS: model.digest()}
+    unknown = sorted(set(setup) - set(Setup.__annotations__))
+    if unknown:
+        import difflib
+
+        close = difflib.get_close_matches(unknown[0], Setup.__annotations__, 1)
+        raise OctoPipeError(f"unknown keyword {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
+    named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
+    costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
+    if isinstance(named, ModelSpec):  # a model without a name that finds it again
+        return costs, {COST_TABLE: costs, COSTS: costs.digest()}
+    return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, COSTS: costs.digest()}
+
+
+def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
+    """The timeline with the set-up it was predicted for."""
+    setting = known.get(SETTING)
+    return replace(timeline, setting=dict(setting)) if isinstance(setting, Mapping) else timeline
+
+
+def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
+    """The plan with what it was made for, and nothing that another hand had put there."""
+    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE)}
+    return replace(plan, extra=extra | dict(known))
+
+
+def _micro_batches(num_ranks: int, num_micro_batches: int | None) -> int:
+    return 2 * num_ranks if num_micro_batches is None else num_micro_batches
+
+
+def _is_file(what: str | os.PathLike[str]) -> bool:
+    text = os.fspath(what)
+    return not isinstance(what, str) or text.endswith(".json") or os.sep in text or Path(text).is_file()
+
+
+__all__ = ["Model", "Setup", "TuneKeywords", "build_plan", "compare", "simulate", "tune"]

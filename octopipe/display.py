@@ -1,0 +1,33 @@
+"""How records show themselves: one line in a shell, a picture in a notebook.
+
+Knows: that a picture is drawn by whoever registered for it. Does not know: any record, or how pictures are drawn;
+the package registers `report/notebook.py`, so that no room has to import the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Draw = Callable[[object], str | None]
+_draw: list[Draw] = []
+
+
+def draw_with(draw: Draw) -> None:
+    """Register what turns a plan or a timeline into HTML; the last one registered counts."""
+    _draw[:] = [draw]
+
+
+def html_of(what: object) -> str | None:
+    """The picture of a record; None (so that a notebook shows its `repr`) where nobody draws."""
+    return _draw[0](what) if _draw else None
+
+
+def one_line(kind: str, *facts: str) -> str:
+    """A `repr` that fits a line.
+
+    >>> one_line("Plan", "1f1b", "", "4 stages on 2 ranks")
+    '<Plan: 1f1b, 4 stages on 2 ranks>'
+    """
+    text = ", ".join(fact for fact in facts if fact)
+    text = text if text.isprintable() else repr(text)
+    return f"<{kind}: {text if len(text) <= 100 else text[:97] + '...'}>"
