@@ -24,8 +24,9 @@ from octopipe.timeline import Timeline
 from octopipe.tuner.exact import solve
 from octopipe.tuner.explain import explain
 from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
+from octopipe.tuner.restricted import TARGETS, FixedSchedules, Target
 from octopipe.tuner.result import Callback, Found, Progress, Step, TuneResult
-from octopipe.tuner.robust import most_robust
+from octopipe.tuner.robust import mean_jittered_ms, most_robust
 from octopipe.tuner.search import Search
 from octopipe.tuner.settings import SETTINGS
 from octopipe.tuner.warm import compile_search
@@ -33,7 +34,9 @@ from octopipe.tuner.warm import compile_search
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
 
-__all__ = ["METHODS", "PHASES", "Method", "PlanClass", "Progress", "Step", "TuneResult", "tune"]
+__all__ = [
+    "METHODS", "PHASES", "TARGETS", "Method", "PlanClass", "Progress", "Step", "Target", "TuneResult", "tune",
+]  # fmt: skip
 
 
 def tune(
@@ -52,18 +55,26 @@ def tune(
     recompute: bool = True,
     copies: bool | None = None,
     phases: Sequence[str] = PHASES,
+    target: Target = "octopipe",
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
     `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")? Left
     open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
-    are on (methods "octopipe" and "random"). `TuneResult.plans` says which plans the bound and `optimal` speak of.
-    `iterations` (moves per lane) instead of time makes the result depend on the seed alone, on any machine.
+    are on (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only
+    what it can run is searched (see restricted.py), with method "best". `TuneResult.plans` says which plans the bound
+    and `optimal` speak of. `iterations` (moves per lane) instead of time makes the result depend on the seed alone, on
+    any machine.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     if tuple(phases) != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     notes = []
+    if target != "octopipe":
+        if target not in TARGETS or method != "best" or robust:
+            known = f"one of {', '.join(TARGETS)}"
+            raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
+        recompute, copies = False, False
     if copies is None:
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
@@ -82,6 +93,9 @@ def tune(
         found, optimal = solved.found, solved.optimal
         if solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
+    elif target == "megatron":
+        del common["recompute"]
+        found = FixedSchedules(*setting, iterations=iterations, lower_bound_ms=bound, **common).run()
     elif method == "best":
         jitter = SETTINGS.jitter if robust else 0.0
         found = Search(
@@ -94,7 +108,12 @@ def tune(
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
-    chosen, timeline = _hide(chosen, costs, budget_s, iterations, seed)
+    timeline = simulate(chosen, costs)
+    if target != "megatron" and not found.interrupted:  # its orders are what they are
+        hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
+        if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
+            chosen, timeline, mean_ms = hidden, after, hidden_ms
     step_ms = timeline.step_ms
     if (reached := _class_of(chosen, plans)) != plans:
         plans = reached
@@ -132,14 +151,17 @@ def tune(
 
 
 def _hide(
-    plan: Plan, costs: CostTable, budget_s: float, iterations: int | None, seed: int
+    plan: Plan, before: Timeline, costs: CostTable, budget_s: float, iterations: int | None, seed: int
 ) -> tuple[Plan, Timeline]:
     """The plan with transfers behind computation where that costs nothing, and its timeline."""
-    before = simulate(plan, costs)
-    if iterations is not None:
-        better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
-    else:
-        better = hide_transfers(plan, costs, budget_s=min(SETTINGS.hide_s, SETTINGS.hide * budget_s), seed=seed)
+    seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
+    try:
+        if iterations is not None:
+            better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
+        else:
+            better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
+    except KeyboardInterrupt:
+        return plan, before
     after = simulate(better, costs)
     return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
 

@@ -106,13 +106,14 @@ class Lane:
             plenty = self.judgeable(until) * rounds > 2 * SETTINGS.members * SETTINGS.judged_each
             self.populations = SETTINGS.populations[self.number % len(SETTINGS.populations)] if plenty else 1
         each = -(-rounds // self.populations)
-        if number % each == 0:
+        if number % each == 0 or self.population is None or not self.population.members:
             self.settle()
             if number > 0:
                 self.draw(min(self.budget.share() + SETTINGS.draw_again, until))
             self.population = self._gather(until, min(each, rounds - number))
         population, first = self.population, self.budget.share()
-        if population is None or not population.members:
+        if not population.members:  # nothing fits yet: go on looking
+            self.draw(until)
             return
         begin, end = (number % each) / each, (number % each + 1) / each
         cells = self.problem.ranks * self.problem.micro_batches
