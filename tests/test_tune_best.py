@@ -206,7 +206,7 @@ def test_the_search_does_not_stop_at_a_bound_of_fewer_plans_than_it_searches() -
         forward_ms=np.array([1.0, 1.0, 10.0]), input_ms=np.array([1.0, 1.0, 10.0]), weight_ms=np.full(3, 0.1)
     )
     once = tune(costs, 2, 4, iterations=800, copies=False)
-    both = tune(costs, 2, 4, iterations=800)
+    both = tune(costs, 2, 4, iterations=800, copies=True)
     assert both.step_ms < 0.8 * once.step_ms
 
 

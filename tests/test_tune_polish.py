@@ -47,7 +47,10 @@ def test_every_systems_plan_is_timed_as_the_simulator_does(system: str, extras: 
     problem, most = make_problem(costs, 4, 8), max(12, len(plan.stages))
     before = simulate(plan, costs).step_ms
     polisher = Polisher(problem, most, make_rng(1), *arrays_of(problem, most, plan))
-    assert polisher.best_ms == pytest.approx(before, rel=1e-9)
+    if any(op.kind == "B" for order in plan.orders for op in order):
+        assert polisher.best_ms <= before * (1 + 1e-9), "an I hands its gradient on before its W"
+    else:
+        assert polisher.best_ms == pytest.approx(before, rel=1e-9)
     polisher.run(600, 1e-3)
     better = plan_of(problem, costs, polisher.best, polisher.best_orders).check()
     assert simulate(better, costs).step_ms == pytest.approx(polisher.best_ms, rel=1e-9)
@@ -103,7 +106,7 @@ def test_plans_with_copies_get_better_and_stay_sound(seed: int, cap: float) -> N
 def test_the_tuner_is_faster_than_chimera_where_copies_pay() -> None:
     costs = heavy_head(3)
     chimera = simulate(build_plan("chimera", costs, 4, 8, split_backward=True), costs).step_ms
-    found = tune(costs, 4, 8, iterations=3000, workers=1)
+    found = tune(costs, 4, 8, iterations=3000, workers=1, copies=True)
     assert found.step_ms < chimera
     assert found.plan.replicas()
     assert found.lower_bound_ms >= work_bound_ms(costs, 4, 8) - 1e-9
@@ -114,4 +117,4 @@ def test_copies_can_be_forbidden_and_must_fit() -> None:
     costs = heavy_head(3)
     assert not tune(costs, 4, 8, iterations=300, workers=1, copies=False).plan.replicas()
     weights = costs.replace(static_bytes=np.full(14, 10 * GIB), rank_memory_bytes=(60 * GIB,))
-    assert not tune(weights, 4, 8, iterations=300, workers=1).plan.replicas()
+    assert not tune(weights, 4, 8, iterations=300, workers=1, copies=True).plan.replicas()

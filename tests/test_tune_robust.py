@@ -42,8 +42,8 @@ def test_a_robust_search_reports_its_mean_and_never_strays_from_the_best() -> No
 
 
 def polisher(costs: CostTable, factors: np.ndarray | None) -> Polisher:
-    problem = make_problem(costs, 3, 5)
-    plan = build_plan("interleaved", costs, 3, 5, split_backward=True)
+    problem = make_problem(costs, 3, 6)
+    plan = build_plan("interleaved", costs, 3, 6, split_backward=True)
     made = Polisher(problem, 10, make_rng(7), *arrays_of(problem, 10, plan), factors=factors)
     assert made.best_ms < np.inf
     return made
@@ -60,7 +60,7 @@ def test_without_jitter_the_mean_is_the_step_time(extras: bool) -> None:
     if extras:
         costs = costs.replace(optimizer_ms=np.full(10, 2.0))
     p = polisher(costs, None)
-    assert mean_of(p, np.ones((2, 2, 4, 10, 5))) == pytest.approx(p.best_ms)
+    assert mean_of(p, np.ones((2, 2, 4, 10, 6))) == pytest.approx(p.best_ms)
 
 
 @pytest.mark.parametrize("extras", [False, True])
@@ -69,7 +69,7 @@ def test_polishing_for_the_mean_lowers_it_below_what_polishing_for_the_time_come
     if extras:
         costs = costs.replace(optimizer_ms=np.full(10, 2.0))
     rng = np.random.default_rng(0)
-    seen, unseen = (np.exp(rng.normal(-(sigma**2) / 2, sigma, (n, 2, 4, 10, 5))) for n in (160, 1000))
+    seen, unseen = (np.exp(rng.normal(-(sigma**2) / 2, sigma, (n, 2, 4, 10, 6))) for n in (160, 1000))
     nominal, steady = polisher(costs, None), polisher(costs, seen)
     before = steady.best_ms
     for p in (nominal, steady):

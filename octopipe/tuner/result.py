@@ -69,7 +69,7 @@ class Found:
     finalists: list[Plan] = field(default_factory=list)
     """Plans that fit and are close to the best; what a robust choice is made from."""
     systems: dict[str, float] = field(default_factory=dict)
-    """Step times of the published systems whose plans were built on the way and fit."""
+    """Step times of the published systems whose plans were built on the way; infinite where they do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class TuneResult:
     phase_iterations: dict[str, int] = field(default_factory=dict)
     """How many iterations each phase got."""
     systems: dict[str, float] = field(default_factory=dict)
-    """Step times of published systems in this setting, as far as the search built their plans."""
+    """Step times of published systems in this setting, as far as the search built them (infinite: does not fit)."""
     notes: tuple[str, ...] = ()
     """What a user should know of the setting: a default that was decided by what the costs lack."""
     hidden_share: float = 1.0

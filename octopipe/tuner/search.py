@@ -328,13 +328,12 @@ class Search:
         return reserved
 
     def _consider_plan(self, plan: Plan, name: str) -> None:
-        """A plan from elsewhere."""
-        if self._allowed(plan):
-            timeline = simulate(plan, self.costs)
-            if timeline.fits:
-                self._take(plan, timeline, name)
-                if plan.extra.get("system") == name:
-                    self.systems[name] = timeline.step_ms
+        """A plan from elsewhere; what a published system's comes to is told in the end, allowed or not."""
+        timeline = simulate(plan, self.costs)
+        if plan.extra.get("system") == name:
+            self.systems[name] = timeline.step_ms if timeline.fits else float("inf")
+        if timeline.fits and self._allowed(plan):
+            self._take(plan, timeline, name)
 
     def _take(self, plan: Plan, timeline: Timeline, name: str) -> None:
         with self.lock:

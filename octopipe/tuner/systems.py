@@ -62,9 +62,9 @@ class Systems:
                 plan = build_plan(name, self.costs, self.problem.ranks, self.problem.micro_batches, split_backward=True)
             except (OctoPipeError, ImportError):
                 continue
+            self.consider(plan, name)
             if not self.allowed(plan):
                 continue
-            self.consider(plan, name)
             if len(plan.routes) > 1:
                 several.append(plan)
             elif len(plan.stages) <= self.max_stages:

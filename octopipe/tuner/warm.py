@@ -25,7 +25,7 @@ from octopipe._compile import usable_cores
 from octopipe.bounds import lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.simulator import simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import build_plan
 from octopipe.tuner.core.anneal import balance, walk
 from octopipe.tuner.core.follow import polish
@@ -54,8 +54,9 @@ def _plans() -> None:
 
 def _orders() -> None:
     costs = _tiny()
-    problem = make_problem(costs, 2, 2)
-    Polisher(problem, 4, make_rng(0), *arrays_of(problem, 4, build_plan("gpipe", costs, 2, 2))).run(1, 0.0)
+    problem, plan = make_problem(costs, 2, 2), build_plan("gpipe", costs, 2, 2)
+    Polisher(problem, 4, make_rng(0), *arrays_of(problem, 4, plan)).run(1, 0.0)
+    makespan_ms(plan, costs)
 
 
 def _systems() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octopipe.timeline import Timeline
     from octopipe.tuner import TuneResult
 
-RIVALS_S = 2.0
+RIVALS_S = 0.5
 """Time for building published systems that the search has not built itself."""
 SURE = ("1f1b", "mist", "zb-v", "zb-h1", "zb-h2", "dualpipe", "chimera", "hanayo", "interleaved")
 """Those built first when time is short: one of each kind, the reference among them."""

@@ -173,13 +173,11 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
         if soon_key < ready_key:
             chosen = NONE
             next_at = soon_at
-        gap = next_at - t
-        if chosen != NONE:
-            gap = -1.0
+        gap = next_at - t if chosen == NONE else -1.0
+        best = -inf
         if num[me, PENDING] > ZERO and (chosen == NONE or blocked_key < ready_key):
             # A gap: the longest W that fits before the next arrival, else the one that overruns least. Or the F this
             # rank wants next lacks memory: the W that gives back most.
-            best = -inf
             for k in range(begin, stop):
                 if num[k, NEXT_W] < num[k, NEXT_I]:
                     ms = row[k, ROW_W_MS]
@@ -196,7 +194,6 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
                     if score > best:
                         best, chosen, kind = score, k, KIND_W
         if gap >= 0.0:
-            best = row[chosen, ROW_W_MS] if chosen != NONE else -inf
             for k in range(begin, stop):
                 m = num[k, NEXT_R]
                 s = num[k, NUM_STAGE]
