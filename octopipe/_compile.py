@@ -16,13 +16,14 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as remember
 from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import config
+
+config: Any = numba.config
 
 
 def njit(*, cache: bool = True, nogil: bool = True, sources: tuple[Path, ...] = ()) -> Callable[[Any], Any]:
@@ -38,19 +39,9 @@ def njit(*, cache: bool = True, nogil: bool = True, sources: tuple[Path, ...] = 
 
 
 def part(function: Any) -> Any:
-    """Compile a function into the kernels that call it."""
-    return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-
-
-@contextlib.contextmanager
-def optimised(level: int) -> Iterator[None]:
-    """What is compiled meanwhile is optimised up to this level: 3 is numba's own, 1 compiles in half the time."""
-    before = config.OPT
-    config.OPT = type(before)(level)
-    try:
-        yield
-    finally:
-        config.OPT = before
+    """Compile a function into the kernels that call it; Python cannot call it, which saves most of what it costs."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**options)(function)
 
 
 def usable_cores() -> int:

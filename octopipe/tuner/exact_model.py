@@ -159,7 +159,7 @@ def _recomputation(
     """Which layers drop their activations, R before I, and which of them are one stage with the layer before."""
     model, start, on, layers = stated.model, stated.start, stated.on, costs.num_layers
     stated.drops = [model.new_bool_var("") for _ in range(layers)]
-    ops = {r: [[] for _ in range(micro_batches)] for r in range(ranks)}
+    ops: dict[int, list[list[Any]]] = {r: [[] for _ in range(micro_batches)] for r in range(ranks)}
     for r, lane in enumerate(lanes):
         for number, interval in enumerate(lane):
             ops[r][number // 3 % micro_batches].append(interval)
