@@ -18,7 +18,9 @@ from octopipe import layers as L
 from octopipe import mixers as X
 from octopipe.model import ModelSpec
 from octopipe.nn import build_layers, cross_entropy
-from octopipe.runtime.stage import Stage, flatten, held_bytes
+from octopipe.runtime.held import held_bytes
+from octopipe.runtime.stage import Stage
+from octopipe.runtime.values import flatten
 
 
 def _layers(hidden: int) -> dict[str, L.Layer]:

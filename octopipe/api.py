@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
+from octopipe.errors import MAX_MICRO_BATCHES, OctoPipeError
 from octopipe.lowering import Channel, Program
 from octopipe.model import ModelSpec
 from octopipe.plan import Plan
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from octopipe.tuner import Method, TuneResult
     from octopipe.tuner.result import Callback
 
+SETUP = "setup"
+"""Where a plan and a timeline carry their set-up as every verb prints it."""
 Model = str | os.PathLike[str] | ModelSpec | CostTable
 """A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
 
@@ -61,7 +63,7 @@ class Setup(TypedDict, total=False):
     memory_gib: float | Sequence[float] | None
     rank_speed: Sequence[float]
     gpus_per_node: int | None
-    nodes: str | os.PathLike[str] | None
+    nodes: str | Path | Sequence[Mapping[str, object]] | None
     distributed_optimizer: bool | None
     micro_batch_tokens: Sequence[int] | None
 
@@ -77,7 +79,8 @@ class TuneKeywords(Setup, total=False):
     workers: int | None
     iterations: int | None
     progress: Callback | None
-    copies: bool
+    copies: bool | None
+    phases: Sequence[str]
 
 
 def build_plan(
@@ -97,8 +100,8 @@ def build_plan(
     """
     from octopipe.systems.registry import build_plan as build
 
-    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
     count = _micro_batches(num_ranks, num_micro_batches)
+    costs, known = _costs(model, num_ranks, count, setup)
     return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
 
 
@@ -125,11 +128,11 @@ def simulate(
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
-        costs, known = _costs(model, num_ranks, num_micro_batches, setup)
+        costs, named = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
         built = build_plan(
             str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
         )
-        return _of(run(built, costs, channel=channel, label=label, check=check), known)
+        return _of(run(built, costs, channel=channel, label=label, check=check), named)
     if split_backward is not None or options:
         raise OctoPipeError("a plan is decided already; leave split_backward and options out, or name a system")
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
@@ -139,7 +142,7 @@ def simulate(
             raise OctoPipeError(f"the plan has {name} {getattr(inner, name)}, not {asked}; leave it out")
     if model is None and setup:
         raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; name the model too")
-    known = dict(inner.extra)
+    known: Mapping[str, Any] = inner.extra
     if model is None:
         costs = costs_of_plan(inner)
     else:
@@ -167,8 +170,9 @@ def tune(
     given["recompute"] = recompute in ("auto", True)
     if recompute not in ("auto", True, False):
         setup["recompute"] = recompute
-    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
-    result = search(costs, num_ranks, _micro_batches(num_ranks, num_micro_batches), **given)
+    count = _micro_batches(num_ranks, num_micro_batches)
+    costs, known = _costs(model, num_ranks, count, setup)
+    result = search(costs, num_ranks, count, **given)
     return replace(result, plan=_carrying(result.plan, known))
 
 
@@ -188,11 +192,12 @@ def compare(
     """Every published system (or those in `names`) on one model, best first; each result has its plan."""
     from octopipe.comparison import compare as run
 
-    costs, known = _costs(model, num_ranks, num_micro_batches, setup)
+    count = _micro_batches(num_ranks, num_micro_batches)
+    costs, known = _costs(model, num_ranks, count, setup)
     found = run(
         costs,
         num_ranks,
-        _micro_batches(num_ranks, num_micro_batches),
+        count,
         names=names,
         split_backward=split_backward,
         options=options,
@@ -205,14 +210,14 @@ def compare(
 
 
 def _costs(
-    model: Model, num_ranks: int, num_micro_batches: int | None, setup: Mapping[str, Any]
+    model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any]
 ) -> tuple[CostTable, dict[str, Any]]:
     """The costs behind `model`, and what a plan made with them has to carry."""
     if isinstance(model, CostTable):
         if setup:
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
-        return model, {COST_TABLE: model, COSTS: model.digest()}
+        return model, {COST_TABLE: model, **_facts(model)}
     unknown = sorted(set(setup) - set(Setup.__annotations__))
     if unknown:
         import difflib
@@ -222,8 +227,13 @@ def _costs(
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a model without a name that finds it again
-        return costs, {COST_TABLE: costs, COSTS: costs.digest()}
-    return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, COSTS: costs.digest()}
+        return costs, {COST_TABLE: costs, **_facts(costs)}
+    return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, **_facts(costs)}
+
+
+def _facts(costs: CostTable) -> dict[str, Any]:
+    """The digest of the costs, and their set-up in words and numbers where it is known."""
+    return {COSTS: costs.digest()} | ({} if costs.setup is None else {SETUP: costs.setup.as_dict()})
 
 
 def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
@@ -234,12 +244,15 @@ def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
 
 def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
     """The plan with what it was made for, and nothing that another hand had put there."""
-    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE)}
+    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP)}
     return replace(plan, extra=extra | dict(known))
 
 
 def _micro_batches(num_ranks: int, num_micro_batches: int | None) -> int:
-    return 2 * num_ranks if num_micro_batches is None else num_micro_batches
+    count = 2 * num_ranks if num_micro_batches is None else num_micro_batches
+    if count > MAX_MICRO_BATCHES:
+        raise OctoPipeError(f"{count} micro-batches are too many; give at most {MAX_MICRO_BATCHES}")
+    return count
 
 
 def _is_file(what: str | os.PathLike[str]) -> bool:

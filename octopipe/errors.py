@@ -1,8 +1,11 @@
 """The one exception a user's mistake raises.
 
 Knows: how an error line reads (the thing, the place, the mend) and that the command line turns it into
-exit code 2. Does not know: what can go wrong; every room words its own errors.
+exit code 2 (3: does not fit in memory). Does not know: what can go wrong; every room words its own errors.
 """
+
+MAX_MICRO_BATCHES = 1 << 16
+"""A plan lists every op of every micro-batch: beyond, it would fill the memory of most machines."""
 
 
 class OctoPipeError(Exception):

@@ -327,7 +327,7 @@ def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
             measured=bool(raw["measured"]),
             label=str(raw["label"]),
             model=str(raw["model"]),
-            setting=setting if isinstance(setting := raw.get("setting"), dict) else {},
+            setting=dict(raw.get("setting") or {}),
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeError, KeyError, TypeError, ValueError) as error:
         raise OctoPipeError(f"{where}: not a valid timeline file: {' '.join(str(error).split())[:200]}") from None

@@ -38,6 +38,7 @@ class _Search:
         self.room = [costs.capacity_bytes(r) for r in range(ranks)]
         for r in range(ranks):
             self.room[r] -= sum(float(costs.static_bytes[l]) for l in range(self.layers) if r in home[l])
+        self.limited = min(self.room) < float("inf")
         self.held = [float(x) for x in costs.activation_bytes]
         self.stash = [float(x) for x in costs.stash_bytes]
         self.kept = [
@@ -91,13 +92,14 @@ class _Search:
                     continue
                 ready = max(ready, done[kind, near, m][1])
             start = max(clock[r], ready)
-            if start < last - 1e-12 or used[r] + takes > self.room[r] * (1 + 1e-12):
+            early = start < last - 1e-12 and self.limited
+            if early or used[r] + takes > self.room[r] * (1 + 1e-12):
                 continue
             end = start + self.ms[kind][l] * self.costs.slowdown(r)
             found.append((end, start, kind, l, m, r, takes, gives))
         if not found:
             return
-        if min(self.room) == float("inf"):
+        if not self.limited:
             # Without a limit some best order is active: no op could have run in time before what was chosen.
             first = min(found)
             found = [x for x in found if x[5] == first[5] and x[1] < first[0] + 1e-12]

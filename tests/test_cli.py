@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,3 +198,91 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(verb in done.stdout for verb in VERBS)
+
+
+# -- tune: what one gains, in which set-up ------------------------------------------------------------------
+
+
+def tuned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code, out, err = run(capsys, "tune", *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    setting = ("nemotron-h-8b", "--pp", "4", "--tp", "2", "--micro-batches", "8", "--memory-gib", "40")
+    how = ("--method", "octopipe", "--iterations", "3", "--budget", "60s")
+    found = tuned(capsys, *setting, *how, "-o", str(plan))
+    reference = simulate(capsys, *setting, "--system", "1f1b", "--split-backward")
+    assert found["baseline"]["step_ms"] == pytest.approx(reference["step_ms"])
+    assert found["baseline"]["speedup"] == pytest.approx(reference["step_ms"] / found["step_ms"])
+    assert found["best_system"]["speedup"] >= 1.0 - 1e-9 and found["best_system"]["system"]
+    setup = found["setup"]
+    assert (setup["gpu"], setup["tp"], setup["pp"], setup["micro_batches"], setup["seq"]) == ("h800", 2, 4, 8, 4096)
+    assert setup["memory_gib_per_rank"] == pytest.approx([40.0] * 4)
+    own = simulate(capsys, "--plan", str(plan))
+    assert found["peak_memory_gib"] == pytest.approx(own["peak_memory_gib"])
+    assert found["bound_of"]["words"] == "plans that hold each layer once and may recompute"
+    code, out, _ = run(capsys, "tune", *setting, *how, "-o", str(plan))
+    words = " ".join(out.split())
+    assert code == 0 and "x 1F1B" in words and "published system" in words and "of 40.0" in words
+    assert "octopipe report" in words and "octopipe train nemotron-h-8b" in words and "octopipe export" in words
+    assert "tp 2" in words and "on plans that hold each layer once" in words and "-0.00" not in words
+
+
+def test_tune_holds_no_layer_twice_where_weights_are_not_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Copies cost nothing in such a file; with one heavy layer they would always win."""
+    path = times_file(tmp_path, "TTTL", 1.0, 1.0, 1.0)
+    file = json.loads(Path(path).read_text())
+    file["forward_ms"]["L"] = file["backward_ms"]["L"] = 8.0
+    Path(path).write_text(json.dumps(file))
+    setting = (path, "--pp", "2", "--micro-batches", "4", "--iterations", "300", "--workers", "1")
+    found = tuned(capsys, *setting)
+    assert found["bound_of"]["copies"] is False and any("--copies" in note for note in found["notes"])
+    asked = tuned(capsys, *setting, "--copies")
+    assert asked["bound_of"]["copies"] is True and asked["notes"] == []
+    assert asked["step_ms"] < found["step_ms"] and asked["lower_bound_ms"] < found["lower_bound_ms"]
+
+
+def test_tune_switches_phases_of_algorithm_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = times_file(tmp_path, "TTTTTTTL", 1.0, 1.0, 1.0)
+    common = (path, "--pp", "2", "--micro-batches", "4", "--method", "octopipe", "--iterations", "4")
+    found = tuned(capsys, *common, "--phases", "partition,schedule")
+    assert found["phase_iterations"]["placement"] == 0
+    code, _, err = run(capsys, "tune", *common, "--phases", "partition,schedules")
+    assert code == 2 and "partition, placement, schedule" in err
+    code, _, err = run(capsys, "tune", path, "--pp", "2", "--phases", "partition")
+    assert code == 2 and "--method octopipe" in err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_tune_with_the_best_plan_on_disk(tmp_path: Path, name: str) -> None:
+    path, plan = times_file(tmp_path, "TTTTTTTTTTTL", 1.0, 1.5, 0.5), tmp_path / "plan.json"
+    words = ("tune", path, "--pp", "4", "--micro-batches", "8", "--method", "random", "--budget", "500s")
+    program = (
+        "import os, signal, sys\n"
+        "from octopipe.cli import main\n"
+        "from octopipe.verbs import tune\n"
+        "show = tune.progress_line\n"
+        "def line(p):\n"
+        f"    os.kill(os.getpid(), signal.{name})\n"
+        "    return show(p)\n"
+        "class Screen:\n"
+        "    is_terminal = True\n"
+        "    def status(self, _): return self\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *_): pass\n"
+        "    def update(self, _): pass\n"
+        "real = tune.console\n"
+        "tune.console = lambda *, stderr=False: Screen() if stderr else real()\n"
+        "tune.progress_line = line\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words, "-o", str(plan)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "interrupted" in done.stdout and plan.exists()

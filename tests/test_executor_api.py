@@ -18,9 +18,9 @@ from twins import plain_gradients, worst_error  # noqa: E402
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import NotApplicableError, OctoPipeError  # noqa: E402
 from octopipe.plan import Op, Plan, Stage  # noqa: E402
-from octopipe.runtime.pipeline import Pipeline, split_batch  # noqa: E402
-from octopipe.runtime.rng import micro_batch_seed  # noqa: E402
-from octopipe.runtime.stage import _mix  # noqa: E402
+from octopipe.runtime.batches import split_batch  # noqa: E402
+from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.rng import micro_batch_seed, mix  # noqa: E402
 from octopipe.runtime.world import World  # noqa: E402
 from octopipe.systems import build_plan, systems  # noqa: E402
 
@@ -90,7 +90,7 @@ def dropout_error(world, plan):
     with Pipeline(case.layers, plan, case.loss_fn, group=world, seed=7, timeout_s=20) as pipe:
         for step in range(2):
             state = torch.get_rng_state()
-            seed = lambda m, k: torch.manual_seed(_mix(micro_batch_seed(7, step, 0, m), k))  # noqa: E731, B023
+            seed = lambda m, k: torch.manual_seed(mix(micro_batch_seed(7, step, 0, m), k))  # noqa: E731, B023
             expected, _ = plain_gradients(*case, before_layer=seed)
             torch.set_rng_state(state)
             pipe.step(case.inputs, case.targets)
@@ -482,8 +482,8 @@ def test_mistakes_are_named():
     with pytest.raises(OctoPipeError, match="factory of layer 1 made a int"):
         Pipeline([layers[0], lambda: 3, *layers[2:]], plan, loss)
     pipe = Pipeline(layers, plan, loss)
-    with pytest.raises(OctoPipeError, match="does not split into 2 equal"):
-        pipe.step(torch.randn(3, 2), torch.randn(3, 2))
+    with pytest.raises(OctoPipeError, match="3 and 4 rows"):
+        pipe.step((torch.randn(3, 2), torch.randn(4, 2)), torch.randn(3, 2))
     with pytest.raises(OctoPipeError, match="list of 3 micro-batches; the plan has 2"):
         pipe.step([torch.randn(3, 2)] * 3, torch.randn(4, 2))
     with pytest.raises(OctoPipeError, match="give it the batch"):

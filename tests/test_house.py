@@ -73,6 +73,42 @@ def test_modules_import_only_from_rooms_above() -> None:
     assert wrong == []
 
 
+def _module_level_imports(path: Path) -> set[str]:
+    """Modules of ours that are imported while this one is: not those a function or a type checker asks for."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "octopipe":
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "octopipe"}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(("octopipe", *path.relative_to(PACKAGE).with_suffix("").parts))
+        modules[name.removesuffix(".__init__")] = path
+    needs = {name: (_module_level_imports(path) & set(modules)) - {name} for name, path in modules.items()}
+    # A package's own __init__ may gather names of its modules; those name their siblings, not the package.
+    for name in needs:
+        needs[name] -= {name.rpartition(".")[0], "octopipe"}
+    while free := [name for name, rest in needs.items() if not rest & set(needs)]:
+        for name in free:
+            del needs[name]
+    assert sorted(needs) == []
+
+
+def test_every_room_stands_in_the_architecture_page() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    missing = sorted(
+        {room_of(p) for p in PACKAGE.rglob("*.py")}
+        - {"__main__", "__init__"}
+        - {room for room in FLOOR if f"`{room}.py`" in page or f"`{room}/`" in page}
+    )
+    assert missing == []
+
+
 def test_torch_is_imported_only_where_training_happens() -> None:
     wrong = [
         str(path.relative_to(PACKAGE))

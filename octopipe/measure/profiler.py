@@ -29,7 +29,9 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.model import ModelSpec
 from octopipe.profile_file import Profile
-from octopipe.runtime.stage import Stage, flatten, held_bytes, rebuild
+from octopipe.runtime.held import held_bytes
+from octopipe.runtime.stage import Stage
+from octopipe.runtime.values import flatten, rebuild
 
 Floats = NDArray[np.float64]
 KINDS = ("forward", "input", "weight")

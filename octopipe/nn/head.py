@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from octopipe import layers as spec
 from octopipe.nn.basic import Made, empty, norm
@@ -79,6 +80,7 @@ class LeanCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g: Tensor):  # type: ignore[override]
         hidden, weight, slopes, share = ctx.saved_tensors
         scale, dtype = g * share, hidden.dtype  # zero for the rows of ignored tokens
@@ -90,7 +92,7 @@ class LeanCrossEntropy(torch.autograd.Function):
         g_weight = None
         if ctx.needs_input_grad[1]:
             scaled, site = scaled_rows(hidden), ctx.site
-            if site is None:
+            if site is None or site.queue.shut:
                 g_weight = slopes.mT @ scaled
             else:
                 site.queue.add(add_product, site.param, site.layout, slopes, scaled)

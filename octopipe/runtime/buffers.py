@@ -13,6 +13,7 @@ True
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,3 +85,15 @@ class BufferPool:
         for key in [k for k in self._buffers if k not in self._used]:
             del self._buffers[key]
         self._used.clear()
+
+
+def storage_bytes(tensors: Sequence[Tensor], skip: dict[int, int]) -> int:
+    """Bytes of the tensors' memory, shared memory counted once and none of what is in `skip`."""
+    seen = dict(skip)
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen[storage.data_ptr()] = 1
+            total += storage.nbytes()
+    return total

@@ -12,7 +12,7 @@ partition and placement, give bitwise equal results; other orders differ by roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,9 +23,9 @@ from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.runtime.board import PATIENCE_S, Board, Place
 from octopipe.runtime.measured import Recorder
-from octopipe.runtime.rng import step_seed, within_step
+from octopipe.runtime.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
-from octopipe.runtime.stage import Stage, StageRun, rng_kept
+from octopipe.runtime.stage import Loss, Stage, StageRun
 from octopipe.runtime.transports.base import TransferError, Transport
 
 F, R, I, W, B = range(5)
@@ -34,7 +34,9 @@ F, R, I, W, B = range(5)
 class StageChain:
     """A plan's stage as runs of layers that recompute or do not: usually one, more under partial recompute."""
 
-    def __init__(self, plan: Plan, number: int, layers: dict[int, nn.Module], *, first: bool):
+    def __init__(
+        self, plan: Plan, number: int, layers: dict[int, nn.Module], *, first: bool, side_inputs: Sequence[str] = ()
+    ):
         stage = plan.stages[number]
         again = set(stage.recomputed_layers)
         self.parts: list[tuple[Stage, bool]] = []
@@ -43,7 +45,8 @@ class StageChain:
             if layer == stage.stop or (layer in again) != (start in again):
                 modules = [layers[k] for k in range(start, layer)]
                 wants = not (first and start == stage.first)
-                self.parts.append((Stage(modules, input_grad=wants, first_layer=start), start in again))
+                made = Stage(modules, input_grad=wants, first_layer=start, side=side_inputs)
+                self.parts.append((made, start in again))
                 start = layer
 
     def forward(
@@ -55,6 +58,7 @@ class StageChain:
         *,
         again: bool,
         keep: bool = True,
+        side: Mapping[str, Any] | None = None,
     ) -> tuple[list[StageRun], Any, list[bool] | None]:
         """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
 
@@ -63,8 +67,9 @@ class StageChain:
         runs = []
         last = self.parts[-1][0]
         for stage, recompute in self.parts:
-            graph = keep and not (recompute and again)
-            run = StageRun(stage, value, then if stage is last else None, seed, needs, graph)
+            repeat = keep and recompute and again
+            end = then if stage is last else None
+            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side)
             value, needs = run.outputs, run.outputs_need_grad or None
             run.outputs = None
             runs.append(run)
@@ -97,6 +102,7 @@ class Executor:
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         timeout_s: float,
         layers_done: Callable[[tuple[int, ...]], None] | None = None,
+        side_inputs: Sequence[str] = (),
     ):
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
         self._loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
@@ -104,7 +110,7 @@ class Executor:
         plan = program.plan
         firsts = {route[0] for route in plan.routes}
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
-        self.chains = {s: StageChain(plan, s, layers, first=s in firsts) for s in mine}
+        self.chains = {s: StageChain(plan, s, layers, first=s in firsts, side_inputs=side_inputs) for s in mine}
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
@@ -119,14 +125,21 @@ class Executor:
         *,
         step: int,
         loss_scale: float = 1.0,
+        side: Sequence[Mapping[str, Any]] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> dict[int, Tensor]:
-        """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here."""
+        """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here.
+
+        `side`: side inputs by micro-batch; `weights`: what each micro-batch's loss counts (1 without).
+        """
         losses: dict[int, Tensor] = {}
         self._begin(step)
         with self._reporting(), nullcontext() if self._seed is None else rng_kept():
             self.transport.begin_step()
             self.recorder.begin_step()
-            self._walk(micro_batches, targets, loss_scale / self.program.plan.num_micro_batches, losses)
+            count = self.program.plan.num_micro_batches
+            scales = [loss_scale / count * w for w in weights or [1.0] * count]
+            self._walk(micro_batches, targets, scales, losses, side)
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
@@ -134,11 +147,26 @@ class Executor:
         self.steps_run += 1
         return losses
 
+    def side_needed(self) -> tuple[str, ...]:
+        """Side inputs that layers here name."""
+        return tuple(dict.fromkeys(n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side))
+
+    def side_optional(self) -> set[str]:
+        """Those that every layer here has a default for."""
+        required = {n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side_required}
+        return set(self.side_needed()) - required
+
     def evaluate(
-        self, micro_batches: Sequence[Any] | None, targets: Sequence[Any] | None, *, step: int
-    ) -> dict[int, Tensor]:
-        """The forwards alone, in the program's order: the losses of micro-batches that ended here."""
-        losses: dict[int, Tensor] = {}
+        self,
+        micro_batches: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        *,
+        step: int,
+        side: Sequence[Mapping[str, Any]] | None = None,
+        loss: bool = True,
+    ) -> dict[int, Any]:
+        """The forwards alone, in the program's order: the losses (or outputs) of micro-batches that ended here."""
+        losses: dict[int, Any] = {}
         sent: list[Any] = []
         transport, autocast = self.transport, self._autocast or nullcontext
         self._begin(step)
@@ -159,10 +187,15 @@ class Executor:
                     else:
                         value, spec = transport.take_forward(slot)
                         needs = spec.wanted
-                    then = self._loss(targets, cell.micro_batch) if cell.last else None
+                    then = None
+                    if cell.last:
+                        then = self._loss(targets, cell.micro_batch) if loss else _output
                     seed = self._micro_batch_seeds[cell.micro_batch]
+                    given = None if side is None else side[cell.micro_batch]
                     with autocast():
-                        _, out, _ = self.chains[cell.stage].forward(value, needs, then, seed, again=False, keep=False)
+                        _, out, _ = self.chains[cell.stage].forward(
+                            value, needs, then, seed, again=False, keep=False, side=given
+                        )
                     if cell.last:
                         losses[cell.micro_batch] = out
                     else:
@@ -211,8 +244,9 @@ class Executor:
         self,
         micro_batches: Sequence[Any] | None,
         targets: Sequence[Any] | None,
-        scale: float,
+        scales: Sequence[float],
         losses: dict[int, Tensor],
+        sides: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         transport, chains, recorder = self.transport, self.chains, self.recorder
         take_forward, take_gradient = transport.take_forward, transport.take_gradient
@@ -260,12 +294,13 @@ class Executor:
                 started[k] = clock()
                 if mark is not None:
                     mark(k, 0)
-                forward = chains[cell.stage].forward
+                forward, again = chains[cell.stage].forward, cell.recomputes
+                side = None if sides is None else sides[cell.micro_batch]
                 if autocast is None:
-                    cell.runs, out, cell.needs = forward(value, needs, then, seed, again=cell.recomputes)
+                    cell.runs, out, cell.needs = forward(value, needs, then, seed, again=again, side=side)
                 else:
                     with autocast():
-                        cell.runs, out, cell.needs = forward(value, needs, then, seed, again=cell.recomputes)
+                        cell.runs, out, cell.needs = forward(value, needs, then, seed, again=again, side=side)
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
@@ -306,7 +341,7 @@ class Executor:
                 elif cell.after is not None:
                     gradients, cell.after.gradients = cell.after.gradients, None
                 else:
-                    gradients = [self._seed_gradient(losses[cell.micro_batch], scale)]
+                    gradients = [self._seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
@@ -332,8 +367,7 @@ class Executor:
         loss_fn = self._loss_fn
         if targets is None:
             return loss_fn
-        target = targets[micro_batch]
-        return lambda output: loss_fn(output, target)
+        return Loss(loss_fn, targets[micro_batch])
 
     def _seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """Where a micro-batch's backward starts; made once, since nobody writes to it."""
@@ -392,6 +426,11 @@ class Executor:
         lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return (
-            f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; "
-            f"pending ops: {'; '.join(lines)}"
+            f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; pending ops: {'; '.join(lines)}"
         )
+
+
+def _output(value: Any) -> Any:
+    """What a user calls the output: logits, where the last layer left their product to the loss."""
+    logits = getattr(value, "logits", None)
+    return logits() if callable(logits) else value

@@ -92,13 +92,17 @@ def run_ranks(
     threads: int | None = None,
     grace_s: float = 10.0,
     timeout_s: float | None = None,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    gentle_s: float | None = None,
     listen: Listener | None = None,
 ) -> list[Any]:
     """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
 
     `environment`: for fresh processes that read it as they start (one rank, too). `threads`: of the CPU per rank
     (default: the cores, shared equally). `grace_s`: how long the other ranks may take to say what they waited for
-    once one has died. `timeout_s`: for everything. `listen` gets what the first rank tells.
+    once one has died. `timeout_s`: for everything; `group_timeout_s`: for collectives that name no time of their own.
+    `gentle_s`: how long ranks may take to end by themselves after Ctrl-C or SIGTERM (work that ends before its time
+    must note SIGTERM itself); a second signal ends them at once. `listen` gets what the first rank tells.
     """
     import torch
     import torch.distributed as dist
@@ -112,7 +116,7 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # A fork of the server would share its memory allocator's settings and its libraries' first look around.
     context = multiprocessing.get_context("spawn") if environment else warm_up()
-    start = _Start(work, size, payload, backend, store.port, threads)
+    start = _Start(work, size, payload, backend, store.port, threads, group_timeout_s)
     processes: list[Any] = []
     pipes: list[Connection] = []
     try:
@@ -124,7 +128,10 @@ def run_ranks(
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        return _Watch(processes, pipes, listen, grace_s, timeout_s).run()
+        watch = _Watch(processes, pipes, listen, grace_s, timeout_s)
+        if gentle_s is None:
+            return watch.run()
+        return _run_gently(watch, processes, gentle_s)
     finally:
         stop(processes)
         for pipe in pipes:
@@ -155,7 +162,32 @@ def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def join_ranks(work: Work, payload: Any = None, *, backend: str = "gloo", listen: Listener | None = None) -> Any:
+def _run_gently(watch: _Watch, processes: Sequence[Any], gentle_s: float) -> list[Any]:
+    """On the first Ctrl-C or SIGTERM ask the ranks to end, and wait for what they have to say."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, interrupt))
+        try:
+            return watch.run()
+        except KeyboardInterrupt:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+            return watch.run(gentle_s)
+
+
+def join_ranks(
+    work: Work,
+    payload: Any = None,
+    *,
+    backend: str = "gloo",
+    listen: Listener | None = None,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+) -> Any:
     """This rank's result, under torchrun. A failing run raises on the first failing rank and ends the others with
     exit code 1."""
     import torch.distributed as dist
@@ -164,7 +196,7 @@ def join_ranks(work: Work, payload: Any = None, *, backend: str = "gloo", listen
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     tell = listen if rank == 0 and listen is not None else _unheard
     if size > 1:
-        dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        dist.init_process_group(backend, timeout=timedelta(seconds=group_timeout_s))
     try:
         result = work(Seat(rank=rank, size=size, local_rank=local_rank, tell=tell), payload)
     except Exception as error:
@@ -201,6 +233,7 @@ class _Start:
     backend: str
     port: int
     threads: int
+    group_timeout_s: float
 
 
 def _child(start: _Start, rank: int, pipe: Connection) -> None:
@@ -228,7 +261,7 @@ def _child(start: _Start, rank: int, pipe: Connection) -> None:
             store=store,
             rank=rank,
             world_size=start.size,
-            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+            timeout=timedelta(seconds=start.group_timeout_s),
         )
         tell = partial(send, "told") if rank == 0 else _unheard
         seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=tell)
@@ -287,7 +320,9 @@ class _Watch:
         """By rank, in the order of arrival."""
         self._died: dict[int, str] = {}
 
-    def run(self) -> list[Any]:
+    def run(self, timeout_s: float | None = None) -> list[Any]:
+        """Until the end; may be called again after an interruption, with the time that is left then."""
+        self._timeout_s = self._timeout_s if timeout_s is None else timeout_s
         end = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         deadline = end
         told = False

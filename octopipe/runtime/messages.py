@@ -1,7 +1,7 @@
 """What crosses a stage boundary, described so that the other side can make room for it.
 
-Knows: how a value (a tensor, or nested tuples, lists and dicts of tensors and constants) becomes a `Spec` and a
-small header, and back. Does not know: how bytes travel (`transports`).
+Knows: how a value (a tensor, or containers of tensors and constants, see `values`) becomes a `Spec` and a small
+header, and back; which tensors are no plain memory. Does not know: how bytes travel (`transports`).
 
 A forward message is a header and the tensors; small tensors ride inside the header. A gradient message has no
 header: it holds one gradient per tensor of the forward message that asked for one, in order.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
-from octopipe.runtime.stage import flatten, rebuild
+from octopipe.runtime.values import ATOMS, Form, build, flatten, tensor_flags
 
 HEAD_BYTES = 4096
 """Room for a header and what rides inside it."""
@@ -44,23 +44,22 @@ class Spec:
     """The form of a value: its nesting and its tensors. Equal forms share one object on each rank."""
 
     __slots__ = (
-        "asking", "bare", "constants", "header", "inline", "leaves", "long", "message_bytes", "nbytes", "offset",
-        "padded", "skeleton", "text", "wanted",
+        "asking", "bare", "constants", "flags", "form", "header", "inline", "leaves", "long", "message_bytes",
+        "nbytes", "offset", "padded", "text", "wanted",
     )  # fmt: skip
 
-    def __init__(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]):
-        self.skeleton = skeleton
-        """The value with every leaf replaced: True for a tensor, False for a constant."""
+    def __init__(self, form: Form, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]):
+        self.form = form
         self.leaves, self.constants = leaves, constants
         self.asking = tuple(x for x in leaves if x.wanted)
         """The tensors whose gradients come back."""
-        self.bare = skeleton is True
-        flags: list[bool] = []
-        flatten(skeleton, flags)
+        self.bare = form is True
+        self.flags = tensor_flags(form, [])
+        """Leaf by leaf: whether it is a tensor."""
         tensors = iter(leaves)
-        self.wanted = [next(tensors).wanted if flag else False for flag in flags]
+        self.wanted = [next(tensors).wanted if flag else False for flag in self.flags]
         """Leaf by leaf, constants included: what `Stage.forward` takes as `input_grad`."""
-        described = (skeleton, [(tuple(x.shape), str(x.dtype)[6:], x.wanted) for x in leaves], constants)
+        described = (form, [(tuple(x.shape), str(x.dtype)[6:], x.wanted) for x in leaves], constants)
         try:
             self.text = pickle.dumps(described)
         except Exception as error:
@@ -93,10 +92,8 @@ class Spec:
         """The value made of these tensors."""
         if self.bare:
             return tensors[0]
-        flags: list[bool] = []
-        flatten(self.skeleton, flags)
         it, constants = iter(tensors), iter(self.constants)
-        return rebuild(self.skeleton, (next(it) if flag else next(constants) for flag in flags))
+        return build(self.form, (next(it) if flag else next(constants) for flag in self.flags))
 
 
 class Specs:
@@ -109,31 +106,34 @@ class Specs:
     def of(self, value: Any, needs: list[bool] | None) -> tuple[Spec, list[Tensor]]:
         """The form and the tensors of a value; `needs` says leaf by leaf which tensors take a gradient."""
         if isinstance(value, Tensor):
-            need = value.is_floating_point() if needs is None else needs[0]
+            value = _memory(value)
+            need = takes_gradient(value) if needs is None else needs[0]
             key: Any = (value.shape, value.dtype, need)
             spec = self._by_key.get(key)
             if spec is None:
                 spec = self._by_key[key] = Spec(True, (_leaf(tuple(value.shape), value.dtype, need),), ())
             return spec, [value]
         flat: list[Any] = []
-        flatten(value, flat)
-        flags = [isinstance(x, Tensor) for x in flat]
-        if needs is None:
-            needs = [flag and x.is_floating_point() for flag, x in zip(flags, flat)]
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        leaves = tuple(_leaf(tuple(x.shape), x.dtype, need) for x, flag, need in zip(flat, flags, needs) if flag)
-        constants = tuple(x for x, flag in zip(flat, flags) if not flag)
-        skeleton = rebuild(value, iter(flags))
-        return self._find(skeleton, leaves, constants), tensors
+        form = flatten(value, flat)
+        tensors, leaves, constants = [], [], []
+        for k, x in enumerate(flat):
+            if isinstance(x, Tensor):
+                x = _memory(x)
+                tensors.append(x)
+                leaves.append(_leaf(tuple(x.shape), x.dtype, takes_gradient(x) if needs is None else needs[k]))
+            else:
+                constants.append(x)
+        return self._find(form, tuple(leaves), tuple(constants)), tensors
 
-    def _find(self, skeleton: Any, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]) -> Spec:
-        key = (_frozen(skeleton), leaves, constants)
+    def _find(self, form: Form, leaves: tuple[Leaf, ...], constants: tuple[Any, ...]) -> Spec:
+        # Equal is not the same: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        key = (form, leaves, tuple((type(x), repr(x) if isinstance(x, float | complex) else x) for x in constants))
         try:
             spec = self._by_key.get(key)
         except TypeError:  # a constant that cannot be hashed: describe it afresh every time
-            return Spec(skeleton, leaves, constants)
+            return Spec(form, leaves, constants)
         if spec is None:
-            spec = self._by_key[key] = Spec(skeleton, leaves, constants)
+            spec = self._by_key[key] = Spec(form, leaves, constants)
             if len(self._by_key) > 4096:  # forms that never come back (changing shapes) must not pile up
                 self._by_key.clear()
         return spec
@@ -146,12 +146,50 @@ class Specs:
             length = int.from_bytes(head[:8], "little")
             if text is None:
                 text = head[FIXED_BYTES : FIXED_BYTES + length]
-            skeleton, leaves, constants = pickle.loads(text)
+            form, leaves, constants = pickle.loads(text)
             made = tuple(_leaf(shape, getattr(torch, dtype), wanted) for shape, dtype, wanted in leaves)
-            if len(self._by_digest) > 4096:
-                self._by_digest.clear()
-            spec = self._by_digest[digest] = Spec(skeleton, made, constants)
+            spec = Spec(form, made, constants)
+            if all(type(x) in ATOMS for x in constants):  # others may be changed by whoever gets them
+                if len(self._by_digest) > 4096:
+                    self._by_digest.clear()
+                self._by_digest[digest] = spec
         return spec
+
+
+def takes_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor may take a gradient, as far as its dtype tells."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def plain_gradient(grad: Tensor) -> Tensor:
+    """A gradient as it may be sent: its values in memory as they are."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if grad.is_conj():
+        grad = grad.resolve_conj()
+    return grad.resolve_neg() if grad.is_neg() else grad
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory as they are: no sign or conjugation still to be applied, no subclass."""
+    if type(tensor) is not Tensor:
+        if type(tensor) in (torch.nn.Parameter, torch.nn.Buffer):
+            tensor = tensor.detach()
+        elif type(tensor).__name__ == "AsyncCollectiveTensor":  # a plain tensor, once its collective has ended
+            tensor = tensor.wait()  # type: ignore[attr-defined]
+        else:
+            raise OctoPipeError(
+                f"a stage's output holds a {type(tensor).__name__}, which cannot be sent to another rank; "
+                "return plain tensors (DTensor: to_local())"
+            )
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantised tensor" if tensor.is_quantized else f"tensor of layout {str(tensor.layout)[6:]}"
+        raise OctoPipeError(f"a stage's output holds a {kind}, which cannot be sent to another rank; make it dense")
+    return tensor
 
 
 def padded(nbytes: int) -> int:
@@ -167,12 +205,3 @@ def text_bytes(head: bytes) -> int:
 def _leaf(shape: tuple[int, ...], dtype: torch.dtype, wanted: bool) -> Leaf:
     nbytes = math.prod(shape) * dtype.itemsize
     return Leaf(shape, dtype, wanted, nbytes, padded(nbytes))
-
-
-def _frozen(skeleton: Any) -> Any:
-    """A hashable twin of a skeleton."""
-    if isinstance(skeleton, tuple | list):
-        return (type(skeleton), *map(_frozen, skeleton))
-    if isinstance(skeleton, dict):
-        return (dict, *((key, _frozen(item)) for key, item in skeleton.items()))
-    return skeleton

@@ -17,6 +17,7 @@ The gradients are those of one device running the same micro-batches: of the mea
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,14 +32,16 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.lowering import Channel, Program, lower
 from octopipe.plan import Plan
+from octopipe.runtime.batches import join, rows_of, sizes, split_batch, weights
 from octopipe.runtime.board import Board, Watchdog, board_name
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.layers import Layers
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.reduce import Reducer, wait_for
 from octopipe.runtime.slots import rank_program
-from octopipe.runtime.stage import flatten, rebuild
 from octopipe.runtime.transports import Transport, make_transport
+from octopipe.runtime.values import build, flatten
+from octopipe.runtime.verify import Verifier
 from octopipe.runtime.world import World, all_reduce
 from octopipe.timeline import Timeline
 
@@ -49,7 +52,7 @@ class Pipeline:
     """One rank's part of a pipeline, with the face of a whole model.
 
     Collective calls (every rank of the pipeline makes them together): the constructor, `step`, `evaluate`,
-    `clip_grad_norm_`, `timeline`.
+    `forward`, `predict`, `clip_grad_norm_`, `timeline`.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Pipeline:
         seed: int | None = 0,
         transport: str | Transport | None = None,
         timeout_s: float = 300.0,
+        side_inputs: Sequence[str] = (),
+        verify: bool = False,
     ):
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
@@ -78,6 +83,10 @@ class Pipeline:
         may say so themselves (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype
         or a context for forwards. `seed=None` leaves random numbers to the global generators. `transport`:
         "gloo", "nccl", "cuda_ipc" or "strict" (default: by backend). `timeout_s` bounds every wait.
+
+        `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` gives to every layer
+        that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
+        with plain autograd on the same layers, on every rank; what differs is an error naming the parameter.
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
@@ -122,7 +131,12 @@ class Pipeline:
             autocast=_autocast(autocast, self.device),
             timeout_s=timeout_s,
             layers_done=self.reducer.layers_done if self.reducer.buckets else None,
+            side_inputs=side_inputs,
         )
+        self.side_inputs = tuple(side_inputs)
+        self._check_side_inputs()
+        self._verify = verify
+        self._first_step = True
         self._watchdog: Watchdog | None = None
         if world.size > 1:
             self._watchdog = Watchdog(
@@ -135,29 +149,104 @@ class Pipeline:
 
     # -- training --------------------------------------------------------------------------------------
 
-    def step(self, batch: Any = None, target: Any = None, *, reduce_loss: bool = True) -> Tensor | None:
+    def step(
+        self,
+        batch: Any = None,
+        target: Any = None,
+        *,
+        side: Mapping[str, Any] | None = None,
+        reduce_loss: bool = True,
+    ) -> Tensor | None:
         """Forward and backward of all micro-batches; gradients are added into `.grad`.
 
-        `batch`: a tensor (or tuple or dict of tensors) split along dimension 0 into the plan's micro-batches, or
+        `batch`: a tensor (or any container of tensors) split along dimension 0 into the plan's micro-batches, or
         a list of one value per micro-batch, of any shapes; only ranks with a first stage look at it. `target`:
-        the same for the loss; only ranks with a last stage look at it. Returns the mean loss (float64, on every
-        rank; the micro-batches' own are in `losses`), or None with `reduce_loss=False`.
+        the same for the loss; only ranks with a last stage look at it. `side`: the side inputs by name, split like
+        the batch (a list has one value per micro-batch: `[x] * M` is the same for all); ranks whose layers name one
+        need it. Returns the mean loss (float64, on every rank; the micro-batches' own are in `losses`), or None with
+        `reduce_loss=False`.
+
+        Rows that do not divide evenly (a last, partial batch) are cut into unequal micro-batches, each weighed by its
+        rows: the loss is the mean over rows where `loss_fn` is one. Ranks with a last stage know the rows from
+        `target`, or `batch` where there is no target. Micro-batches of a list count the same each.
         """
+        if torch.is_inference_mode_enabled():
+            raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
         inputs, targets = self._split(batch, target)
+        shares = self._shares(batch, target)
+        verifier = None
+        if self._first_step and self._verify:
+            verifier = Verifier(self.executor, self.layers.named)
         if self.reducer.buckets:
             self.reducer.begin_step()
-        losses = self.executor.run(inputs, targets, step=self.step_number, loss_scale=self.loss_scale)
+        losses = self.executor.run(
+            inputs,
+            targets,
+            step=self.step_number,
+            loss_scale=self.loss_scale,
+            side=self._split_side(side),
+            weights=shares,
+        )
+        if verifier is not None:
+            verifier.finish(self.world)
+        if self._first_step:
+            self._first_step = False
+            if verifier is None:
+                self._tell_missing()
         self.step_number += 1
         if self.reducer.buckets:
             begin = self.recorder.now()
             self.reducer.finish()
             self.recorder.extras.append(("reduce", begin, self.recorder.now()))
-        return self._mean_loss(losses) if reduce_loss else None
+        return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
-    def evaluate(self, batch: Any = None, target: Any = None) -> Tensor:
+    def evaluate(self, batch: Any = None, target: Any = None, *, side: Mapping[str, Any] | None = None) -> Tensor:
         """The mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
-        inputs, targets = self._split(batch, target)
-        return self._mean_loss(self.executor.evaluate(inputs, targets, step=self.step_number))
+        # What is made here is used again in training: it must not be of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            inputs, targets = self._split(batch, target)
+            losses = self.executor.evaluate(inputs, targets, step=self.step_number, side=self._split_side(side))
+            return self._mean_loss(losses, self._shares(batch, target), batch)
+
+    def forward(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
+        """The last layer's outputs without gradients, all micro-batches joined row by row (a list for a list).
+
+        `to="last"`: ranks with a last stage get them, the others None; `to="all"`: every rank does. Collective.
+        """
+        if to not in ("last", "all"):
+            raise OctoPipeError(f"to is {to!r}; use 'last' or 'all'")
+        with torch.inference_mode(False), torch.no_grad():
+            inputs, _ = self._split(batch, None)
+            outputs = self.executor.evaluate(
+                inputs, None, step=self.step_number, side=self._split_side(side), loss=False
+            )
+            count = self.plan.num_micro_batches
+            rows = rows_of(batch) if self.executor.program.needs_batch else None
+            listed = isinstance(batch, list)
+            told = self.world.gather((rows, listed, bool(outputs)))
+            rows = next((r for r, *_ in told if r is not None), None)
+            listed = any(flag for _, flag, _ in told)
+            if self.world.size > 1 and (to == "all" or sum(has for *_, has in told) > 1):
+                moved = {m: _to(value, torch.device("cpu")) for m, value in outputs.items()}
+                everybody: dict[int, Any] = {}
+                for part in self.world.gather(moved):
+                    everybody |= part
+                outputs = {m: _to(v, self.device) for m, v in everybody.items()} if to == "all" or outputs else {}
+            if not outputs:
+                return None
+            kept = [m for m in range(count) if rows is None or rows == 0 or sizes(rows, count)[m]]
+            found = [outputs[m] for m in kept]
+            return found if listed else join(found)
+
+    def predict(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
+        """`forward` with all layers in eval mode, which are left as they were."""
+        flags = [(m, m.training) for module in self.layers.modules.values() for m in module.modules()]
+        self.eval()
+        try:
+            return self.forward(batch, side=side, to=to)
+        finally:
+            for module, training in flags:
+                module.training = training
 
     def _split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
         mine, count = self.executor.program, self.plan.num_micro_batches
@@ -167,10 +256,61 @@ class Pipeline:
             raise OctoPipeError(f"rank {self.rank} holds a first stage: give it the batch")
         return inputs, targets
 
-    def _mean_loss(self, losses: Mapping[int, Tensor]) -> Tensor:
-        values = torch.zeros(self.plan.num_micro_batches, dtype=torch.float64, device=self.device)
+    def _shares(self, batch: Any, target: Any) -> list[float] | None:
+        """What the micro-batches' losses count here; None: all the same."""
+        rows = rows_of(target)
+        return weights(rows_of(batch) if rows is None else rows, self.plan.num_micro_batches)
+
+    def _split_side(self, side: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
+        needed = self.executor.side_needed()
+        given = dict(side or {})
+        for name in given:
+            if name not in self.side_inputs:
+                raise OctoPipeError(f"side input {name!r} is not known; name it in Pipeline(side_inputs=...)")
+        missing = [name for name in needed if name not in given and name not in self.executor.side_optional()]
+        if missing:
+            raise OctoPipeError(f"rank {self.rank} has layers that take {missing[0]!r}: give it step(side=...)")
+        given = {name: value for name, value in given.items() if name in needed}
+        if not given:
+            return None
+        leaves: list[Any] = []
+        flatten(tuple(given.values()), leaves)
+        if any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
+            raise OctoPipeError("a side input takes a gradient, which it would not get; detach it or make it an output")
+        count = self.plan.num_micro_batches
+        parts = {name: split_batch(value, count, f"side input {name!r}") or [] for name, value in given.items()}
+        return [{name: part[m] for name, part in parts.items()} for m in range(count)]
+
+    def _check_side_inputs(self) -> None:
+        if self.side_inputs:
+            taken = {name for names in self.world.gather(self.executor.side_needed()) for name in names}
+            unknown = [name for name in self.side_inputs if name not in taken]
+            if unknown:
+                raise OctoPipeError(f"no layer has an argument {unknown[0]!r}; side_inputs are names of arguments")
+
+    def _tell_missing(self) -> None:
+        """A word about trainable parameters that got no gradient in the first step."""
+        silent = [name for name, p in self.named_parameters() if p.requires_grad and p.grad is None]
+        if silent:
+            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+            warnings.warn(
+                f"rank {self.rank}: {silent[0]}{more} got no gradient in the first step; "
+                "Pipeline(..., verify=True) tells whether plain torch gives one",
+                stacklevel=3,
+            )
+
+    def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
+        count, mine = self.plan.num_micro_batches, self.executor.program
+        values = torch.zeros(count + 2, dtype=torch.float64, device=self.device)
         for m, loss in losses.items():
             values[m] = loss
+            if shares is not None:
+                values[m] *= shares[m]
+        # Who cuts unevenly and who weighs so: both or neither.
+        if mine.needs_batch and weights(rows_of(batch), count) is not None:
+            values[count] = 1
+        if losses and shares is not None:
+            values[count + 1] = 1
         # Every loss has one maker and the sum of a number and zeros is that number: no rounding, whatever the plan.
         if self.world.group is not None:
             work = all_reduce(self.world.group, values)
@@ -179,7 +319,13 @@ class Pipeline:
             values /= self.world.num_replicas
             work = all_reduce(self.world.dp_group, values)
             wait_for(work, self.timeout_s, "the data-parallel exchange of losses")
-        self.losses = values
+        cut, weighed = values[count:].tolist() if self.device.type == "cpu" or shares is not None else (0, 0)
+        if (cut > 0) != (weighed > 0):
+            raise OctoPipeError(
+                "the batch does not split into equal micro-batches, and the ranks with the loss do not know its rows; "
+                "give them the target (or the batch), with as many rows"
+            )
+        self.losses = values = values[:count]
         return values.mean()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -187,17 +333,21 @@ class Pipeline:
 
         A parameter that several ranks hold counts once. The sum runs in layer order: no plan changes it.
         """
-        norms = self.layers.norms(norm_type)
-        group = self.world.group
-        if group is not None:
-            op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-            wait_for(all_reduce(group, norms, op), self.timeout_s, "the gradient norm")
-        total = norms.max() if norm_type == float("inf") else norms.sum() ** (1.0 / norm_type)
+        total = self.grad_norm(norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale.to(parameter.grad.dtype))
         return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The global norm of all ranks' gradients; a parameter that several ranks hold counts once."""
+        norms = self.layers.norms(norm_type)
+        group = self.world.group
+        if group is not None:
+            op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+            wait_for(all_reduce(group, norms, op), self.timeout_s, "the gradient norm")
+        return norms.max() if norm_type == float("inf") else norms.sum() ** (1.0 / norm_type)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -256,34 +406,10 @@ class Pipeline:
         self.close()
 
 
-def split_batch(batch: Any, count: int, name: str) -> list[Any] | None:
-    """A batch as a list of micro-batches; a list is one already.
-
-    >>> [t.tolist() for t in split_batch(torch.arange(4), 2, "batch")]
-    [[0, 1], [2, 3]]
-    """
-    if batch is None:
-        return None
-    if isinstance(batch, list):
-        if len(batch) != count:
-            raise OctoPipeError(f"{name} is a list of {len(batch)} micro-batches; the plan has {count}")
-        return batch
+def _to(value: Any, device: torch.device) -> Any:
     leaves: list[Any] = []
-    flatten(batch, leaves)
-    columns = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            columns.append([leaf] * count)
-            continue
-        if leaf.ndim == 0 or leaf.shape[0] % count:
-            raise OctoPipeError(
-                f"{name} of shape {tuple(leaf.shape)} does not split into {count} equal micro-batches; "
-                "give a list of micro-batches"
-            )
-        columns.append(list(leaf.chunk(count)) if leaf.shape[0] else [leaf] * count)
-    if isinstance(batch, Tensor):
-        return columns[0]
-    return [rebuild(batch, iter([column[m] for column in columns])) for m in range(count)]
+    form = flatten(value, leaves)
+    return build(form, iter([t.to(device) if isinstance(t, Tensor) else t for t in leaves]))
 
 
 def _autocast(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:

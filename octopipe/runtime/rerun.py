@@ -46,12 +46,9 @@ class Rerun(SplitMode):
 
     def __init__(self, mode: SplitMode):
         TorchFunctionMode.__init__(self)
-        self._params, self._casts, self.has_weights, self.queue = (
-            mode._params,
-            mode._casts,
-            mode.has_weights,
-            mode.queue,
-        )
+        self._params, self._casts, self.has_weights = mode._params, mode._casts, mode.has_weights
+        self.queue, self.habits = mode.queue, mode.habits
+        self.hooked = self.in_backward = self._off = self._own_graph = False
         self._leave_out: int | None = None
         """Number of the linear that is left out; 0 where none may be, None before the first run."""
         self._linears, self._unread = 0, False
@@ -79,14 +76,17 @@ class Rerun(SplitMode):
             self._left_out = result is not None
         if result is None:
             result = super().__torch_function__(func, types, args, kwargs)
-        self._unread, self._node = True, result.grad_fn
+        base = result._base
+        self._unread, self._node = True, (result if base is None else base).grad_fn
         return result
 
     def _without_product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         site = self.site(weight)
-        if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0:
+        if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0 or weight.ndim != 2:
             return None
         if self.queue.reruns or _is_autocast_on() or not _is_grad_enabled():
+            return None
+        if not self.habits.quick:
             return None
         return LeftOut.apply(input, weight, bias, site, None)
 

@@ -1,11 +1,17 @@
-"""Seeds that depend on what is computed, not on where or when.
+"""Random numbers that do not depend on where or when a layer runs.
 
-Knows: how a run's seed, a training step, a data-parallel replica and a micro-batch make one number; `stage.py`
-mixes in the layer. So dropout masks are those of a single-device run under every plan, and resume needs no
-generator state, only the step's number.
+Knows: how a run's seed, a training step, a data-parallel replica, a micro-batch and a layer make one number, and how
+the generators of torch are set to it and left as they were. So dropout masks are those of a single-device run under
+every plan, and resume needs no generator state, only the step's number. Does not know: who draws.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 
@@ -33,3 +39,45 @@ def _mixed(z: int, part: int) -> int:
     z = (z * 0x9E3779B97F4A7C15 + part + 0x632BE59BD9B4E019) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     return z ^ (z >> 31)
+
+
+def mix(seed: int, layer: int) -> int:
+    """A seed per layer that neighbours do not share (splitmix64's finaliser)."""
+    z = (seed * 0x9E3779B97F4A7C15 + (layer + 1) * 0xD1B54A32D192ED03) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> 1
+
+
+# --- torch's generators ----------------------------------------------------------------------------------
+
+States = list[tuple[torch.Generator, Tensor]]
+
+
+def seed_all(seed: int) -> None:
+    """Set the generators of the host and of this rank's device."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def rng_state() -> States:
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return [(g, g.get_state()) for g in generators]
+
+
+def set_rng_state(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+@contextmanager
+def rng_kept() -> Iterator[None]:
+    """Leaves the global generators as they were."""
+    states = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(states)

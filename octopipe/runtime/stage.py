@@ -1,8 +1,8 @@
 """One stage: modules run in sequence, one micro-batch at a time, in the ops F, R, I, W and B.
 
-Knows: how a stage's forward is cut off from its neighbours' graphs, how values of any nesting cross that cut,
-what is kept between the ops, and when it is let go. Does not know: ranks, transports, plans or losses'
-meaning; the executor calls these methods in the order a plan says.
+Knows: how a stage's forward is cut off from its neighbours' graphs, what is kept between the ops, and when it is let
+go. Does not know: ranks, transports, plans or losses' meaning; the executor calls these methods in the order a plan
+says. How values are taken apart is in `values`, how R repeats F in `replay`.
 
     stage = Stage([embedding, block], input_grad=False)
     run = stage.forward(tokens)                       # F: run.outputs go to the next stage
@@ -15,7 +15,8 @@ after I the operands of the weight GEMMs; after W nothing. Outputs are not kept:
 edge, so an output's memory is the receiver's to free.
 
 Calls: a layer whose `forward` takes one positional argument gets the whole value (tensor, tuple or dict);
-one that takes more gets a tuple unpacked as `layer(*value)` and a dict as `layer(**value)`.
+one that takes more gets a tuple unpacked as `layer(*value)` and a dict as `layer(**value)`. Side inputs are the
+arguments of these names, passed by keyword; they do not count as positional.
 Streams: call all methods of a stage under one CUDA stream. Autocast: enter it around `forward` and
 `recompute` only.
 """
@@ -24,18 +25,24 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from octopipe.errors import OctoPipeError
+from octopipe.runtime.buffers import storage_bytes
+from octopipe.runtime.messages import plain_gradient, takes_gradient
+from octopipe.runtime.replay import Found, Kept, Replay, undo
 from octopipe.runtime.rerun import Rerun
+from octopipe.runtime.rng import States, mix, rng_kept, rng_state, seed_all, set_rng_state
+from octopipe.runtime.values import build, check_leaves, flatten
 from octopipe.runtime.wgrad import SplitMode, WeightQueue
+from octopipe.runtime.wgrad_ops import Restart
 
 _NOTHING = nullcontext()
 _run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
@@ -62,59 +69,71 @@ def _edge(tensor: Tensor) -> Any:
     return GradientEdge(node, tensor.output_nr)
 
 
-def flatten(value: Any, leaves: list[Any]) -> None:
-    """Append the leaves of nested tuples, lists and dicts (in key order of insertion) to `leaves`."""
-    if isinstance(value, Tensor):  # most values are one tensor: ask that first
-        leaves.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            flatten(item, leaves)
-    elif isinstance(value, dict):
-        for item in value.values():
-            flatten(item, leaves)
-    else:
-        leaves.append(value)
-
-
-def rebuild(value: Any, leaves: Iterator[Any]) -> Any:
-    """`value` with its leaves replaced, in order, by those of `leaves`.
-
-    >>> rebuild({"a": 1, "b": (2, [3])}, iter("xyz"))
-    {'a': 'x', 'b': ('y', ['z'])}
-    """
-    if isinstance(value, tuple):
-        items = [rebuild(item, leaves) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [rebuild(item, leaves) for item in value]
-    if isinstance(value, dict):
-        return {key: rebuild(item, leaves) for key, item in value.items()}
-    return next(leaves)
-
-
-def _takes_one(module: nn.Module) -> bool:
-    """Whether the module's forward takes exactly one positional argument."""
+def _arguments(module: nn.Module, side: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the module's forward takes exactly one positional argument, and which side inputs it names."""
     module = getattr(module, "_orig_mod", module)  # behind torch.compile
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
-        return True
+        return True, ()
+    named = tuple(p.name for p in parameters if p.name in side and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return False
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
+        return False, named
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.name not in named for p in positional) == 1, named
+
+
+def _has_no_default(module: nn.Module, name: str) -> bool:
+    parameter = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters[name]
+    return parameter.default is parameter.empty
+
+
+class Loss:
+    """A loss function with its target: what follows the last layer."""
+
+    __slots__ = ("function", "target")
+
+    def __init__(self, function: Callable[..., Any], target: Any):
+        self.function, self.target = function, target
+
+    def __call__(self, output: Any) -> Any:
+        return self.function(output, self.target)
 
 
 class Stage:
-    """Modules in sequence on one rank. `input_grad=False` marks a first stage: its I has no result."""
+    """Modules in sequence on one rank. `input_grad=False` marks a first stage: its I has no result.
 
-    def __init__(self, modules: Sequence[nn.Module], *, input_grad: bool = True, first_layer: int = 0):
+    `side`: names of side inputs; `forward` takes their values.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        input_grad: bool = True,
+        first_layer: int = 0,
+        side: Sequence[str] = (),
+    ):
         self.modules = tuple(modules)
         self.input_grad = input_grad
         self.first_layer = first_layer
-        self._calls = tuple((first_layer + k, m, _takes_one(m)) for k, m in enumerate(self.modules))
-        """Every module's layer, the module, and whether it takes one argument."""
-        self.mode = SplitMode((p for m in self.modules for p in m.parameters()), WeightQueue())
+        self._calls = tuple((first_layer + k, m, *_arguments(m, side)) for k, m in enumerate(self.modules))
+        """Every module's layer, the module, whether it takes one argument, and the side inputs it takes."""
+        self.side = tuple(dict.fromkeys(name for *_, names in self._calls for name in names))
+        """Side inputs that the modules name."""
+        self.side_required = {n for _, m, _, names in self._calls for n in names if _has_no_default(m, n)}
+        # DDP waits for autograd itself to add its parameters' gradients.
+        waited = {id(p) for m in self.modules for d in m.modules() if isinstance(d, DDP) for p in d.parameters()}
+        split = (p for m in self.modules for p in m.parameters() if id(p) not in waited)
+        self.mode = SplitMode(split, WeightQueue(), quick=False)
         self.rerun = Rerun(self.mode)
+        self.replay = Replay(self.modules, first_layer)
+        self.settled = False
+        """Whether a forward with a graph has run: what the forwards do is known then."""
+        self.copies_inputs = False
+        """Whether forwards change their inputs in place, which autograd forbids for those that take gradients."""
+        self.grad_inside = False
+        """Whether forwards need gradients also when none is wanted of them."""
 
     def forward(
         self,
@@ -124,44 +143,74 @@ class Stage:
         recompute: bool = False,
         seed: int | None = None,
         input_grad: Sequence[bool] | None = None,
+        side: Mapping[str, Any] | None = None,
     ) -> StageRun:
         """F of one micro-batch. `then` (the loss, say) is applied to the last value, inside the graph.
 
         `seed` makes random draws depend on it and the layer's index alone; the caller restores the global
         generators when it wants to (`rng_kept`). `input_grad` says leaf by leaf which inputs want a gradient
-        (default: floating ones).
+        (default: floating and complex ones).
         """
-        return StageRun(self, inputs, then, seed, input_grad, not recompute)
+        return StageRun(self, inputs, then, seed, input_grad, not recompute, again=recompute, side=side)
 
     def end_step(self) -> None:
         """Forget what is only valid while the weights stand still (autocast's copies of them)."""
         self.mode.clear_casts()
 
-    def _call(self, value: Any, then: Callable[[Any], Any] | None, seed: int | None) -> Any:
-        for layer, module, one in self._calls:
+    def place(self) -> str:
+        """The last layer, in words."""
+        return f"layer {self._calls[-1][0]} ({type(self.modules[-1]).__name__})"
+
+    def call(
+        self, value: Any, then: Callable[[Any], Any] | None, seed: int | None, side: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The modules, one after the other, and `then`."""
+        for layer, module, one, names in self._calls:
             if seed is not None:
-                _seed_all(_mix(seed, layer))
+                seed_all(mix(seed, layer))
+            more = {name: side[name] for name in names if name in side} if names and side else {}
             if one or isinstance(value, Tensor):
-                value = module(value)
+                value = module(value, **more) if more else module(value)
             elif isinstance(value, tuple):
-                value = module(*value)
-            elif isinstance(value, dict):
-                value = module(**value)
+                value = module(*value, **more)
+            elif isinstance(value, Mapping):
+                value = module(**value, **more)
             else:
-                value = module(value)
+                value = module(value, **more)
         if then is None:
             return value
         if seed is not None:
-            _seed_all(_mix(seed, -1))
+            seed_all(mix(seed, -1))
         return then(value)
+
+    def adapt(self, error: BaseException, found: Sequence[Found] | None) -> None:
+        """Learn from a forward that broke off what the next attempt must do; raises where nothing helps.
+
+        `found`: the buffers before it; None where they were not kept, which does no harm if forwards leave them alone.
+        """
+        if isinstance(error, Restart):
+            self.mode.habits.quick = False
+        elif "leaf Variable that requires grad" in str(error) and not self.copies_inputs:
+            self.copies_inputs = True
+        elif "does not require grad" in str(error) and not self.grad_inside:
+            self.grad_inside = True
+        else:
+            raise error
+        if found is not None:
+            undo(found)
+        elif self.replay.buffers.moving():
+            raise OctoPipeError(
+                f"layers up to {self.place()} run backward inside their forward, for the first time after forwards "
+                "that did not, and change buffers: do so in the first micro-batch, too"
+            ) from error
 
 
 class StageRun:
     """One micro-batch's passage through a stage: what `Stage.forward` makes, with the graph or for R to build it."""
 
     __slots__ = (
-        "_edges", "_inputs", "_leaves", "_mode", "_queue", "_rng", "_seed", "_stage", "_then", "_wanted", "outputs",
-        "outputs_need_grad",
+        "_edges", "_inputs", "_kept", "_leaves", "_queue", "_rng", "_seed", "_side", "_stage", "_then", "_wanted",
+        "outputs", "outputs_need_grad",
     )  # fmt: skip
 
     def __init__(
@@ -172,48 +221,79 @@ class StageRun:
         seed: int | None,
         input_grad: Sequence[bool] | None,
         graph: bool,
+        *,
+        again: bool = False,
+        side: Mapping[str, Any] | None = None,
     ):
-        self._stage, self._then, self._seed = stage, then, seed
-        self._mode, self._queue = stage.mode, WeightQueue()
+        self._stage, self._then, self._seed, self._side = stage, then, seed, side
+        self._queue = WeightQueue()
         self._edges: list[Any] | None = None
-        self._rng: Any = None
+        self._rng: States | None = None
+        self._kept: Kept | None = None
         # Cut from the neighbour's graph: our leaves share its memory but not its history.
         if isinstance(inputs, Tensor):  # most values are one tensor
             self._inputs: Any = inputs.detach()
             self._leaves: list[Any] = [self._inputs]
-            wanted = [stage.input_grad and inputs.is_floating_point()] if input_grad is None else input_grad
+            wanted = [stage.input_grad and takes_gradient(inputs)] if input_grad is None else input_grad
         else:
             leaves: list[Any] = []
-            flatten(inputs, leaves)
+            form = flatten(inputs, leaves)
             if input_grad is None:
-                wanted = [stage.input_grad and isinstance(t, Tensor) and t.is_floating_point() for t in leaves]
+                wanted = [stage.input_grad and isinstance(t, Tensor) and takes_gradient(t) for t in leaves]
             else:
                 wanted = input_grad
             self._leaves = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-            self._inputs = rebuild(inputs, iter(self._leaves))
+            self._inputs = build(form, iter(self._leaves))
         self._wanted: Sequence[bool] = wanted
         self.outputs: Any = None
         """What the last module (or `then`) returned, cut from the graph; set to None once passed on."""
         self.outputs_need_grad: list[bool] = []
         """Leaf by leaf of `outputs`: whether I and B take a gradient for it."""
-        self._forward(graph)
+        if again:
+            start = stage.replay.before(self._given())
+            if seed is None:
+                self._rng = rng_state()
+            self._forward(False)
+            self._kept = stage.replay.after(start)
+        else:
+            self._forward(graph)
+
+    def _given(self) -> list[Tensor]:
+        """All tensors that the forward is given."""
+        leaves = list(self._leaves)
+        flatten((self._side, self._then.target if isinstance(self._then, Loss) else None), leaves)
+        return [t for t in leaves if isinstance(t, Tensor)]
+
+    def _take(self, tensors: Sequence[Tensor]) -> None:
+        """Put these in the place of `_given()`."""
+        it = iter(tensors)
+        form = flatten(self._inputs, [])
+        self._leaves = [next(it) if isinstance(t, Tensor) else t for t in self._leaves]
+        self._inputs = build(form, iter(self._leaves))
+        others: list[Any] = []
+        form = flatten((self._side, self._then.target if isinstance(self._then, Loss) else None), others)
+        self._side, target = build(form, iter([next(it) if isinstance(t, Tensor) else t for t in others]))
+        if isinstance(self._then, Loss):
+            self._then = Loss(self._then.function, target)
 
     def _forward(self, grad: bool, mode: SplitMode | None = None) -> None:
-        if grad:
+        stage = self._stage
+        mode = mode or stage.mode
+        mode.queue, mode.hooked, self._queue.shut = self._queue, False, True
+        if stage.settled and not stage.copies_inputs and grad and torch.is_grad_enabled():  # what it mostly is
             for leaf, wanted in zip(self._leaves, self._wanted):
                 if wanted:
                     leaf.requires_grad_()
-        mode, stage = mode or self._mode, self._stage
-        mode.queue = self._queue
-        if self._seed is None and not grad:
-            self._rng = _rng_state()
-        watch = mode if grad and mode.has_weights else _NOTHING  # it costs a few microseconds per call of torch
-        if grad and torch.is_grad_enabled():  # what it mostly is: nothing to switch
-            with watch:
-                value = stage._call(self._inputs, self._then, self._seed)
+            try:
+                # The mode costs a few microseconds per call of torch: frozen layers do without.
+                with mode if mode.has_weights else _NOTHING:
+                    value = stage.call(self._inputs, self._then, self._seed, self._side)
+            except (Restart, RuntimeError) as error:
+                stage.adapt(error, None)
+                value = self._attempts(grad, mode)
         else:
-            with torch.set_grad_enabled(grad), watch:
-                value = stage._call(self._inputs, self._then, self._seed)
+            value = self._attempts(grad, mode)
+        self._queue.shut = False
         if isinstance(value, Tensor):
             if grad:
                 need = value.requires_grad
@@ -225,34 +305,68 @@ class StageRun:
         if grad and True not in self._wanted:
             self._leaves, self._inputs = [], None  # the graph holds what it needs
 
+    def _attempts(self, grad: bool, mode: SplitMode) -> Any:
+        """The forward, repeated where it shows that it must run another way."""
+        stage = self._stage
+        found = None if stage.settled else stage.replay.buffers.learn()
+        rng = None if stage.settled or self._seed is not None else rng_state()
+        while True:
+            graph = grad or stage.grad_inside
+            if graph:
+                for leaf, wanted in zip(self._leaves, self._wanted):
+                    if wanted:
+                        leaf.requires_grad_()
+            inputs = self._inputs
+            if graph and stage.copies_inputs:
+                copies = [t.clone() if isinstance(t, Tensor) and t.requires_grad else t for t in self._leaves]
+                inputs = build(flatten(inputs, []), iter(copies))
+            mode.hooked = False
+            try:
+                with torch.set_grad_enabled(graph), mode if grad and mode.has_weights else _NOTHING:
+                    value = stage.call(inputs, self._then, self._seed, self._side)
+                break
+            except (Restart, RuntimeError) as error:
+                stage.adapt(error, found)
+            if rng is not None:
+                set_rng_state(rng)
+        if grad and not stage.settled:
+            stage.settled = True
+            mode.habits.quick = not mode.habits.backward_inside
+        return value
+
     def _cut(self, value: Any, grad: bool) -> None:
         """The outputs, and the edges to their graph, of a value that is more than one tensor."""
         leaves: list[Any] = []
-        flatten(value, leaves)
+        form = flatten(value, leaves)
+        check_leaves(leaves, lambda: f"{self._stage.place() if self._then is None else 'loss_fn'} returned")
         if grad:
             self.outputs_need_grad = need = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
             self._edges = [_edge(t) if n else None for t, n in zip(leaves, need)]
-        cut = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-        self.outputs = rebuild(value, iter(cut))
+        self.outputs = build(form, iter([t.detach() if isinstance(t, Tensor) else t for t in leaves]))
 
     def recompute(self) -> None:
         """R: build the graph that F with `recompute=True` did not keep."""
-        if self._edges is not None:
+        if self._edges is not None or self._kept is None:
             raise OctoPipeError("R of a run that kept its graph: pass recompute=True to its forward")
-        inputs, leaves, rerun = self._inputs, self._leaves, self._stage.rerun
+        rerun, kept = self._stage.rerun, self._kept
+        given = self._given()
         while True:
             rerun.begin(self._queue)
-            if self._rng is None:
-                self._forward(True, rerun)
-            else:
-                with rng_kept():
-                    _set_rng_state(self._rng)
+            with kept.again(given) as tensors:
+                if kept.copies:
+                    self._take(tensors)
+                inputs, leaves = self._inputs, self._leaves
+                if self._rng is None:
                     self._forward(True, rerun)
+                else:
+                    with rng_kept():
+                        set_rng_state(self._rng)
+                        self._forward(True, rerun)
             edge = self._edges[0] if self._edges and len(self._edges) == 1 else None
             if rerun.valid(edge and edge.node):
                 break
             self._inputs, self._leaves, self._edges = inputs, leaves, None
-        self._rng = self.outputs = None  # the next stage has had them
+        self._rng = self._kept = self.outputs = None  # the next stage has had them
 
     def backward_input(self, grads: Any = None) -> list[Tensor | None]:
         """I: everything but the weight GEMMs, which wait for W. See `backward_full` for values."""
@@ -296,26 +410,31 @@ class StageRun:
         del edges, leaves, grads
         if roots:
             if self._queue.reruns:
-                self._mode.queue = self._queue
-                with self._mode:
-                    _backward(roots, seeds)
+                mode = self._stage.mode
+                mode.queue, mode.hooked, mode.in_backward = self._queue, False, True
+                try:
+                    with mode:
+                        _backward(roots, seeds)
+                finally:
+                    mode.in_backward = False
             else:
                 _backward(roots, seeds)
         del roots, seeds
         inputs, self._leaves, self._inputs = self._leaves, [], None
-        self.outputs = self._then = None
+        self.outputs = self._then = self._side = None
         result: list[Tensor | None] = []
         for leaf, wanted in zip(inputs, self._wanted):
             if not wanted:
                 result.append(None)
             else:  # an input that nothing depends on still owes its sender a gradient
-                result.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+                grad = leaf.grad
+                result.append(torch.zeros_like(leaf) if grad is None else plain_gradient(grad))
                 leaf.grad = None
         return result or [None] * len(self._wanted)
 
     def weight_bytes(self) -> int:
         """Bytes alive only because W has not run (after I)."""
-        return _storage_bytes(self._queue.tensors(), {})
+        return storage_bytes(self._queue.tensors(), {})
 
 
 def _one(edge: Any) -> Tensor:
@@ -324,96 +443,3 @@ def _one(edge: Any) -> Tensor:
     if math.prod(like.shape) != 1:
         raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(like.shape)}")
     return torch.ones(like.shape, dtype=like.dtype, device=like.device)
-
-
-# --- random numbers --------------------------------------------------------------------------------------
-
-
-def _generators() -> list[torch.Generator]:
-    if torch.cuda.is_initialized():
-        return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
-    return [torch.default_generator]
-
-
-def _rng_state() -> list[tuple[torch.Generator, Tensor]]:
-    return [(g, g.get_state()) for g in _generators()]
-
-
-def _set_rng_state(states: list[tuple[torch.Generator, Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
-
-
-@contextmanager
-def rng_kept() -> Iterator[None]:
-    """Leaves the global generators as they were."""
-    states = _rng_state()
-    try:
-        yield
-    finally:
-        _set_rng_state(states)
-
-
-def _mix(seed: int, layer: int) -> int:
-    """A seed per layer that neighbours do not share (splitmix64's finaliser)."""
-    z = (seed * 0x9E3779B97F4A7C15 + (layer + 1) * 0xD1B54A32D192ED03) & (2**64 - 1)
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (z ^ (z >> 31)) >> 1
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-
-
-# --- accounting ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes:
-    """Activation bytes of one micro-batch, parameters not counted, storage shared by tensors counted once."""
-
-    until_input: int
-    """Held from F until I."""
-    until_weight: int
-    """Held from I until W."""
-
-
-def _storage_bytes(tensors: Sequence[Tensor], skip: dict[int, int]) -> int:
-    seen = dict(skip)
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen[storage.data_ptr()] = 1
-            total += storage.nbytes()
-    return total
-
-
-def held_bytes(stage: Stage, inputs: Any, *, then: Callable[[Any], Any] | None = None) -> HeldBytes:
-    """Run F and I once with gradients of ones, counting what is held. Leaves `.grad` as it was."""
-    parameters = [p for m in stage.modules for p in m.parameters()]
-    buffers = [b for m in stage.modules for b in m.buffers()]
-    own = {t.untyped_storage().data_ptr(): 1 for t in (*parameters, *buffers)}
-    grads = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        run = stage.forward(inputs, then=then)
-    until_input = _storage_bytes(saved, own)
-    saved.clear()
-    leaves: list[Any] = []
-    flatten(run.outputs, leaves)
-    run.backward_input([torch.ones_like(t) if n else None for t, n in zip(leaves, run.outputs_need_grad)])
-    result = HeldBytes(until_input=until_input, until_weight=_storage_bytes(run._queue.tensors(), own))
-    for p, grad in zip(parameters, grads):
-        p.grad = grad
-    return result

@@ -9,9 +9,15 @@ and `F.embedding` inside anybody's module are all split alike.
 How. `SplitMode` is a `TorchFunctionMode` that is active while a stage runs forward (and backward where
 activation checkpointing re-runs forwards). A call whose weight is a plain trainable parameter, or a view or
 a cast of one, is split; every other call is left alone, and its whole backward happens with the input
-gradient. Left alone are: frozen weights, computed weights (weight norm), tensor subclasses (DTensor, so TP
-and FSDP2 modules), parameters with gradient hooks (DDP), calls made inside torch's own Python functions
-(`nn.MultiheadAttention`), anything inside `torch.compile` or a functorch transform.
+gradient. Left alone are: frozen weights, computed weights (weight norm), complex weights, tensor subclasses (DTensor,
+so TP and FSDP2 modules), parameters with gradient hooks (DDP), calls made inside torch's own Python functions
+(`nn.MultiheadAttention`), anything inside `torch.compile`, a functorch transform, forward-mode differentiation, or a
+part of an `autograd.Function` that builds a graph of its own.
+
+A linear goes one of two ways. The quick one is torch's own with a detached weight and a hook on the node of the
+product (not of the output: what is done to that in place must not lose the hook); the other one a function of ours.
+A forward that runs backward itself (`torch.autograd.grad`: forces, penalties) needs the weight in its graph, so it
+goes the other way; it is found out when it does so, and if need be `Restart` tells the stage to run it again.
 
     queue = WeightQueue()
     with SplitMode(module.parameters(), queue):
@@ -29,6 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from octopipe.runtime.wgrad_ops import (
@@ -38,6 +45,7 @@ from octopipe.runtime.wgrad_ops import (
     Layout,
     Linear,
     LinearHook,
+    Restart,
     WeightQueue,
     WeightSite,
     add_product,
@@ -64,6 +72,18 @@ _VIEW_NODES = frozenset(
 )  # fmt: skip
 
 
+class Habits:
+    """What is known of a stage's forwards."""
+
+    __slots__ = ("backward_inside", "quick")
+
+    def __init__(self, *, quick: bool) -> None:
+        self.quick = quick
+        """Whether linears may go the quick way."""
+        self.backward_inside = False
+        """Whether a forward was seen that runs backward itself."""
+
+
 class SplitMode(TorchFunctionMode):
     """While active, calls that multiply by one of `params` are split; their weight part goes to `queue`.
 
@@ -71,11 +91,15 @@ class SplitMode(TorchFunctionMode):
     autocast casts (`clear_casts` drops them), where autocast alone keeps one per micro-batch in flight.
     """
 
-    def __init__(self, params: Iterable[Tensor], queue: WeightQueue):
+    def __init__(self, params: Iterable[Tensor], queue: WeightQueue, *, quick: bool = True):
         super().__init__()
         self.queue = queue
+        self.habits = Habits(quick=quick)
+        self.hooked = self.in_backward = False
+        """Whether a linear of this forward went the quick way; whether the stage's backward runs."""
+        self._off = self._own_graph = False
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
-        self._params = {id(p): p for p in params if type(p) in _PLAIN and p.requires_grad}
+        self._params = {id(p): p for p in params if type(p) in _PLAIN and p.requires_grad and p.is_floating_point()}
         self.has_weights = bool(self._params)
         """Whether there is anything to split: a stage of frozen layers may do without the mode."""
         self._casts: dict[tuple[int, Layout], tuple[int, Tensor]] = {}
@@ -87,6 +111,7 @@ class SplitMode(TorchFunctionMode):
 
     def __exit__(self, *_: object) -> None:
         _pop()
+        self._off = self._own_graph = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         # Dynamo traces this method: inside a compiled layer it must vanish.
@@ -99,6 +124,9 @@ class SplitMode(TorchFunctionMode):
                 if result is not None:
                     return result
             else:
+                if func in _INNER:
+                    result = handler(self, *args, **(kwargs or {}))
+                    return func(*args, **(kwargs or {})) if result is None else result
                 self.queue.reruns = True  # perhaps the first forward of a reentrant checkpoint
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -114,7 +142,7 @@ class SplitMode(TorchFunctionMode):
                 return None
         if not found.requires_grad or found._backward_hooks or found._post_accumulate_grad_hooks:
             return None
-        if _is_transformed():
+        if self._own_graph or _is_transformed() or forward_ad._current_level >= 0:
             return None
         if _top_hooks is None or _top_hooks(True) is not None:
             self.queue.reruns = True
@@ -134,7 +162,9 @@ class SplitMode(TorchFunctionMode):
         param = self._params.get(id(getattr(node, "variable", None)))
         if param is None or not (base is param or (cast and base.stride() == param.stride())):
             return None, None
-        if base.shape != param.shape or weight.is_conj() or weight.is_neg():
+        if base.shape != param.shape or weight.is_neg() or not weight.is_floating_point():
+            return None, None
+        if weight.device != param.device:
             return None, None
         if weight is base:
             return param, None
@@ -171,7 +201,8 @@ def site_of(weight: Tensor) -> WeightSite | None:
     """For an `autograd.Function` of your own: where the running stage wants this weight's gradient.
 
     None outside a stage, and for weights that are not split: then return the gradient to autograd. Otherwise
-    call `site.queue.add(kernel, site.param, site.layout, ...)` in backward and return None for the weight.
+    call `site.queue.add(kernel, site.param, site.layout, ...)` in backward and return None for the weight;
+    but return the gradient to autograd while `site.queue.shut`.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
@@ -186,19 +217,59 @@ def site_of(weight: Tensor) -> WeightSite | None:
 
 def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     site = mode.site(weight)
-    if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0:
+    if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0 or weight.ndim != 2:
         return None
     if (
-        not mode.queue.reruns  # checkpointing must see what is saved
+        mode.habits.quick
+        and not mode.queue.reruns  # checkpointing must see what is saved
         and (input.requires_grad or (bias is not None and bias.requires_grad))
         and not _is_autocast_on()
     ):
         # torch's own linear of a weight without gradient; the hook has what the weight's needs.
         output = F.linear(input, weight.detach(), bias)
-        output.grad_fn.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
+        base = output._base
+        # What is done to a view in place replaces the view's node, never its base's.
+        (output if base is None else base).grad_fn.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
+        mode.hooked = True
         return output
     input, computed = mode.autocast(input, weight, site)
     return Linear.apply(input, weight, bias, site, computed)
+
+
+def _inner_grad(mode: SplitMode, *args: Any, **more: Any) -> Any:
+    """`torch.autograd.grad` inside a forward: its products are the caller's, and may be differentiated again."""
+    queue = mode.queue
+    _inner_backward(mode)
+    if mode.hooked:  # outside a stage: nobody to run it again
+        return None
+    was, queue.shut = queue.shut, True
+    try:
+        return torch.autograd.grad(*args, **more)
+    finally:
+        queue.shut = was
+
+
+def _inner_backward(mode: SplitMode, *args: Any, **more: Any) -> None:
+    """`backward` inside a stage's forward. Inside backward it is a reentrant checkpoint's, and wants no other care."""
+    if mode.queue.shut:
+        mode.habits.backward_inside = True
+        if mode.hooked:
+            raise Restart
+
+
+def _set_grad(mode: SplitMode, enabled: bool) -> None:
+    """Finds the parts of a user's `autograd.Function` that build a graph of their own: its backward reads that graph.
+
+    There gradients were switched off by torch itself, not by a call that the mode has seen.
+    """
+    if mode.in_backward or enabled == _is_grad_enabled():
+        return
+    if enabled and not mode._off:
+        mode._own_graph = True
+    elif mode._own_graph:
+        mode._own_graph = False
+    else:
+        mode._off = not enabled
 
 
 def _matmul(mode: SplitMode, input: Tensor, other: Tensor, **more: Any) -> Tensor | None:
@@ -286,7 +357,14 @@ def _embedding(
     return Embedding.apply(input, weight, padding_idx, site)
 
 
-_HANDLERS: dict[Any, Callable[..., Tensor | None]] = {
+_INNER: dict[Any, Callable[..., Any]] = {
+    torch.autograd.grad: _inner_grad,
+    torch.autograd.backward: _inner_backward,
+    Tensor.backward: _inner_backward,
+    torch._C._set_grad_enabled: _set_grad,
+}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **_INNER,
     F.linear: _linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,

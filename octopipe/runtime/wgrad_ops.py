@@ -24,16 +24,19 @@ class WeightQueue:
 
     `reruns` says whether backward will run forwards again (activation checkpointing was seen): then the mode
     must be active there, too, so that the second forward meets the same functions as the first.
+
+    `shut`: whoever runs backward now is not the stage but a forward (`torch.autograd.grad` inside it: forces,
+    penalties). Then the functions here are ordinary ones: they return all gradients, which have gradients themselves.
     """
 
-    __slots__ = ("_items", "defer", "reruns")
+    __slots__ = ("_items", "defer", "reruns", "shut")
 
     def __init__(self) -> None:
-        self.defer = self.reruns = False
+        self.defer = self.reruns = self.shut = False
         self._items: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def add(self, kernel: Callable[..., None], *args: Any) -> None:
-        """Queue `kernel(*args)`, a function that adds one gradient into `.grad`."""
+        """Queue `kernel(*args)`, a function that adds one gradient into `.grad`. Not while `shut`."""
         if self.defer:
             self._items.append((kernel, args))
         else:
@@ -81,6 +84,8 @@ def _grad_view(param: Tensor, layout: Layout) -> Tensor:
     grad = param.grad
     if grad is None:
         grad = param.grad = torch.zeros_like(param)
+    elif grad.layout is not torch.strided:  # a sparse embedding has the same weight
+        grad = param.grad = grad.to_dense()
     if layout is None:
         return grad
     if grad.stride() != param.stride():
@@ -136,14 +141,22 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
     if param.grad is None:
         param.grad = rows.to(param.dtype)
     else:
-        param.grad.add_(rows)
+        _grad_view(param, None).add_(rows)
 
 
 # --- the split functions ---------------------------------------------------------------------------------
 # Each takes the weight as an input, so that its output requires grad even when nothing else does, and
 # returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
 # checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
+# Outputs are no views: what a user changes in place must not be a view that a function made.
 _mode_off = torch._C.DisableTorchFunction
+
+
+class Restart(BaseException):
+    """Backward inside a forward whose linears went the quick way: the forward must run again, the other way.
+
+    Not an Exception, so that a layer's own `except` lets it pass.
+    """
 
 
 class LinearHook:
@@ -159,6 +172,8 @@ class LinearHook:
         self.x: Tensor | None = x.detach()
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        if self.site.queue.shut:
+            raise Restart
         # The graph keeps this object until backward has ended: let go of the operand now.
         x, self.x = self.x, None
         g = gradients[0]
@@ -179,21 +194,33 @@ class Linear(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
+        ctx.save_for_backward(x, weight, computed)
+        ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         w = weight if computed is None else computed
-        ctx.save_for_backward(x, w)
-        ctx.site = site
-        return F.linear(x, w, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+        out = F.linear(x, w, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+        return out.detach() if out._is_view() else out
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
-        x, w = ctx.saved_tensors
+        x, weight, computed = ctx.saved_tensors
         needs, site = ctx.needs_input_grad, ctx.site
         with _mode_off():
-            gx = g @ w if needs[0] else None
-            gb = g.reshape(-1, g.shape[-1]).sum(0) if needs[2] else None
-            # F.linear's weight is [out, in], so its gradient is g.mT @ x.
-            site.queue.add(add_product, site.param, site.layout, g, x)
-        return gx, None, gb, None, None
+            gb = gw = None
+            if needs[2]:
+                gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)
+            if site.queue.shut:
+                weight = weight.to(g.dtype)
+                gx = g @ weight if needs[0] else None
+                gw = _rows(g).mT @ _rows(x)
+            else:
+                gx = g @ (weight if computed is None else computed) if needs[0] else None
+                # F.linear's weight is [out, in], so its gradient is g.mT @ x.
+                site.queue.add(add_product, site.param, site.layout, g, x)
+        return gx, gw, gb, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 class LeftOut(Linear):
@@ -201,8 +228,8 @@ class LeftOut(Linear):
 
     @staticmethod
     def forward(ctx, x, weight, bias, site, computed):  # type: ignore[override]
-        ctx.save_for_backward(x, weight)
-        ctx.site = site
+        ctx.save_for_backward(x, weight, None)
+        ctx.site, ctx.bias_shape = site, None if bias is None else bias.shape
         return x.new_zeros((*x.shape[:-1], weight.shape[0]))
 
 
@@ -211,9 +238,9 @@ class Batched(Function):
 
     @staticmethod
     def forward(ctx, a, b, bias, site, left, computed):  # type: ignore[override]
+        ctx.save_for_backward(a, b, computed)
         if computed is not None:
             a, b = (computed, b) if left else (a, computed)
-        ctx.save_for_backward(a, b)
         ctx.site, ctx.left, ctx.bias_shape = site, left, None if bias is None else bias.shape
         if bias is None:
             return torch.matmul(a, b)
@@ -221,15 +248,20 @@ class Batched(Function):
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
-        a, b = ctx.saved_tensors
+        a, b, computed = ctx.saved_tensors
         needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
+        ga = gb = None
         with _mode_off():
-            ga = g @ b.mT if needs[0] and not left else None
-            gb = a.mT @ g if needs[1] and left else None
             gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
-            if left:
+            if site.queue.shut:
+                a, b = a.to(g.dtype), b.to(g.dtype)
+                ga = g @ b.mT if needs[0] else None
+                gb = a.mT @ g if needs[1] else None
+            elif left:
+                gb = (a if computed is None else computed).mT @ g if needs[1] else None
                 site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
             else:
+                ga = g @ (b if computed is None else computed).mT if needs[0] else None
                 site.queue.add(add_product, site.param, site.layout, a, g)
         return ga, gb, gbias, None, None, None
 
@@ -244,25 +276,32 @@ class Grouped(Function):
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         x, w, offs = ctx.saved_tensors
-        site = ctx.site
+        site, gw = ctx.site, None
         with _mode_off():
             if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
                 g = g.contiguous()
             gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
-            site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
-        return gx, None, None, None
+            if site.queue.shut:
+                gw = torch._grouped_mm(x.mT, g, offs=offs)
+            else:
+                site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
+        return gx, gw, None, None
 
 
 class Embedding(Function):
     @staticmethod
     def forward(ctx, ids, weight, padding_idx, site):  # type: ignore[override]
         ctx.save_for_backward(ids)
-        ctx.site, ctx.padding_idx = site, padding_idx
+        ctx.site, ctx.padding_idx, ctx.rows = site, padding_idx, weight.shape[0]
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         (ids,) = ctx.saved_tensors
+        gw = None
         with _mode_off():
-            ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
-        return None, None, None, None
+            if ctx.site.queue.shut:
+                gw = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, ctx.padding_idx, False)
+            else:
+                ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
+        return None, gw, None, None

@@ -58,6 +58,8 @@ class TrainJob:
     save_every: int | None = None
     keep: int = 3
     resume: bool = False
+    resume_step: int | None = None
+    """Go on from this step's checkpoint instead of the newest good one."""
     timeline: bool = False
     adapt_every: int | None = None
     """Look every so many steps whether a plan tuned on the measured times is worth switching to."""
@@ -99,6 +101,10 @@ class TrainJob:
                     f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
                     "leave --micro-batches out"
                 )
+        if self.resume_step is not None and not self.resume:
+            raise OctoPipeError("a step to resume from has no effect on a new run; add --resume")
+        if self.seed < 0:
+            raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
 
@@ -154,6 +160,8 @@ class TrainResult:
     measured: Timeline | None = None
     """Of the last step, where it was asked for."""
     checkpoint: str | None = None
+    stopped_by: int = 0
+    """The signal that ended the run before its last step, or 0."""
 
     @property
     def losses(self) -> list[float]:

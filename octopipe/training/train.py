@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +45,11 @@ from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
 from octopipe.systems import build_plan
 from octopipe.training.adapt import Adapter, switch
-from octopipe.training.checkpoint import checkpoints, latest, load_checkpoint, read_record, save_checkpoint
+from octopipe.training.checkpoint import latest, load_checkpoint, read_record, save_checkpoint
 from octopipe.training.data import micro_batches, open_tokens
+from octopipe.training.guard import FiniteWatch, StopRequest
 from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
+from octopipe.training.shelf import choose, locked
 from octopipe.tuner import tune
 
 Listener = Callable[[Phase | StepReport], None]
@@ -54,14 +57,12 @@ Listener = Callable[[Phase | StepReport], None]
 
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
     """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
-    _check_folder(job)
-    try:
-        result: TrainResult | None = _start(train_rank, job, job, listen)
-        return result
-    except launch.RankError as error:
-        last = latest(job.checkpoint) if job.checkpoint is not None else None
-        mend = "" if last is None else f"; {shown(last)} is complete: --resume goes on from it"
-        raise launch.RankError(error.rank, f"{error}{mend}") from None
+    with _folder(job):
+        try:
+            result: TrainResult | None = _start(train_rank, job, job, listen)
+            return result
+        except launch.RankError as error:
+            raise launch.RankError(error.rank, f"{error}{_way_on(job)}") from None
 
 
 def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
@@ -75,7 +76,9 @@ def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> 
 
 def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | None) -> Any:
     if launch.under_torchrun():
-        return launch.join_ranks(work, payload, backend=_backend(job), listen=listen)
+        return launch.join_ranks(
+            work, payload, backend=_backend(job), listen=listen, group_timeout_s=_patience_s(job)
+        )
     with _shared_gpu(job) as environment:
         return launch.run_ranks(
             work,
@@ -85,14 +88,32 @@ def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | No
             environment=environment,
             threads=job.threads,
             grace_s=min(job.timeout_s, 5.0) + 3.0,
+            group_timeout_s=_patience_s(job),
+            gentle_s=job.timeout_s,
             listen=listen,
         )[0]
 
 
+def _patience_s(job: TrainJob) -> float:
+    """For waits that name no time of their own: while one rank tunes, the others wait for it."""
+    return job.timeout_s + 2.0 * (job.tune_s or 0.0)
+
+
+def _way_on(job: TrainJob) -> str:
+    """What a run that failed can be resumed from."""
+    if job.checkpoint is None:
+        return ""
+    try:
+        path, _ = choose(job.checkpoint)
+    except OctoPipeError:
+        return ""
+    return f"; {shown(path)} is good: --resume goes on from it"
+
+
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
     """One rank's whole run; the first rank of all has the result."""
-    with contextlib.closing(_prepare(seat, job, *_worlds(seat, job))) as run:
-        for _ in run.steps():
+    with StopRequest() as stop, contextlib.closing(_prepare(seat, job, *_worlds(seat, job))) as run:
+        for _ in run.steps(stop):
             pass
         return run.result()
 
@@ -145,9 +166,10 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
             seed=job.seed,
             transport=work.transport(world),
             timeout_s=job.timeout_s,
+            verify=True,
         )
 
-    return _Run(job, seat, make_pipe, plan, profile)
+    return _Run(job, seat, everyone, make_pipe, plan, profile)
 
 
 class _Run:
@@ -157,12 +179,17 @@ class _Run:
         self,
         job: TrainJob,
         seat: launch.Seat,
+        everyone: _Everyone,
         make_pipe: Callable[[Plan], Pipeline],
         plan: Plan,
         profile: Profile | None,
     ):
         self.pipe = pipe = make_pipe(plan)
         self.job, self.seat, self.profile, self._make_pipe = job, seat, profile, make_pipe
+        self._everyone = everyone
+        self._watch = FiniteWatch(pipe.device)
+        self.stopped_by = 0
+        """The signal that ended the run before its last step, or 0."""
         self._adapter: Adapter | None = None
         if job.adapt_every is not None and profile is not None:
             self._adapter = Adapter(profile, threshold=job.adapt_gain, budget_s=job.adapt_s, seed=job.seed)
@@ -195,19 +222,23 @@ class _Run:
             predicted=None if profile is None else predict(plan, profile),
             measured=measured,
             checkpoint=self.saved,
+            stopped_by=self.stopped_by,
         )
 
     def resume(self) -> int:
-        """Load the newest checkpoint; the step to go on with."""
-        assert self.job.checkpoint is not None
-        path = latest(self.job.checkpoint)
-        if path is None:
-            raise OctoPipeError(f"{shown(self.job.checkpoint)}: no checkpoint to resume from; leave --resume out")
-        model = read_record(path).get("model")
+        """Load the newest good checkpoint, or the one asked for; the step to go on with."""
+        path = self._everyone.first_or_fail(self._choose)
+        seen = read_record(path)
+        model, seed = seen.get("model"), seen.get("seed", self.job.seed)
         if model != _identity(self.job.spec):
             raise OctoPipeError(
                 f"{shown(path)} is of {model}, this run is of {_identity(self.job.spec)}; "
                 "use the same MODEL, --scale and --layers"
+            )
+        if seed != self.job.seed:
+            raise OctoPipeError(
+                f"{shown(path)} was trained with --seed {seed}, this run has {self.job.seed}: its data and dropout "
+                f"would be others; use --seed {seed}"
             )
         record = load_checkpoint(path, self.pipe, self.optimizer)
         self.seen = int(record.get("samples", 0))
@@ -215,15 +246,26 @@ class _Run:
         self.saved = str(path)
         return int(record["step"]) + 1
 
-    def steps(self) -> Iterator[None]:
-        """Train; comes back after every step."""
+    def _choose(self) -> Path:
+        assert self.job.checkpoint is not None
+        path, problems = choose(self.job.checkpoint, self.job.resume_step)
+        for why in problems:
+            self.seat.tell(Phase(text=f"damaged: {why}"))
+        if problems:
+            self.seat.tell(Phase(text=f"going on from {path.name}, the newest good checkpoint"))
+        return path
+
+    def steps(self, stop: StopRequest | None = None) -> Iterator[None]:
+        """Train; comes back after every step. A signal that was noted ends the run after the step, saved."""
         job = self.job
         took_s, counted = 0.0, 0
         for step in range(self.first, job.steps + 1):
             began = time.perf_counter()
             loss = self._step(step)
             counted += 1
-            last = step == job.steps
+            if stop is not None:
+                self.stopped_by = self._everyone.most(stop.number, job.timeout_s)
+            last = step == job.steps or bool(self.stopped_by)
             reports = counted == self._every or last
             # The exchange of the step's numbers waits for all ranks, so the clock stops when the step is over.
             rows = self._exchange() if reports else []
@@ -233,9 +275,11 @@ class _Run:
                 took_s, counted = 0.0, 0
                 self.reports.append(report)
                 self.seat.tell(report)
-                if not math.isfinite(report.loss):
-                    raise OctoPipeError(f"the loss is {report.loss} at step {step}; use a smaller --lr or a --warmup")
-            if job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0)):
+            saves = job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0))
+            if saves or last:
+                self._watch.settle()
+            if saves:
+                assert job.checkpoint is not None
                 about = {"model": _identity(job.spec), "samples": self.seen, "seed": job.seed}
                 self.saved = str(
                     save_checkpoint(job.checkpoint, self.pipe, self.optimizer, step=step, about=about, keep=job.keep)
@@ -243,6 +287,8 @@ class _Run:
             if job.adapt_every and step % job.adapt_every == 0 and not last:
                 self._adapt(step)
             yield
+            if self.stopped_by:
+                return
 
     def _adapt(self, step: int) -> None:
         """Correct the costs by the step just made; switch plans where that pays."""
@@ -275,8 +321,8 @@ class _Run:
             inputs, targets = ([t.to(pipe.device, non_blocking=True) for t in part] for part in (inputs, targets))
         loss = pipe.step(inputs, targets)
         assert loss is not None
-        if job.clip is not None:
-            pipe.clip_grad_norm_(job.clip)
+        norm = pipe.grad_norm() if job.clip is None else pipe.clip_grad_norm_(job.clip)
+        self._watch.look(step, loss, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = job.lr * min(1.0, step / job.warmup) if job.warmup else job.lr
         self.optimizer.step()
@@ -332,6 +378,28 @@ class _Everyone:
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
+    def first_or_fail(self, make: Callable[[], Any]) -> Any:
+        """What the first rank makes, on every rank; its error, too."""
+        made: tuple[Any, str] = None, ""
+        if self._seat.rank == 0:
+            try:
+                made = make(), ""
+            except OctoPipeError as error:
+                made = None, str(error)
+        value, problem = self.first(made)
+        if problem:
+            raise OctoPipeError(problem)
+        return value
+
+    def most(self, number: int, timeout_s: float) -> int:
+        """The largest of all ranks' numbers."""
+        if self._group is None:
+            return number
+        box = torch.tensor([number])
+        work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        wait_for(work, timeout_s, "the agreement to go on")
+        return int(box)
+
 
 def _worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, _Everyone]:
     if seat.size != job.nproc:
@@ -380,18 +448,22 @@ def _autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, torch.bfloat16) if job.dtype == "bfloat16" else contextlib.nullcontext()
 
 
-def _check_folder(job: TrainJob) -> None:
-    """Say before anything starts that a run would mix with another's checkpoints."""
-    if job.checkpoint is None or job.resume:
-        if job.resume and job.checkpoint is not None and not checkpoints(job.checkpoint):
-            raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
+@contextlib.contextmanager
+def _folder(job: TrainJob) -> Iterator[None]:
+    """The folder of the checkpoints, held for this run; says before anything starts what would go wrong with it."""
+    if job.checkpoint is None or os.environ.get("RANK", "0") != "0":
+        yield
         return
     found = latest(job.checkpoint)
-    if found is not None:
+    if job.resume and found is None:
+        raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
+    if found is not None and not job.resume:
         raise OctoPipeError(
             f"{shown(job.checkpoint)} holds a run up to {found.name}; add --resume to go on with it, "
             "or name another folder"
         )
+    with locked(job.checkpoint):
+        yield
 
 
 def _backend(job: TrainJob) -> str:
@@ -406,12 +478,15 @@ def _backend(job: TrainJob) -> str:
 @contextlib.contextmanager
 def _shared_gpu(job: TrainJob) -> Iterator[dict[str, str]]:
     """MPS where several ranks share a GPU, so that they compute at the same time."""
-    if job.device == "cpu" or torch.cuda.device_count() >= job.nproc:
+    gpus = 0 if job.device == "cpu" else torch.cuda.device_count()
+    if job.device != "cpu" and gpus == 0:
+        raise OctoPipeError("no CUDA device here; use --device cpu")
+    if job.device == "cpu" or gpus >= job.nproc:
         yield {}
         return
     from octopipe.measure.mps import Mps
 
-    with Mps.start(num_ranks=-(-job.nproc // torch.cuda.device_count())) as mps:
+    with Mps.start(num_ranks=-(-job.nproc // gpus)) as mps:
         yield dict(mps.environment)
 
 

@@ -15,6 +15,16 @@ from octopipe.plan import Plan
 from octopipe.timeline import Timeline
 
 
+def gap_of(step_ms: float, bound_ms: float) -> float:
+    """How far above a bound, as a share of it; a rounding error below a bound that is met counts as met.
+
+    >>> gap_of(85.0 - 1e-12, 85.0), gap_of(110.0, 100.0) > 0.0999
+    (0.0, True)
+    """
+    gap = step_ms / bound_ms - 1.0 if bound_ms > 0 else 0.0
+    return 0.0 if abs(gap) < 1e-9 else gap
+
+
 class Step(NamedTuple):
     """One iteration of a search: when, in which phase, which move, and the step time before and after it."""
 
@@ -49,7 +59,8 @@ class Progress(NamedTuple):
 
     @property
     def gap(self) -> float:
-        return self.best_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0
+        """How far above the bound, as a share of it."""
+        return gap_of(self.best_ms, self.lower_bound_ms)
 
 
 Callback = Callable[[Progress], object]
@@ -116,4 +127,4 @@ class TuneResult:
     @property
     def gap(self) -> float:
         """How far above the proven bound, as a share of it."""
-        return self.step_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else 0.0
+        return gap_of(self.step_ms, self.lower_bound_ms)

@@ -1,14 +1,18 @@
 """`octopipe check plan.json ...`: everything wrong with plan files, a line each.
 
-Knows: how findings are shown. Does not know: the rules (plan.py) or the deadlock proof (lower.py).
+Knows: how findings are shown. Does not know: the rules (plan.py) or the deadlock proof (lowering.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from octopipe.verbs.common import print_json
+
+if TYPE_CHECKING:
+    from octopipe.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octopipe.errors import OctoPipeError, PlanError
     from octopipe.plan_file import load_plan
+    from octopipe.verbs.screen import printable
 
     found: dict[str, list[str]] = {}
     for path in args.plans:
@@ -34,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if not found[path] and not args.json:
             routes = f", {len(plan.routes)} routes" if len(plan.routes) > 1 else ""
             print(
-                f"{path}: can run: {len(plan.stages)} stages on {plan.num_ranks} ranks, "
+                f"{printable(path)}: can run: {len(plan.stages)} stages on {plan.num_ranks} ranks, "
                 f"{plan.num_micro_batches} micro-batches, {sum(map(len, plan.orders))} ops{routes}; "
                 "no deadlock under any channel model"
             )
@@ -43,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         for problems in found.values():
             for problem in problems:
-                print(f"octopipe: {problem}", file=sys.stderr)
+                print(f"octopipe: {printable(problem)}", file=sys.stderr)
     return 2 if any(found.values()) else 0
 
 
-def _deadlocks(plan, path: str) -> list[str]:  # type: ignore[no-untyped-def]
+def _deadlocks(plan: Plan, path: str) -> list[str]:
     """The lowered program of every channel model must be free of cycles; unit costs are enough to see that."""
     from octopipe.cost import CostTable
     from octopipe.errors import DeadlockError

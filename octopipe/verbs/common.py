@@ -27,7 +27,7 @@ def whole_number(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if not 1 <= value <= 1 << 24:
-        raise argparse.ArgumentTypeError(f"{value} is out of range; give a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a whole number from 1 to {1 << 24}")
     return value
 
 
@@ -318,11 +318,21 @@ def print_json(value: Any) -> None:
 
     from octopipe.files import plain
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode() + "\n")
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode()
+    if not (sys.stdout.encoding or "utf-8").lower().startswith("utf"):
+        # An output without the letter gets JSON's own escape for it, so that what is read back is what was said.
+        text = _escaped(text)
+    sys.stdout.write(text + "\n")
+
+
+def _escaped(text: str) -> str:
+    import json
+
+    return json.dumps(json.loads(text), indent=1)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console; colour only on a terminal and never with NO_COLOR."""
-    from rich.console import Console
+    """A rich console for which names of users are text; colour only on a terminal and never with NO_COLOR."""
+    from octopipe.verbs.screen import Screen
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return Screen(stderr=stderr)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FORMATS = {
     "perfetto": "a trace for ui.perfetto.dev and chrome://tracing (gzipped when OUT ends in .gz)",
     "svg": "a picture for papers",
-    "png": "the same picture in pixels",
+    "png": "the same picture in pixels (needs the extra octopipe[png])",
     "csv": "one row per op and transfer",
     "pytorch": "compute-only schedule CSV for torch.distributed.pipelining",
     "megatron": "Megatron-LM's layout arguments",

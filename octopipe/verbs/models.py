@@ -7,8 +7,20 @@ from __future__ import annotations
 
 import argparse
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from octopipe.verbs.common import console, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from octopipe.layers import Layer
+    from octopipe.model import ModelSpec
+
+NAMES = {"mlp": "MLP", "moe": "MoE", "mamba1": "Mamba", "mamba2": "Mamba", "mtp": "multi-token prediction"}
+"""Kinds whose name in a legend is not the kind's own words."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,17 +55,48 @@ def _list(args: argparse.Namespace) -> int:
         return 0
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False, expand=True)
-    for title, justify in (("model", "left"), ("params", "right"), ("layers", "right"), ("hidden", "right")):
-        table.add_column(title, justify=justify, no_wrap=True, min_width=20 if title == "model" else 7)  # type: ignore[arg-type]
-    table.add_column("pattern", overflow="ellipsis", no_wrap=True, ratio=1)
-    for s in specs:
-        table.add_row(s.name, f"{s.parameters / 1e9:.2f} B", str(s.num_layers), str(s.hidden), s.pattern)
     out = console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("model", "params", "layers", "hidden"):
+        table.add_column(title, justify="left" if title == "model" else "right", no_wrap=True)
+    # What is left of the line shows how layers alternate; `models NAME` shows the whole pattern.
+    room = out.width - 24 - 3 * 11
+    table.add_column("pattern", no_wrap=True)
+    for s in specs:
+        start = s.pattern if len(s.pattern) <= room else s.pattern[: max(room - 3, 4)] + "..."
+        table.add_row(s.name, f"{s.parameters / 1e9:.2f} B", str(s.num_layers), str(s.hidden), start)
     out.print(table)
-    out.print("\nE embedding  M Mamba  - MLP  * attention  # MoE  T transformer block  L head", style="dim")
+    out.print()
+    _legend(out, specs)
     out.print("`octopipe models NAME` shows one layer by layer.", style="dim")
     return 0
+
+
+def legend(specs: Iterable[ModelSpec]) -> dict[str, str]:
+    """Every letter of the models' patterns, and what it stands for."""
+    found: dict[str, dict[str, None]] = {}
+    for layer in dict.fromkeys(layer for spec in specs for layer in spec.layers):
+        found.setdefault(layer.symbol, {})[_words(layer)] = None
+    return {symbol: " or ".join(words) for symbol, words in found.items()}
+
+
+def _words(layer: Layer) -> str:
+    mixer, ffn = getattr(layer, "mixer", None), getattr(layer, "ffn", None)
+    if mixer is not None:
+        return f"{_words(mixer)} {'MoE ' if getattr(ffn, 'kind', '') == 'moe' else ''}block"
+    sliding = "sliding " if getattr(layer, "window", None) else ""
+    return sliding + NAMES.get(layer.kind, layer.kind.replace("_", " "))
+
+
+def _legend(out: Console, specs: Iterable[ModelSpec]) -> None:
+    """The letters on as many lines as they need, broken between letters only."""
+    lines = [""]
+    for symbol, words in legend(specs).items():
+        entry = f"{symbol} {words}"
+        if lines[-1] and len(lines[-1]) + 2 + len(entry) > out.width:
+            lines.append("")
+        lines[-1] += ("  " if lines[-1] else "") + entry
+    out.print("\n".join(lines), style="dim")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -85,7 +128,7 @@ def _show(args: argparse.Namespace) -> int:
     for layer, run_of in groupby(spec.layers):
         count = len(list(run_of))
         where = str(first) if count == 1 else f"{first}-{first + count - 1}"
-        table.add_row(where, layer.symbol, layer.kind, f"{layer.parameters:,}")
+        table.add_row(where, layer.symbol, _words(layer), f"{layer.parameters:,}")
         first += count
     out.print(table)
     return 0

@@ -27,5 +27,6 @@ def run(args: argparse.Namespace) -> int:
     page = report_html(entries, title=args.title).encode()
     write_whole(args.output, page)
     names = ", ".join(f"{e.name} {e.timeline.step_ms:.1f} ms" for e in entries)
-    console(stderr=True).print(f"{args.output}: {names} ({len(page) / 1e6:.2f} MB; open it in a browser)")
+    size = f"{len(page) / 1e6:.2f} MB"
+    console(stderr=True).print(f"{args.output}: {names} ({size}; open it in a browser)", soft_wrap=True)
     return 0

@@ -38,8 +38,8 @@ def _list(args: argparse.Namespace) -> int:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("name", no_wrap=True, style="cyan")
     table.add_column("P A S", no_wrap=True)
-    table.add_column("paper", overflow="ellipsis", no_wrap=True, max_width=26)
-    table.add_column("needs", style="dim", min_width=20)
+    table.add_column("paper", overflow="fold", ratio=3)
+    table.add_column("needs", style="dim", overflow="fold", ratio=2)
     for s in sorted(known, key=lambda s: s.year):
         paper = s.paper if str(s.year) in s.paper else f"{s.paper}, {s.year}"
         table.add_row(s.name, " ".join("●" if phase in s.tunes else "·" for phase in PHASES), paper, s.constraint)
@@ -64,8 +64,9 @@ def _check(args: argparse.Namespace) -> int:
         return 1 if wrong else 0
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("system", no_wrap=True, style="cyan")
+    # On a narrow screen the verdict's columns stay whole and the words are folded.
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("system", overflow="fold", style="cyan", min_width=6)
     table.add_column("case", overflow="fold")
     table.add_column("quantity", overflow="fold")
     table.add_column("formula", style="dim", overflow="fold")

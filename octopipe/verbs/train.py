@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
+    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -71,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         from octopipe.training.train import train
     except ModuleNotFoundError as error:
         raise _no_torch(error) from None
+    from octopipe.training.guard import ASKED
+
     screen = Screen(job, quiet=args.json)
     with screen:
         result = train(job, screen.show)
@@ -86,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary(result))
     else:
         tell(job, result, args)
+    if result.stopped_by:
+        saved = f"saved {result.checkpoint}: --resume goes on from it" if result.checkpoint else "nothing was saved"
+        after = f" after step {result.reports[-1].step}" if result.reports else ""
+        print(f"octopipe: {ASKED[result.stopped_by]}{after}; {saved}", file=sys.stderr)
+        return 128 + result.stopped_by
     return 0
 
 
@@ -141,6 +150,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         save_every=args.save_every,
         keep=args.keep,
         resume=args.resume,
+        resume_step=args.resume_step,
         timeline=bool(args.timeline),
         adapt_every=args.adapt,
         timeout_s=args.timeout,

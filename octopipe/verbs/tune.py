@@ -21,7 +21,7 @@ from octopipe.verbs.common import (
     costs_from,
     micro_batches_from,
     print_json,
-    setting_from,
+    provenance,
     whole_number,
 )
 from octopipe.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="may a layer be held on more than one rank? (default: where weights are known)",
     )
-    parser.add_argument("--no-recompute", action="store_true", help="never recompute activations to save memory")
+    parser.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
     parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
     parser.add_argument("--iterations", type=whole_number, help="moves per worker: reproducible on any machine")
 
@@ -95,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.split_backward is False:
         raise OctoPipeError("tune always splits the backward pass; leave --no-split-backward out")
+    if args.recompute == "full":
+        raise OctoPipeError("tune decides what is recomputed; give --recompute auto (or leave it out), or none")
+    if args.no_recompute and args.recompute == "auto":
+        raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
     if args.copies and args.method != "best":
         raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
     if args.output:
@@ -121,20 +125,20 @@ def run(args: argparse.Namespace) -> int:
             robust=args.robust,
             workers=args.workers,
             iterations=args.iterations,
-            recompute=not args.no_recompute,
+            recompute=args.recompute in (None, "auto") and not args.no_recompute,
             copies=args.copies,
             phases=args.phases or PHASES,
             progress=show,
         )
     # The plan comes first: whatever happens while it is told, it is on disk.
-    plan = result.plan.with_extra(setting=setting_from(args))
+    plan = result.plan.with_extra(**provenance(args, costs))
     if args.output:
         save_plan(plan, args.output)
     timeline = simulate(plan, costs)
     told = Told(
         result=result,
         timeline=timeline,
-        setup=setup_of(args, costs),
+        setup=setup_of(costs, args.pp, micro_batches_from(args)),
         model=args.model if resolve_spec(args.model) is not None else None,
         rivals=rivals(costs, args.pp, micro_batches_from(args), result),
         output=args.output,

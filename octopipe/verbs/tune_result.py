@@ -5,14 +5,13 @@ Knows: words, tables and the JSON of a result. Does not know: flags or how the s
 
 from __future__ import annotations
 
-import argparse
 import math
 import shlex
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octopipe.verbs.common import counted, micro_batches_from
+from octopipe.verbs.common import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
     from octopipe.timeline import Timeline
     from octopipe.tuner import TuneResult
 
+GIB = float(1 << 30)
 RIVALS_S = 0.5
 """Time for building published systems that the search has not built itself."""
-SURE = ("1f1b", "mist", "zb-v", "zb-h1", "zb-h2", "dualpipe", "chimera", "hanayo", "interleaved")
-"""Those built first when time is short: one of each kind, the reference among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,7 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
         known["1f1b"] = reference.step_ms
     until, complete = time.monotonic() + RIVALS_S, True
     for name, other in published(
-        costs, num_ranks, num_micro_batches, until=until, skip=frozenset(result.systems) | {"1f1b"}, first=SURE
+        costs, num_ranks, num_micro_batches, until=until, skip=frozenset(result.systems) | {"1f1b"}
     ):
         timeline = simulate(other, costs, check=False)
         if timeline.fits:
@@ -92,21 +90,17 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
     )
 
 
-def setup_of(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
-    """The set-up behind the numbers, as it was resolved from the flags."""
-    from octopipe.resolve import resolve_spec
-
+def setup_of(costs: CostTable, num_ranks: int, num_micro_batches: int) -> dict[str, Any]:
+    """The set-up behind the numbers, as it was resolved from the flags; in words too."""
+    known = costs.setup.as_dict() if costs.setup is not None else {}
     return {
+        **known,
         "model": costs.model,
-        # A file of times says nothing of the GPU they were measured on.
-        "gpu": args.gpu if resolve_spec(args.model) is not None else None,
-        "pp": args.pp,
-        "tp": costs.gpus_per_rank,
-        "dp": args.dp,
-        "micro_batches": micro_batches_from(args),
+        "pp": num_ranks,
+        "micro_batches": num_micro_batches,
         "tokens_per_micro_batch": costs.tokens_per_micro_batch,
-        "p2p_ms": args.p2p_ms,
-        "memory_gib": [costs.capacity_bytes(r) / float(1 << 30) for r in range(args.pp)],
+        "memory_gib_per_rank": [costs.capacity_bytes(r) / GIB for r in range(num_ranks)],
+        "words": f"{costs.model} on {costs.setup.words()}" if costs.setup is not None else costs.model,
     }
 
 
@@ -154,7 +148,7 @@ def summary(told: Told) -> dict[str, Any]:
 def tell(told: Told, out: Console) -> None:
     """The result in words."""
     result, plan = told.result, told.result.plan
-    out.print(setup_line(told.setup), markup=False)
+    out.print(told.setup["words"], markup=False)
     out.print(f"step time {result.step_ms:.2f} ms{_gain(told)}", markup=False)
     proven = f"; proven optimal of {result.plans.words}" if result.optimal else ""
     out.print(
@@ -208,29 +202,11 @@ def _gain(told: Told) -> str:
     return ": " + ", ".join(parts)
 
 
-def setup_line(setup: dict[str, Any]) -> str:
-    """The set-up in one line."""
-    gpus = counted(setup["tp"], "GPU") if not setup["gpu"] else f"{setup['tp']} {setup['gpu']}"
-    parts = [f"{setup['model']}: {counted(setup['pp'], 'rank')} of {gpus}"]
-    if setup["dp"] > 1:
-        parts.append(f"{setup['dp']} pipelines")
-    parts.append(counted(setup["micro_batches"], "micro-batch"))
-    if setup["tokens_per_micro_batch"]:
-        parts.append(f"{setup['tokens_per_micro_batch']:,} tokens each")
-    memory = setup["memory_gib"]
-    if all(math.isfinite(g) for g in memory):
-        same = len(set(memory)) == 1
-        parts.append(f"{memory[0]:g} GiB a rank" if same else "GiB a rank " + " ".join(f"{g:g}" for g in memory))
-    else:
-        parts.append("no memory limit")
-    return ", ".join(parts)
-
-
 def memory_line(timeline: Timeline) -> str:
     """Memory of every rank against its limit."""
     parts = []
     for peak, capacity in zip(timeline.peak_gib, timeline.capacity_bytes, strict=True):
-        limit = capacity / float(1 << 30)
+        limit = capacity / GIB
         parts.append(f"{peak:.1f} of {limit:.1f}" if math.isfinite(limit) else f"{peak:.1f}")
     if not any(timeline.peak_gib):
         return "memory: not known (the costs hold no bytes)"

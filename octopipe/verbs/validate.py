@@ -1,7 +1,7 @@
 """`octopipe validate plan.json --profile profile.json`: run a plan for real and compare it with its prediction.
 
-Knows: its flags and how errors are shown. Does not know: how plans run (runtime/trial.py) or are compared
-(runtime/validate.py).
+Knows: its flags, whether a profile is the plan's own, and how errors are shown. Does not know: how plans run
+(measure/trial.py) or are compared (fidelity.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from octopipe.verbs.common import console, print_json, whole_number
 
 if TYPE_CHECKING:
     from octopipe.fidelity import Fidelity
+    from octopipe.plan import Plan
+    from octopipe.profile_file import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +35,14 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.contention import predict
     from octopipe.errors import OctoPipeError
     from octopipe.plan_file import load_plan
-    from octopipe.price import match
     from octopipe.profile_file import load_profile
     from octopipe.verbs.profile import workload_of
 
     plan, profile = load_plan(args.plan), load_profile(args.profile)
-    match(plan, profile.costs)
+    own = is_own_profile(plan, args.plan, profile, args.profile)
+    if not own:
+        note = f"{args.plan} was made with other costs than {args.profile} holds; the prediction is {args.profile}'s"
+        console(stderr=True).print(note, style="yellow", soft_wrap=True)
     recipe = profile.about.get("recipe")
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
@@ -74,24 +78,51 @@ def run(args: argparse.Namespace) -> int:
         ]
         write_whole(args.report, report_html(entries, title=f"{name}: predicted and measured").encode())
     if args.json:
-        print_json({**found.summary(), "steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss})
+        ran = {"steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss}
+        print_json({**found.summary(), "own_profile": own, **ran})
     else:
         _show(found, name, trial.spread)
     return 0
+
+
+def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: str) -> bool:
+    """Was the plan made with this profile, as far as it says? One of another model is refused."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.plan_setting import COSTS, SETTING, costs_of_plan
+
+    setting, costs = plan.extra.get(SETTING), profile.costs
+    if costs.num_layers != plan.num_layers:
+        named = setting.get("model") if isinstance(setting, dict) else None
+        mend = f"give the one it was made with ({named})" if named else "give the one it was made with"
+        raise OctoPipeError(f"{profile_name} has {costs.num_layers} layers, {plan_name} has {plan.num_layers}; {mend}")
+    made_with = plan.extra.get(COSTS)
+    if not isinstance(made_with, str) or not isinstance(setting, dict):
+        return True
+    return made_with == costs_of_plan(plan, {"model": profile_name}, plan_name).digest()
+
+
+def signed(share: float, digits: int = 1) -> str:
+    """A share as a percentage with its sign; what rounds to zero has none.
+
+    >>> signed(-0.000001), signed(0.0123), signed(-0.5, 0)
+    ('0.0 %', '+1.2 %', '-50 %')
+    """
+    value = round(100 * share, digits)
+    return f"{value:+.{digits}f} %" if value else f"{0:.{digits}f} %"
 
 
 def _show(found: Fidelity, name: str, spread: float) -> None:
     out = console()
     out.print(
         f"[bold]{name}[/]: measured [bold]{found.measured_ms:.2f} ms[/] a step (spread {100 * spread:.1f} %), "
-        f"predicted {found.predicted_ms:.2f} ms: error [bold]{100 * found.step_error:+.2f} %[/]"
+        f"predicted {found.predicted_ms:.2f} ms: error [bold]{signed(found.step_error, 2)}[/]"
     )
-    kinds = ", ".join(f"{k} {100 * v:+.1f} %" for k, v in found.kind_error.items())
+    kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
     out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
-    out.print("time at work by rank: " + ", ".join(f"{r}: {100 * e:+.1f} %" for r, e in enumerate(found.busy_error)))
+    out.print("time at work by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
     if found.memory_error:
         sizes = ", ".join(
-            f"{r}: {m:.2f} GiB ({100 * e:+.1f} %)"
+            f"{r}: {m:.2f} GiB ({signed(e)})"
             for r, (m, e) in enumerate(zip(found.measured_gib, found.memory_error))
         )
         out.print(f"peak memory by rank: {sizes}; mean error {100 * found.mean_memory_error:.1f} %")

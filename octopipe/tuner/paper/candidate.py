@@ -103,7 +103,8 @@ class Desk:
         self.costs, self.num_ranks, self.num_micro_batches = costs, num_ranks, num_micro_batches
         self.settings = settings
         self.max_stages = min(costs.num_layers, max(settings.most_stages * num_ranks, 24))
-        self.capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
+        # As much slack as the simulator has: rounding of sums.
+        self.capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)]) * (1 + 1e-12)
         self.has_limit = bool(np.isfinite(self.capacity).any())
         self.slow = np.array([costs.slowdown(r) for r in range(num_ranks)])
         sizes = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor[:num_micro_batches].sum(axis=0)
@@ -254,7 +255,7 @@ class Desk:
                 if timeline.fits:
                     return Candidate(state=st, plan=plan, timeline=timeline)
                 over = timeline.peak_bytes - capacity
-                self.capacity = self.capacity - np.where(over > 0, over * 1.01 + 1.0, 0.0)
+                self.capacity = self.capacity - np.where(over > 0, over * 1.01, 0.0)
             return None
         finally:
             self.capacity = capacity

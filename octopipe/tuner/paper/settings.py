@@ -58,7 +58,7 @@ class Settings:
     """W's tried before the earliest is advanced anyway, where memory lacks."""
     repairs: int = 4
     """Times the room left for transfers' buffers is widened before a plan counts as too large."""
-    systems_share: float = 0.25
+    systems_share: float = 0.4
     """Share of the budget for building published systems' plans."""
     restarts: int = 3
     """Published plans that the search begins from again, the fastest first."""

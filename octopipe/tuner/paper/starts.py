@@ -6,7 +6,7 @@ Knows: how to find a first plan that fits. Does not know: phases.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -22,7 +22,11 @@ from octopipe.tuner.paper.structure import derived, layer_times, retimed, rule_k
 
 SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems whose own search takes longer than a start is worth."""
-LATE_SYSTEMS = ("adapipe", "tessel-fast", "breadth-first", "interleaved", "hanayo")
+FIRST_SYSTEMS = ("1f1b", "mist", "zb-h1", "zb-v")
+"""Systems that are always built: quick, of every kind, and one that recomputes where memory lacks."""
+EARLY_SYSTEMS = ("zb-h2", "dualpipe", "dualpipev", "v-half", "chimera", "dapple")
+"""Systems built next, while there is time."""
+LATE_SYSTEMS = ("hanayo", "interleaved", "breadth-first", "tessel-fast", "adapipe")
 """Systems that take longest to build, built last."""
 
 
@@ -34,13 +38,12 @@ def published(
     until: float = float("inf"),
     recompute: bool = True,
     skip: frozenset[str] = frozenset(),
-    first: Sequence[str] = (),
 ) -> Iterator[tuple[str, Plan]]:
-    """Plans of published systems with a split backward, until a time of the monotonic clock; `first` before others."""
-    for name in sorted(systems(), key=lambda n: (n not in first, n in LATE_SYSTEMS, n)):
-        if time.monotonic() >= until:
-            return
-        if name in SLOW_SYSTEMS or name in skip:
+    """Plans of published systems with a split backward; after a time of the monotonic clock only the first few."""
+    known = (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *LATE_SYSTEMS)
+    others = (n for n in systems() if n not in known)
+    for name in (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *others, *LATE_SYSTEMS):
+        if name in SLOW_SYSTEMS or name in skip or (time.monotonic() >= until and name not in FIRST_SYSTEMS):
             continue
         try:
             plan = build_plan(name, costs, num_ranks, num_micro_batches, split_backward=True)

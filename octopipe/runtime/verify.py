@@ -1,0 +1,239 @@
+"""The first step's self-check: one micro-batch's gradients against plain autograd on the same layers.
+
+Knows: how a stage's ops are watched while a step runs, and how its layers run again without any of our machinery: same
+inputs, same buffers, same random numbers, same output gradients. Does not know: plans or transports; every rank checks
+its own stages alone, so what arrives from another rank counts as given.
+
+The plain run comes after the step, before any optimizer changes a weight. Layers run forward once more for it: what
+they count on their own, outside buffers, moves once more. Stages with sharded parameters (DTensor) are not checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.errors import OctoPipeError
+from octopipe.runtime.messages import takes_gradient
+from octopipe.runtime.replay import Buffers, Found, standing
+from octopipe.runtime.rng import rng_kept, rng_state, set_rng_state
+from octopipe.runtime.values import build, flatten
+
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
+"""Of a gradient's norm, by the coarsest dtype at work; for those not named, `HALF_TOLERANCE`."""
+HALF_TOLERANCE = 0.1
+
+
+class Verifier:
+    """Watches one micro-batch of every stage of an executor for one step; `finish` compares."""
+
+    def __init__(self, executor: Any, named: Mapping[str, nn.Parameter]):
+        self._executor = executor
+        self._names = {id(p): name for name, p in named.items()}
+        self._watched: dict[int, _Watched] = {}
+        first: dict[int, int] = {}
+        for step in executor.program.steps:
+            if step.op is not None and step.code in (2, 4):  # I, B
+                first.setdefault(step.op.stage, step.op.micro_batch)
+        for number, chain in list(executor.chains.items()):
+            if number not in first:
+                continue
+            modules = [m for stage, _ in chain.parts for m in stage.modules]
+            parameters = list(dict.fromkeys(p for m in modules for p in m.parameters() if p.requires_grad))
+            if any(type(p) not in (nn.Parameter, Tensor) for p in parameters):
+                warnings.warn(f"stage {number} has sharded parameters and is not verified", stacklevel=2)
+                continue
+            # Forwards of a stage come in the order of their cells' steps: count them.
+            ops = [s.op for s in executor.program.steps if s.op is not None and s.code == 0]
+            order = [op.micro_batch for op in ops if op.stage == number]
+            self._watched[number] = watched = _Watched(chain, modules, parameters, order.index(first[number]))
+            executor.chains[number] = watched
+
+    def finish(self, world: Any) -> None:
+        """Compare; every rank raises what any rank found (collective)."""
+        found = ""
+        for number, watched in self._watched.items():
+            self._executor.chains[number] = watched.chain
+            if not found:
+                found = watched.compare(self._names, self._executor._autocast or nullcontext)
+        everybody = [text for text in world.gather(found) if text]
+        if everybody:
+            raise OctoPipeError(everybody[0])
+
+
+class _Watched:
+    """A chain that keeps what one micro-batch was given, and what its ops added to `.grad`."""
+
+    def __init__(self, chain: Any, modules: Sequence[nn.Module], parameters: list[nn.Parameter], which: int):
+        self.chain, self._modules, self.parameters, self._which = chain, modules, parameters, which
+        self.parts = chain.parts
+        self._forwards = 0
+        self._given: tuple[Any, Any, Any, Any, Any] | None = None
+        self._buffers: list[Found] = []
+        self._rng: Any = None
+        self._output: Any = None
+        self.gradients: list[Tensor | None] = []
+        self.returned: list[Tensor | None] = []
+        self.added: dict[int, Tensor] = {}
+
+    def forward(
+        self,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        *,
+        again: bool,
+        keep: bool = True,
+        side: Mapping[str, Any] | None = None,
+    ) -> Any:
+        mine = self._forwards == self._which
+        self._forwards += 1
+        if mine:
+            self._given = (_copied(value), needs, copy.copy(then), seed, _copied(side))
+            if hasattr(then, "target"):
+                self._given[2].target = _copied(then.target)  # type: ignore[union-attr]
+            self._buffers = Buffers(self._modules).learn()
+            self._rng = rng_state()
+        runs, out, out_needs = self.chain.forward(value, needs, then, seed, again=again, keep=keep, side=side)
+        if mine:
+            self._output = _copied(out)
+            runs = [_WatchedRun(self, runs)]
+        return runs, out, out_needs
+
+    def recompute(self, runs: list[Any]) -> None:
+        self.chain.recompute(runs[0].runs if runs and isinstance(runs[0], _WatchedRun) else runs)
+
+    def end_step(self) -> None:
+        self.chain.end_step()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Keeps what is added to `.grad` inside."""
+        before = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        yield
+        for p, grad in zip(self.parameters, before):
+            if p.grad is not None:
+                new = p.grad.detach().clone()
+                self.added[id(p)] = self.added[id(p)] + new if id(p) in self.added else new
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+    def compare(self, names: Mapping[int, str], autocast: Callable[[], Any]) -> str:
+        """What differs, in one line; empty where nothing does."""
+        if self._given is None:
+            return ""
+        value, needs, then, seed, side = self._given
+        leaves: list[Any] = []
+        form = flatten(value, leaves)
+        if needs is None:
+            first = self.parts[0][0].input_grad
+            needs = [first and isinstance(t, Tensor) and takes_gradient(t) for t in leaves]
+        leaves = [t.requires_grad_() if need else t for t, need in zip(leaves, needs)]
+        passed = [t.clone() if need else t for t, need in zip(leaves, needs)]  # may be changed in place
+        with rng_kept(), standing(self._buffers), torch.enable_grad(), autocast():
+            set_rng_state(self._rng)
+            coarse = {torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
+            out = build(form, iter(passed))
+            for stage, _ in self.parts:
+                out = stage.call(out, then if stage is self.parts[-1][0] else None, seed, side)
+        outputs: list[Any] = []
+        flatten(out, outputs)
+        ours: list[Any] = []
+        flatten(self._output, ours)
+        dtypes = {t.dtype for t in (*self.parameters, *outputs) if isinstance(t, Tensor) and takes_gradient(t)} | coarse
+        limit = max((TOLERANCE.get(_real(d), HALF_TOLERANCE) for d in dtypes), default=1e-2)
+        place = self.parts[-1][0].place()
+        for a, b in zip(ours, outputs, strict=True):
+            if isinstance(b, Tensor) and takes_gradient(b) and _far(a, b.detach(), limit, 0.0):
+                what = "the loss" if then is not None else f"the output of {place}"
+                return f"verify: {what} differs from plain torch's; a layer depends on something outside it"
+        pairs = [
+            (o, g) for o, g in zip(outputs, self.gradients, strict=True)
+            if isinstance(o, Tensor) and o.requires_grad and g is not None
+        ]  # fmt: skip
+        wanted = [*self.parameters, *(t for t, need in zip(leaves, needs) if need)]
+        if pairs and wanted:
+            plain = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        else:
+            plain = (None,) * len(wanted)  # type: ignore[assignment]
+        # Where the true gradient is zero (a bias before batch norm) both are noise.
+        floor = 4 * max((torch.finfo(d).eps for d in dtypes), default=0.0)
+        floor *= max((float(g.abs().double().norm()) for g in map(_dense, plain) if g is not None), default=0.0)
+        got = [self.added.get(id(p)) for p in self.parameters]
+        got += [g for g, need in zip(self.returned, needs) if need]
+        titles = [f"parameter {names.get(id(p), '?')}" for p in self.parameters]
+        titles += [f"an input of layer {self.parts[0][0].first_layer}"] * (len(wanted) - len(titles))
+        for title, ours_, theirs in zip(titles, got, plain, strict=True):
+            a, b = _dense(ours_), _dense(theirs)
+            if a is None and b is not None and bool((b != 0).any()):
+                return f"verify: {title} got no gradient, where plain torch gives one; report its layer's forward"
+            if a is None or b is None:
+                either = a if b is None else b
+                far = either is not None and _far(either, torch.zeros_like(either), limit, floor)
+            else:
+                far = _far(a, b, limit, floor)
+            if far:
+                return f"verify: the gradient of {title} differs from plain torch's; report its layer's forward"
+        return ""
+
+
+class _WatchedRun:
+    """All parts of one micro-batch's run through a chain, as one."""
+
+    def __init__(self, watched: _Watched, runs: list[Any]):
+        self._watched, self.runs = watched, runs
+
+    def _keep(self, result: list[Tensor | None]) -> list[Tensor | None]:
+        self._watched.returned = [None if g is None else g.detach().clone() for g in result]
+        return result
+
+    def backward_input(self, gradients: Any) -> list[Tensor | None]:
+        self._watched.gradients = [None if g is None else g.clone() for g in gradients]
+        with self._watched.counting():
+            for run in reversed(self.runs):
+                gradients = run.backward_input(gradients)
+        return self._keep(gradients)
+
+    def backward_full(self, gradients: Any) -> list[Tensor | None]:
+        self._watched.gradients = [None if g is None else g.clone() for g in gradients]
+        with self._watched.counting():
+            while self.runs:
+                gradients = self.runs.pop().backward_full(gradients)
+        return self._keep(gradients)
+
+    def backward_weight(self) -> None:
+        with self._watched.counting():
+            while self.runs:
+                self.runs.pop().backward_weight()
+
+
+def _copied(value: Any) -> Any:
+    leaves: list[Any] = []
+    form = flatten(value, leaves)
+    return build(form, iter([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves]))
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    return grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real()
+
+
+def _far(a: Tensor, b: Tensor, limit: float, floor: float) -> bool:
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    if a.shape != b.shape:
+        return True
+    apart = float((a - b).abs().norm())
+    return not apart <= limit * float(b.abs().norm()) + floor + 1e-30

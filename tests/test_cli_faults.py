@@ -1,0 +1,321 @@
+"""What goes wrong on the command line: one line, the right exit code, whatever the terminal and the names."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octopipe import cli
+from octopipe.cli import EXIT_CODES, VERBS, main
+from octopipe.errors import DoesNotFitError
+from octopipe.verbs import models as models_verb
+from octopipe.verbs.screen import Screen, marked, printable
+
+TIMES = {
+    "pattern": "ETTTTL",
+    "forward_ms": dict.fromkeys("ETL", 1.0),
+    "backward_ms": dict.fromkeys("ETL", 1.0),
+    "weight_ms": dict.fromkeys("ETL", 1.0),
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def shell(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "octopipe", *words],
+        capture_output=True, text=True, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def times(tmp_path: Path) -> str:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(TIMES))
+    return str(path)
+
+
+# -- words mistyped ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("simulat", "llama3-8b"), "did you mean simulate?"),
+        (("tunes",), "did you mean tune?"),
+        (("--pp", "2", "simulate"), "octopipe VERB --pp"),
+        (("simulate", "llama3-8b", "--pp", "2", "--micro-batchs", "4"), "did you mean --micro-batches"),
+        (("simulate", "llama3-8b", "--pp", "2", "--sistem", "1f1b"), "did you mean --system"),
+        (("simulate", "llama3-8b", "--pp", "2", "--channel", "dirceted"), "did you mean directed?"),
+        (("simulate", "lama3-8b", "--pp", "2"), "llama3-8b"),
+        (("simulate", "llama3-8b", "--pp", "2", "--system", "zb-h"), "zb-h1"),
+        (("simulate", "llama3-8b", "--pp", "2", "--gpu", "h10"), "h100"),
+        (("export", "plan.json", "--to", "pgn"), "did you mean png?"),
+        (("export", "plan.json"), "missing --to"),
+        (("simulate", "llama3-8b", "--pp", "2", "--micro-batches", "100000000"), "at most 65536"),
+        (("tune", "llama3-8b", "--pp", "2", "--micro-batches", "9" * 400), "at most 65536"),
+        (("help", "tee"), "unknown verb 'tee'"),
+    ],
+)
+def test_a_mistyped_word_gives_one_line_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], hint: str
+) -> None:
+    code, out, err = run(capsys, *words)
+    assert code == 2 and out == "" and err.count("\n") == 1 and len(err) < 400
+    assert err.startswith("octopipe") and hint in err and "usage:" not in err
+
+
+def test_a_flags_error_names_the_help_of_its_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "octopipe simulate --help" in run(capsys, "simulate", "llama3-8b", "--pp", "two")[2]
+    code, out, _ = run(capsys, "help", "simulate")
+    assert code == 0 and "--micro-batches" in out
+
+
+# -- exit codes ----------------------------------------------------------------------------------------
+
+
+def test_exit_codes_are_these_and_help_says_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(EXIT_CODES) == [0, 1, 2, 3, 70, 130, 143]
+    out = run(capsys, "--help")[1]
+    assert all(f"  {code} " in out and text in out for code, text in EXIT_CODES.items())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (DoesNotFitError("rank 0 lacks 3 GiB"), 3, "lacks 3 GiB"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (cli.Terminated(), 143, "terminated"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch.distributed"), 2, 'pip install "octopipe[torch]"'),
+        (ModuleNotFoundError("No module named 'ortools'", name="ortools"), 2, 'pip install "octopipe[exact]"'),
+        (RuntimeError("cannot cache function 'f': no locator available for file 'x'"), 2, "NUMBA_CACHE_DIR"),
+        (MemoryError(), 2, "out of memory"),
+        (ZeroDivisionError("integer division"), 70, "octopipe models --debug llama3-8b"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), 70, "report it"),
+    ],
+)
+def test_what_stops_a_verb_is_one_line_and_its_own_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.delenv("OCTOPIPE_TRACEBACK", raising=False)
+    monkeypatch.setattr(models_verb, "run", fail)
+    found, out, err = run(capsys, "models", "llama3-8b")
+    assert (found, out, err.count("\n")) == (code, "", 1) and words in err and "Traceback" not in err
+
+
+def test_a_traceback_shows_where_it_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_verb, "run", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["models", "--debug"])
+    monkeypatch.setenv("OCTOPIPE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["models"])
+
+
+def test_a_reader_that_goes_away_costs_no_traceback() -> None:
+    command = f"{sys.executable} -m octopipe models --json; echo code $? >&2"
+    done = subprocess.run(
+        ["bash", "-c", f"({command}) | head -c 1 >/dev/null"], capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr and ("code 1" in done.stderr or "code 0" in done.stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_stops_in_good_order(number: signal.Signals) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "octopipe", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True
+    )
+    assert server.stderr is not None
+    first = server.stderr.readline()
+    assert "http://" in first
+    time.sleep(0.3)
+    server.send_signal(number)
+    rest = server.communicate(timeout=20)[1]
+    assert "stopped" in rest and "Traceback" not in rest and server.returncode == 0
+
+
+def test_no_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, err = run(capsys, "train", "nemotron-h-4b", "--scale", "0.05", "--steps", "1", "--device", "cuda")
+    assert code == 2 and "no CUDA device here" in err and err.count("\n") == 1
+
+
+def test_measuring_without_torch_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\nfrom octopipe.cli import main\n"
+        "sys.exit(main(['profile', 'nemotron-h-4b', '--scale', '0.05']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "octopipe[torch]" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# -- terminals without symbols, names with anything in them --------------------------------------------
+
+
+def test_every_table_prints_where_there_are_only_ascii_letters(times: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; from octopipe.cli import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    words = line.split()\n"
+        "    assert main(words) == (2 if words[0] == 'check' else 0), words"
+    )
+    lines = ["models", "models jamba-20b", "systems", f"simulate {times} --pp 2", f"check {tmp_path}/é.json"]
+    lines.append(f"compare {times} --pp 2 --systems 1f1b,gpipe,interleaved")
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *lines], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).isascii() and "* decides this itself" in done.stdout
+
+
+def test_json_survives_ascii(tmp_path: Path) -> None:
+    path = tmp_path / "modèle→.json"
+    path.write_text(json.dumps(TIMES))
+    done = shell("simulate", str(path), "--pp", "2", "--json", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and json.loads(done.stdout)["model"] == "modèle→"
+
+
+@pytest.mark.parametrize(
+    "name", ["a[/]b", "[bold]x", "x[/bold]", "[exact]", "[link=http://e]x", "\\[x]", "[/][/]", "a\\", "[red", ":smile:"]
+)
+def test_brackets_in_names_are_letters(name: str) -> None:
+    out = io.StringIO()
+    Screen(file=out, width=200).print(f"[bold]model[/]: {name} [red]ms[/]")
+    plain = out.getvalue()
+    assert "model: " in plain and "ms" in plain
+    if name not in ("[bold]x", "x[/bold]"):  # our own tags are the one exception, and only ever change a style
+        assert name in plain
+
+
+def test_control_characters_in_names_never_reach_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert printable("a\x1b]0;b\x07\u202e") == "a\\x1b]0;b\\x07\\u202e"
+    assert "\x1b" not in marked("x\x1b[2Jy").plain
+    path = tmp_path / "x\x1b[2Jy.json"
+    path.write_text(json.dumps(TIMES))
+    for words in (("simulate", str(path), "--pp", "2"), ("check", str(path)), ("models", str(path))):
+        _, out, err = run(capsys, *words)
+        assert "\x1b" not in out + err and ("\\x1b" in out + err)
+
+
+def test_a_missing_extra_is_named_in_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`octopipe[exact]` looks like markup to rich: `compare` once told users to install octopipe."""
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    code, out, err = run(capsys, "compare", "llama3-8b", "--pp", "2", "--micro-batches", "4", "--systems", "tessel")
+    assert code == 0 and "octopipe[exact]" in (out + err).replace("\n", "")
+
+
+def test_what_the_library_logs_is_a_line_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("octopipe.plan")
+    monkeypatch.setattr(models_verb, "run", lambda _: log.warning("costs changed") or log.debug("a detail"))
+    for _ in range(2):
+        assert run(capsys, "models")[2] == "octopipe: costs changed\n"
+    assert "octopipe: a detail\n" in run(capsys, "models", "--debug")[2]
+
+
+# -- narrow screens ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_are_whole_on_narrow_screens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    from octopipe.systems.registry import systems
+    from octopipe.zoo import names, preset
+
+    out = run(capsys, "models")[1]
+    assert "…" not in out and all(len(line) <= width for line in out.splitlines())
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for name in names():
+        spec = preset(name)
+        assert f"{spec.parameters / 1e9:.2f} B" in rows[name] and str(spec.hidden) in rows[name]
+    out = run(capsys, "systems")[1]
+    assert "…" not in out and all(len(line.rstrip()) <= width for line in out.splitlines())
+    words = "".join(out.split())
+    for known in systems().values():
+        assert known.name in out
+        assert all(word in words for word in known.constraint.split()), known.constraint
+
+
+def test_the_legend_of_models_knows_every_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    from octopipe.zoo import names, preset
+
+    out = run(capsys, "models")[1]
+    legend = out[out.rindex("\n\n") :]
+    for symbol in {symbol for name in names() for symbol in preset(name).pattern}:
+        assert f"{symbol} " in legend, symbol
+
+
+# -- completion ----------------------------------------------------------------------------------------
+
+
+def _complete(script: str, *words: str) -> list[str]:
+    array = " ".join(f"'{w}'" for w in ("octopipe", *words))
+    ask = f'{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(words)}; _octopipe; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_bash_completes_verbs_flags_models_and_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    script = run(capsys, "completion", "bash")[1]
+    assert _complete(script, "sim") == ["simulate"]
+    assert _complete(script, "simulate", "nemotron-h-5") == ["nemotron-h-56b"]
+    assert _complete(script, "simulate", "x", "--micro-batche") == ["--micro-batches"]
+    assert _complete(script, "simulate", "x", "--system", "zb-v") == ["zb-v"]
+    assert _complete(script, "simulate", "x", "--channel", "pa") == ["pair"]
+
+
+@pytest.mark.parametrize("kind", ["bash", "zsh", "fish"])
+def test_completion_knows_every_verb_and_flag(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    code, out, _ = run(capsys, "completion", kind)
+    assert code == 0 and all(verb in out for verb in VERBS)
+    assert ("-l micro-batches" if kind == "fish" else "--micro-batches") in out
+
+
+# -- flags that verbs share ----------------------------------------------------------------------------
+
+
+def test_verbs_take_these_flags() -> None:
+    """Scripts depend on them: a flag that goes or is renamed has to change this list."""
+    from octopipe.verbs.completion import described
+
+    known = {verb: {f.name for f in found.flags} for verb, found in described().items()}
+    assert all("--help" in flags for flags in known.values())
+    for verb in ("models", "simulate", "check", "systems", "compare", "tune", "train", "profile", "validate"):
+        assert "--json" in known[verb], verb
+    for verb in ("simulate", "compare", "tune"):
+        setting = {"--pp", "--micro-batches", "--gpu", "--tp", "--dp", "--seq", "--p2p-ms", "--memory-gib", "--speeds"}
+        assert setting | {"--profile"} <= known[verb], verb
+    for verb in ("simulate", "tune", "report", "export", "train", "profile"):
+        assert {"-o", "--output"} <= known[verb], verb
+    assert {"--budget", "--seed", "--method", "--start", "--workers"} <= known["tune"]

@@ -1,0 +1,132 @@
+"""Runs that are asked to stop, go wrong or find their checkpoints damaged: nothing good is ever lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from test_train import job  # noqa: E402
+
+from octopipe.errors import OctoPipeError  # noqa: E402
+from octopipe.training import train as trainer  # noqa: E402
+from octopipe.training.checkpoint import checkpoints, latest  # noqa: E402
+from octopipe.training.guard import FiniteWatch  # noqa: E402
+from octopipe.training.shelf import damage, locked  # noqa: E402
+
+COMMAND = (
+    *("nemotron-h-8b", "--scale", "0.005", "--layers", "6", "--seq", "16", "--micro-batches", "2"),
+    *("--no-measure", "--steps", "100000", "--save-every", "2", "--timeout", "60s"),
+)
+
+
+def started(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A run on two ranks that has saved something."""
+    words = [sys.executable, "-m", "octopipe", "train", *COMMAND, "--checkpoint", str(folder), *more]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 240
+    while latest(folder) is None and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    assert latest(folder) is not None and process.poll() is None, process.communicate()
+    return process
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(number: signal.Signals, name: str, tmp_path: Path) -> None:
+    process = started(tmp_path / "run")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 128 + number, errors
+    last = latest(tmp_path / "run")
+    assert last is not None and damage(last) == ""
+    line = errors.strip().splitlines()[-1]
+    assert line.startswith(f"octopipe: {name} after step {int(last.name[5:])}; saved ")
+    assert "--resume goes on from it" in line and "Traceback" not in errors
+
+
+def test_a_second_run_into_one_folder_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"), pytest.raises(OctoPipeError, match="writes its checkpoints there"):
+        trainer.train(job(nproc=1, checkpoint=str(tmp_path / "run")))
+
+
+def test_a_folder_that_takes_nothing_is_noticed_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OctoPipeError, match="cannot be written there"):
+        trainer.train(job(nproc=1, checkpoint=str(tmp_path / "file" / "run")))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_that_breaks_keeps_every_good_checkpoint(nproc: int, tmp_path: Path) -> None:
+    asked = job(nproc=nproc, steps=30, lr=1e30, clip=None, optimizer="sgd", checkpoint=str(tmp_path), save_every=1)
+    with pytest.raises(OctoPipeError, match=r"(loss|gradient norm) is \S+ at step \d+") as caught:
+        trainer.train(asked)
+    for path in checkpoints(tmp_path):
+        assert damage(path) == ""
+        for file in path.glob("layer-*.pt"):
+            state = torch.load(file, weights_only=True)["state"]
+            assert all(bool(torch.isfinite(v).all()) for v in state.values())
+    if checkpoints(tmp_path):
+        assert "is good: --resume goes on from it" in str(caught.value)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    asked = job(nproc=1, steps=4, checkpoint=str(tmp_path), save_every=2)
+    whole = trainer.train(asked)
+    assert whole is not None
+    (tmp_path / "step-00000004" / "layer-0001.pt").write_bytes(b"gone")
+    heard: list[str] = []
+    rest = trainer.train(replace(asked, resume=True), lambda word: heard.append(getattr(word, "text", "")))
+    assert rest is not None and rest.losses == whole.losses[2:]
+    assert any("layer-0001.pt" in text for text in heard)
+    assert any("step-00000002, the newest good" in text for text in heard)
+
+
+def test_a_run_goes_on_from_the_step_that_is_named(tmp_path: Path) -> None:
+    asked = job(nproc=1, steps=6, checkpoint=str(tmp_path), save_every=2)
+    whole = trainer.train(asked)
+    rest = trainer.train(replace(asked, resume=True, resume_step=2))
+    assert whole is not None and rest is not None
+    assert rest.losses == whole.losses[2:]
+    with pytest.raises(OctoPipeError, match="no checkpoint of step 3"):
+        trainer.train(replace(asked, resume=True, resume_step=3))
+    with pytest.raises(OctoPipeError, match="add --resume"):
+        replace(asked, resume_step=2)
+
+
+def test_another_seed_does_not_go_on_with_a_run(tmp_path: Path) -> None:
+    asked = job(nproc=1, steps=2, checkpoint=str(tmp_path))
+    trainer.train(asked)
+    with pytest.raises(OctoPipeError, match="use --seed 0"):
+        trainer.train(replace(asked, resume=True, seed=5, steps=4))
+    with pytest.raises(OctoPipeError, match="seed is -1"):
+        job(seed=-1)
+
+
+def test_a_gradient_norm_that_is_not_finite_is_told(tmp_path: Path) -> None:
+    watch = FiniteWatch(torch.device("cpu"))
+    watch.look(1, torch.tensor(1.0), torch.tensor(2.0))
+    with pytest.raises(OctoPipeError, match="the gradient norm is inf at step 2"):
+        watch.look(2, torch.tensor(1.0), torch.tensor(float("inf")))
+
+
+def test_stopping_leaves_no_process_behind(tmp_path: Path) -> None:
+    process = started(tmp_path / "run")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and any(Path(f"/proc/{pid}").exists() for pid in children):
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    with locked(tmp_path / "run"):  # a lock ends with its process
+        pass
+    found = checkpoints(tmp_path / "run")
+    assert found and all(damage(path) == "" for path in found)
+    assert os.path.exists(tmp_path / "run")
