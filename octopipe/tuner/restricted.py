@@ -138,9 +138,7 @@ class FixedSchedules:
         self.told_s = seconds + SETTINGS.poll_s
         plan, timeline = self.best
         return self.progress(
-            Progress(
-                seconds, self.budget_s, self.made, "partition", timeline.step_ms, self.lower_bound_ms, {}, plan
-            )
+            Progress(seconds, self.budget_s, self.made, "partition", timeline.step_ms, self.lower_bound_ms, {}, plan)
         )
 
 
