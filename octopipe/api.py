@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from octopipe.cost import CostTable
 from octopipe.errors import MAX_MICRO_BATCHES, OctoPipeError
@@ -81,6 +81,7 @@ class TuneKeywords(Setup, total=False):
     progress: Callback | None
     copies: bool | None
     phases: Sequence[str]
+    target: Literal["octopipe", "torch", "megatron"]
 
 
 def build_plan(

@@ -12,6 +12,7 @@ import re
 import signal
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import (
@@ -27,8 +28,10 @@ from octopipe.verbs.common import (
 from octopipe.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
 
 if TYPE_CHECKING:
-    from octopipe.tuner import Progress
+    from octopipe.tuner import Progress, TuneResult
 
+RESTRICTED_SHARE = 0.6
+"""Of the budget for another runtime's plan; the rest finds out what the restriction costs."""
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
 
 
@@ -73,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="of Algorithm 1 (methods octopipe, random): partition,placement,schedule or some of them (default: all)",
     )
+    parser.add_argument(
+        "--for",
+        dest="target",
+        choices=("octopipe", "torch", "megatron"),
+        default="octopipe",
+        help="search only what this runtime can run, and say what that costs (default: octopipe, everything)",
+    )
     parser.add_argument("--start", metavar="PLAN", help="warm start: a plan file for this model and setting")
     parser.add_argument("--robust", action="store_true", help="best mean over jittered layer times")
     parser.add_argument(
@@ -83,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
     parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
-    parser.add_argument("--iterations", type=whole_number, help="moves per worker: reproducible on any machine")
+    parser.add_argument("--iterations", type=whole_number, help="moves per lane: the same plan on any machine")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,22 +124,30 @@ def run(args: argparse.Namespace) -> int:
                 status.update(progress_line(p))
             return stop.asked
 
-        result = tune(
-            costs,
-            args.pp,
-            micro_batches_from(args),
-            budget_s=args.budget,
-            seed=args.seed,
-            method=args.method,
-            start=start,
-            robust=args.robust,
-            workers=args.workers,
-            iterations=args.iterations,
-            recompute=args.recompute in (None, "auto") and not args.no_recompute,
-            copies=args.copies,
-            phases=args.phases or PHASES,
-            progress=show,
-        )
+        def search(target: str, budget_s: float) -> TuneResult:
+            return tune(
+                costs,
+                args.pp,
+                micro_batches_from(args),
+                budget_s=budget_s,
+                seed=args.seed,
+                method=args.method,
+                start=start if target == args.target else None,
+                robust=args.robust,
+                workers=args.workers,
+                iterations=args.iterations,
+                recompute=args.recompute in (None, "auto") and not args.no_recompute,
+                copies=args.copies,
+                phases=args.phases or PHASES,
+                target=target,  # type: ignore[arg-type]
+                progress=show,
+            )
+
+        restricted = args.target != "octopipe"
+        result = search(args.target, args.budget * (RESTRICTED_SHARE if restricted else 1.0))
+        if restricted and not stop.asked:
+            free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
+            result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
     # The plan comes first: whatever happens while it is told, it is on disk.
     plan = result.plan.with_extra(**provenance(args, costs))
     if args.output:
@@ -148,6 +166,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         tell(told, console())
     return 0
+
+
+def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
+    """What it costs to run on another runtime."""
+    if free.step_ms >= result.step_ms:
+        return f"only what {target} can run was searched: that cost nothing here"
+    more = 100.0 * (result.step_ms / free.step_ms - 1.0)
+    return (
+        f"only what {target} can run was searched: {more:.1f} % slower than the {free.step_ms:.2f} ms of the best plan "
+        "that octopipe itself runs"
+    )
 
 
 class _Stop:
