@@ -1,4 +1,6 @@
-// What is drawn over the lanes: transfer arrows, the critical path, the chosen micro-batch.
+// What is drawn over and under the lanes: transfer arrows, memory, the critical path, the chosen micro-batch.
+
+const ARROW_STEP = 7; // pixels between two arrows of one pair of ranks: closer together they hide the ops
 
 Object.assign(Gantt.prototype, {
   laneY(entry, rank) {
@@ -25,19 +27,102 @@ Object.assign(Gantt.prototype, {
     c.fill();
   },
 
+  // Every transfer in the window, or as many as can be told apart; `arrows` of `arrowsOf` are drawn.
   drawTransfers(lanes) {
     const shown = [];
-    this.arrows = 0;
     for (const { entry, first, stop } of lanes) {
+      const lastOf = new Map(); // per sender and kind of tensor, where its last arrow ends
       for (let i = first; i < stop; i++) {
         const t = entry.transferTo[i];
-        if (t >= 0 && !this.isDim(entry, i)) shown.push([entry, t]);
+        if (t < 0 || this.isDim(entry, i)) continue;
+        this.arrowsOf++;
+        const way = entry.rank[entry.producer[t]], x = this.xAt(entry.now.tEnd[t]);
+        const last = lastOf.get(way);
+        if (last !== undefined && Math.abs(x - last) < ARROW_STEP) continue;
+        lastOf.set(way, x);
+        shown.push([entry, t]);
       }
-      if (shown.length > this.plot / ARROW_ROOM) return; // closer together they hide the ops
     }
     this.arrows = shown.length;
-    const colour = this.ink.dark ? "rgba(220,228,238,0.62)" : "rgba(30,42,56,0.55)";
+    const crowd = Math.min(1, Math.max(0, shown.length / this.plot - 0.1) * 2); // many arrows are drawn fainter
+    const alpha = (this.ink.dark ? 0.62 : 0.55) * (1 - 0.45 * crowd);
+    const colour = this.ink.dark ? `rgba(220,228,238,${alpha})` : `rgba(30,42,56,${alpha})`;
     shown.forEach(([entry, t]) => this.arrow(entry, t, colour, 1));
+  },
+
+  // A rank's memory, part upon part, each pixel as high as its fullest moment; dashed where the limit is near.
+  drawMemory({ entry, rank, y }) {
+    const memory = memoryOf(entry, entry.now), curve = memory && memory.curves[rank];
+    if (!curve || !curve.time.length) return;
+    const c = this.context, h = this.memoryHeight - 2, bottom = y + this.laneHeight + 1 + h;
+    const n = curve.time.length, step = 1 / this.ratio, scale = h / this.memoryTop;
+    const names = memoryParts(entry), tops = names.map(() => []);
+    let i = Math.max(lowerBound(curve.time, this.from, 0, n) - 1, 0), now = i;
+    let before = -1;
+    const put = (x, point) => {
+      let sum = 0;
+      partsAt(entry, rank, curve, point).forEach((bytes, p) => {
+        sum += bytes;
+        tops[p].push(x, bottom - sum * scale);
+      });
+    };
+    for (let x = GUTTER; x < GUTTER + this.plot; x += step) {
+      const until = this.timeAt(x + step);
+      let highest = now;
+      for (; i < n && curve.time[i] <= until; i++) {
+        now = i;
+        if (curve.level[i] > curve.level[highest]) highest = i;
+      }
+      if (highest === before) continue;
+      if (before >= 0) put(x, before);
+      put(x, highest);
+      before = highest;
+    }
+    put(GUTTER + this.plot, now);
+    for (let p = names.length - 1; p >= 0; p--) {
+      const line = tops[p];
+      c.beginPath();
+      c.moveTo(GUTTER, bottom);
+      for (let k = 0; k < line.length; k += 2) c.lineTo(line[k], line[k + 1]);
+      c.lineTo(GUTTER + this.plot, bottom);
+      c.fillStyle = MEMORY_COLOURS[names[p]];
+      c.fill();
+    }
+    const limit = entry.capacity[rank];
+    if (limit !== null && limit !== undefined && limit <= this.memoryTop) {
+      const over = peakBytes(entry, entry.now)[rank] > limit * (1 + 1e-12), at = bottom - limit * scale;
+      c.strokeStyle = over ? this.ink.over : this.ink.quiet;
+      c.lineWidth = over ? 1.5 : 0.8;
+      c.setLineDash([4, 3]);
+      this.line(GUTTER, at, GUTTER + this.plot, at);
+      c.setLineDash([]);
+    }
+  },
+
+  // What a search found: outlined, and where ops are thin a tick above the lane.
+  drawMarked(lanes) {
+    for (const { entry, first, stop, y } of lanes) {
+      const found = this.marked.get(entry);
+      this.context.fillStyle = this.ink.found;
+      for (let i = first; i < stop && found && found.size; i++) {
+        if (!found.has(i)) continue;
+        this.outline(entry, i, this.ink.found, 2);
+        this.context.fillRect(Math.max(this.xAt(entry.now.start[i]), GUTTER), y - 3, 2, 3);
+      }
+    }
+  },
+
+  // Bring an op into view, wide enough to read, and follow its micro-batch.
+  reveal(entry, op) {
+    const { start, end } = entry.now, took = Math.max(end[op] - start[op], this.horizon * 1e-9);
+    const span = Math.min(this.to - this.from, took * this.plot / 60), middle = (start[op] + end[op]) / 2;
+    if (span < this.to - this.from || start[op] < this.from || end[op] > this.to) this.show(middle - span / 2, middle + span / 2);
+    const y = this.laneY(entry, entry.rank[op]);
+    if (y < this.scroll + AXIS || y + this.laneHeight > this.scroll + this.height) {
+      this.scroll = Math.max(0, Math.min(y - this.height / 2, this.content - this.height));
+    }
+    this.focus = { entry, op };
+    this.select(entry, op);
   },
 
   outline(entry, i, colour, width) {
