@@ -276,8 +276,8 @@ class Gantt {
         c.fillRect(x0, lane.y + h - 4, w - 0.7, 4);
       }
       if (h < 12 || w < 12) continue;
-      const whole = e.stage[i] + KINDS[e.kind[i]] + e.micro[i], brief = String(e.micro[i]);
-      const text = whole.length * letter + 6 < w ? whole : brief.length * letter + 3 < w ? brief : "";
+      const brief = String(e.micro[i]), named = KINDS[e.kind[i]] + brief, whole = e.stage[i] + named;
+      const text = [whole, named, brief].find((words, at) => words.length * letter + (at < 2 ? 6 : 3) < w);
       if (text) {
         c.fillStyle = dim ? this.ink.quiet : "#0c1620";
         c.fillText(text, (x0 + x1) / 2, lane.y + h / 2 + 0.5);
@@ -290,9 +290,14 @@ class Gantt {
     c.font = `11px ${FONT}`;
     c.textAlign = "center";
     c.textBaseline = "middle";
+    const stop = entry.offsets[rank + 1], lastEnd = stop > entry.offsets[rank] ? entry.now.end[stop - 1] : 0;
     for (const [name, r, begin, finish] of entry.now.extras) {
       if (r !== rank || finish < this.from || begin > this.to) continue;
-      const x0 = Math.max(this.xAt(begin), GUTTER), x1 = Math.min(this.xAt(finish), GUTTER + this.plot);
+      // Beside compute it is a foot of the lane, so that no op is hidden; alone it fills the lane.
+      const clear = Math.max(begin, Math.min(finish, lastEnd));
+      const [x0, x1, foot] = [clear, finish, begin].map((at) => Math.min(Math.max(this.xAt(at), GUTTER), GUTTER + this.plot));
+      c.fillStyle = this.ink.quiet;
+      c.fillRect(foot, y + this.laneHeight - 2, x0 - foot, 2);
       c.fillStyle = this.ink.line;
       c.fillRect(x0, y + 2, Math.max(x1 - x0, 0.5), this.laneHeight - 4);
       if (x1 - x0 > name.length * 6.6) {

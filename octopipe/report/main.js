@@ -29,7 +29,7 @@ async function mountReport(root, head, text) {
   const holders = Object.fromEntries(Object.keys(panels).map((name) => [name, element("div", { "data-panel": name })]));
   let width = 0;
   const refresh = () => {
-    width = panelWidth(root);
+    width = panelWidth(holders.partition);
     for (const [name, make] of Object.entries(panels)) {
       const made = make(width);
       holders[name].replaceChildren(...(made ? [made] : []));
@@ -63,7 +63,7 @@ async function mountReport(root, head, text) {
   const resize = () => {
     view.measure();
     view.draw();
-    if (panelWidth(root) !== width) refresh();
+    if (panelWidth(holders.partition) !== width) refresh();
   };
   const watcher = new ResizeObserver(resize), stop = new AbortController(), until = { signal: stop.signal };
   watcher.observe(frame);
@@ -77,8 +77,8 @@ async function mountReport(root, head, text) {
   return { view, entries };
 }
 
-// The room a drawing has inside a card of the page.
-const panelWidth = (root) => Math.max(Math.round(root.clientWidth) - 38, 240);
+// The room a drawing has inside a card (its padding and border) that is as wide as its holder.
+const panelWidth = (holder) => Math.max(holder.clientWidth - 38, 240);
 
 function arrowWords(view) {
   if (!view.options.transfers || view.arrows === view.arrowsOf) return "";

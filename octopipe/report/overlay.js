@@ -66,7 +66,8 @@ Object.assign(Gantt.prototype, {
         tops[p].push(x, bottom - sum * scale);
       });
     };
-    for (let x = GUTTER; x < GUTTER + this.plot; x += step) {
+    const edge = Math.min(GUTTER + this.plot, this.xAt(entry.now.step)); // after the step there is nothing to tell
+    for (let x = GUTTER; x < edge; x += step) {
       const until = this.timeAt(x + step);
       let highest = now;
       for (; i < n && curve.time[i] <= until; i++) {
@@ -78,13 +79,14 @@ Object.assign(Gantt.prototype, {
       put(x, highest);
       before = highest;
     }
-    put(GUTTER + this.plot, now);
+    if (edge <= GUTTER) return;
+    put(edge, now);
     for (let p = names.length - 1; p >= 0; p--) {
       const line = tops[p];
       c.beginPath();
       c.moveTo(GUTTER, bottom);
       for (let k = 0; k < line.length; k += 2) c.lineTo(line[k], line[k + 1]);
-      c.lineTo(GUTTER + this.plot, bottom);
+      c.lineTo(Math.max(edge, GUTTER), bottom);
       c.fillStyle = MEMORY_COLOURS[names[p]];
       c.fill();
     }
