@@ -27,20 +27,17 @@ MAX_NUMBERS = 200_000
 def state_shares(costs: CostTable) -> dict[str, float]:
     """How the static bytes of every layer divide; one part where that is not known.
 
-    Known where the costs come from our own formulas for a named GPU, and all of a layer's weights are divided by
-    the same number of replicas (experts may have fewer than the dense weights beside them).
+    Known where the costs come from our own formulas for a named GPU. That is checked against the gradients' bytes:
+    costs changed by hand, or experts with fewer replicas than the dense weights beside them, do not divide so.
     """
     setup = costs.setup
-    if setup is None or setup.gpu is None or costs.model_flops is None:
+    if setup is None or setup.gpu is None:
         return {WHOLE_STATE: 1.0}
     try:
         cluster = setup.cluster()
     except OctoPipeError:
         return {WHOLE_STATE: 1.0}
-    shards = footprint.shards_of(setup, cluster)
-    if shards.dense != shards.experts and set(costs.symbols) & set("#Xx"):
-        return {WHOLE_STATE: 1.0}
-    n = shards.dense
+    n = footprint.shards_of(setup, cluster).dense
     weights, gradients, state = footprint.WEIGHT_BYTES, setup.gradient_bytes, footprint.STATE_BYTES
     if setup.zero == 3 and n > 1:
         # The fp32 master is the weight's only copy: 4 of the 12 bytes are weights, the two moments are state.
@@ -48,8 +45,9 @@ def state_shares(costs: CostTable) -> dict[str, float]:
     else:
         gradients /= n if setup.zero >= 2 else 1.0
         state /= n if setup.zero >= 1 else 1.0
-    total = footprint.static_bytes(footprint.Weights(1.0, 0.0), setup, cluster)
-    if not np.isclose(weights + gradients + state, total, rtol=1e-9):
+    total = weights + gradients + state
+    parameters = costs.gradient_bytes / setup.gradient_bytes
+    if not costs.static_bytes.any() or not np.allclose(costs.static_bytes, parameters * total, rtol=1e-9):
         return {WHOLE_STATE: 1.0}
     return {"weights": weights / total, "gradients": gradients / total, "optimizer state": state / total}
 

@@ -10,6 +10,15 @@ function partition(entries, width) {
     `Each bar is a layer, as high as its forward and backward time; colour and number say which rank holds it.${again}`, ...parts);
 }
 
+// Diagonal lines across a rectangle.
+function hatching(x, y, wide, high, step = 5) {
+  let path = "";
+  for (let d = step / 2; d < wide + high; d += step) {
+    path += `M${x + Math.max(0, d - high)},${y + Math.min(d, high)}L${x + Math.min(d, wide)},${y + Math.max(0, d - wide)}`;
+  }
+  return path;
+}
+
 function partitionStrip(entry, route, number, width) {
   const top = 46, strip = 22, gap = 2;
   const layers = entry.num_layers, stages = route.length;
@@ -22,10 +31,6 @@ function partitionStrip(entry, route, number, width) {
     "aria-label": `${entry.label}: ` + route.map((s) => `stage ${s}, ${layersOf(entry, s).trim()}, rank ${entry.stages[s][2]}`
       + (recomputes(entry, s) ? `, recomputes ${recomputedWords(entry, s)}` : "")).join("; "),
   });
-  const hatch = `hatch-${entry.number}-${number}`;
-  const pattern = shape("pattern", { id: hatch, width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-  pattern.append(shape("rect", { width: 2, height: 5, class: "hatch" }));
-  svg.append(pattern);
   let x = 0;
   for (const s of route) {
     const [first, stop, rank, again] = entry.stages[s], colour = RANK_COLOURS[rank % RANK_COLOURS.length];
@@ -36,8 +41,7 @@ function partitionStrip(entry, route, number, width) {
       const high = layerMs ? Math.max(layerMs[k] / highest * (top - 4), 0.5) : 0;
       group.append(shape("rect", { x: at + 0.5, y: top - high, width: Math.max(cell - 1, 0.5), height: high, fill: colour, opacity: 0.55 }));
       if (again.includes(k)) {
-        group.append(shape("rect", { x: at + 0.5, y: top - Math.max(high, 4), width: Math.max(cell - 1, 0.5), height: Math.max(high, 4),
-          fill: `url(#${hatch})`, class: "again" }));
+        group.append(shape("path", { class: "again", d: hatching(at + 0.5, top - Math.max(high, 4), Math.max(cell - 1, 0.5), Math.max(high, 4)) }));
       }
       if (letters) {
         group.append(shape("text", { x: at + cell / 2, y: top + strip + 12, "text-anchor": "middle", class: "letter" }, entry.symbols[k]));
@@ -88,7 +92,7 @@ function curve(points, bound, width, height = 250) {
   }
   if (bound) {
     svg.append(shape("line", { x1: left, x2: width - right, y1: y(bound), y2: y(bound), class: "bound" }),
-      shape("text", { x: width - 18, y: y(bound) - 5, "text-anchor": "end", class: "tick" }, `lower bound ${formatMs(bound)}`));
+      shape("text", { x: width - 18, y: y(bound) - 5, "text-anchor": "end", class: "tick" }, `lower bound ${bound.toFixed(Math.max(digits, 1))} ms`));
   }
   points.forEach(([t, phase, best], i) => {
     const until = i + 1 < points.length ? points[i + 1] : [last, "", best];
