@@ -167,7 +167,7 @@ def test_panels_tell_the_timelines_numbers(seen: Seen, small: tuple[Path, list[E
 def test_shades_memory_theme_and_print(seen: Seen, small: tuple[Path, list[Entry]]) -> None:
     page = seen.open(small[0])
     tall = page.evaluate("octopipe.view.content")
-    page.get_by_label("memory").uncheck()
+    page.get_by_role("checkbox", name="memory").uncheck()
     assert page.evaluate("octopipe.view.content") < tall
     page.get_by_label("Shade ops by").select_option("stage")
     light = page.evaluate("octopipe.view.ink.page")

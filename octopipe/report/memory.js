@@ -78,30 +78,43 @@ function modelledMemory(entry, times) {
 // Merge a rank's op starts and ends with its transfers; changes at one instant make one point.
 function rankMemory(entry, times, rank, moves, starts, ends) {
   const first = entry.offsets[rank], stop = entry.offsets[rank + 1], most = 2 * (stop - first) + moves.length;
-  const time = new Float64Array(most), held = HELD.map(() => new Float64Array(most)), level = new Float64Array(most);
-  const now = HELD.map(() => 0), fixed = entry.memoryModel.static[rank], same = entry.tick_ms / 2;
-  let points = 0, move = 0, peak = fixed, peakAt = 0;
+  const time = new Float64Array(most), level = new Float64Array(most), held = HELD.map(() => new Float64Array(most));
+  const [activations, buffers, scratch] = held, fixed = entry.memoryModel.static[rank], same = entry.tick_ms / 2;
+  const [startA, startB, startW] = starts, [endA, endB, endW] = ends;
+  let points = 0, move = 0, peak = fixed, peakAt = 0, inA = 0, inB = 0, inW = 0;
   const put = (at) => {
     if (points && at - time[points - 1] <= same) points--; else time[points] = at;
-    held.forEach((h, p) => { h[points] = Math.max(now[p], 0); });
-    level[points] = fixed + Math.max(now[ACTIVATION] + now[BUFFER] + now[WORKSPACE], 0);
-    points++;
+    activations[points] = inA > 0 ? inA : 0;
+    buffers[points] = inB > 0 ? inB : 0;
+    scratch[points] = inW > 0 ? inW : 0;
+    const sum = inA + inB + inW;
+    level[points++] = fixed + (sum > 0 ? sum : 0);
   };
   const moveUntil = (at) => {
     for (; move < moves.length && moves[move][0] <= at; move++) {
-      now[BUFFER] += moves[move][1];
+      inB += moves[move][1];
       put(moves[move][0]);
     }
   };
   for (let i = first; i < stop; i++) {
-    for (const [at, changes] of [[times.start[i], starts], [times.end[i], ends]]) {
-      moveUntil(at);
-      for (let p = 0; p < now.length; p++) now[p] += changes[p][i];
-      put(at);
-    }
+    moveUntil(times.start[i]);
+    inA += startA[i];
+    inB += startB[i];
+    inW += startW[i];
+    put(times.start[i]);
+    moveUntil(times.end[i]);
+    inA += endA[i];
+    inB += endB[i];
+    inW += endW[i];
+    put(times.end[i]);
   }
   moveUntil(Infinity);
-  for (let i = 0; i < points; i++) if (level[i] > peak) [peak, peakAt] = [level[i], i];
+  for (let i = 0; i < points; i++) {
+    if (level[i] > peak) {
+      peak = level[i];
+      peakAt = i;
+    }
+  }
   const cut = (values) => values.subarray(0, points);
   return { time: cut(time), level: cut(level), held: held.map(cut), peak, peakAt };
 }

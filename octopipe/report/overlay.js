@@ -1,6 +1,8 @@
 // What is drawn over and under the lanes: transfer arrows, memory, the critical path, the chosen micro-batch.
 
-const ARROW_STEP = 7; // pixels between two arrows of one pair of ranks: closer together they hide the ops
+// Pixels between two arrows of one pair of ranks: closer together they hide the ops. Where ops are too many to be drawn one by
+// one, a few arrows still show who sends to whom.
+const ARROW_STEP = 7, SPARSE_ARROW_STEP = 60;
 
 Object.assign(Gantt.prototype, {
   laneY(entry, rank) {
@@ -29,17 +31,16 @@ Object.assign(Gantt.prototype, {
 
   // Every transfer in the window, or as many as can be told apart; `arrows` of `arrowsOf` are drawn.
   drawTransfers(lanes) {
-    const shown = [];
+    const shown = [], apart = this.detailed ? ARROW_STEP : SPARSE_ARROW_STEP;
     for (const { entry, first, stop } of lanes) {
-      const lastOf = new Map(); // per sender and kind of tensor, where its last arrow ends
+      const lastOf = new Float64Array(entry.num_ranks).fill(-Infinity); // per sender, where its last arrow ends
       for (let i = first; i < stop; i++) {
         const t = entry.transferTo[i];
         if (t < 0 || this.isDim(entry, i)) continue;
         this.arrowsOf++;
         const way = entry.rank[entry.producer[t]], x = this.xAt(entry.now.tEnd[t]);
-        const last = lastOf.get(way);
-        if (last !== undefined && Math.abs(x - last) < ARROW_STEP) continue;
-        lastOf.set(way, x);
+        if (Math.abs(x - lastOf[way]) < apart) continue;
+        lastOf[way] = x;
         shown.push([entry, t]);
       }
     }
@@ -56,17 +57,19 @@ Object.assign(Gantt.prototype, {
     if (!curve || !curve.time.length) return;
     const c = this.context, h = this.memoryHeight - 2, bottom = y + this.laneHeight + 1 + h;
     const n = curve.time.length, step = 1 / this.ratio, scale = h / this.memoryTop;
-    const names = memoryParts(entry), tops = names.map(() => []);
+    const names = memoryParts(entry), edge = Math.min(GUTTER + this.plot, this.xAt(entry.now.step)); // no memory after the step
+    if (edge <= GUTTER) return;
+    // What never changes is a band; above it, what is held at the fullest moment of every pixel.
+    const fixed = curve.held ? entry.memoryModel.shares.length : 0, stack = curve.held ?? [curve.level];
+    let floor = bottom;
+    for (let p = 0; p < fixed; p++) {
+      const high = entry.memoryModel.shares[p][1] * entry.memoryModel.static[rank] * scale;
+      c.fillStyle = MEMORY_COLOURS[names[p]];
+      c.fillRect(GUTTER, floor - high, edge - GUTTER, high);
+      floor -= high;
+    }
+    const tops = stack.map(() => []), last = stack.map(() => NaN), next = stack.map(() => 0);
     let i = Math.max(lowerBound(curve.time, this.from, 0, n) - 1, 0), now = i;
-    let before = -1;
-    const put = (x, point) => {
-      let sum = 0;
-      partsAt(entry, rank, curve, point).forEach((bytes, p) => {
-        sum += bytes;
-        tops[p].push(x, bottom - sum * scale);
-      });
-    };
-    const edge = Math.min(GUTTER + this.plot, this.xAt(entry.now.step)); // after the step there is nothing to tell
     for (let x = GUTTER; x < edge; x += step) {
       const until = this.timeAt(x + step);
       let highest = now;
@@ -74,20 +77,27 @@ Object.assign(Gantt.prototype, {
         now = i;
         if (curve.level[i] > curve.level[highest]) highest = i;
       }
-      if (highest === before) continue;
-      if (before >= 0) put(x, before);
-      put(x, highest);
-      before = highest;
+      let sum = 0, moved = false;
+      for (let p = 0; p < stack.length; p++) {
+        sum += stack[p][highest];
+        next[p] = Math.round((floor - sum * scale) * 2) / 2;
+        moved ||= next[p] !== last[p];
+      }
+      if (!moved) continue;
+      for (let p = 0; p < stack.length; p++) {
+        if (x > GUTTER) tops[p].push(x, last[p]);
+        tops[p].push(x, next[p]);
+        last[p] = next[p];
+      }
     }
-    if (edge <= GUTTER) return;
-    put(edge, now);
-    for (let p = names.length - 1; p >= 0; p--) {
+    for (let p = stack.length - 1; p >= 0; p--) {
       const line = tops[p];
       c.beginPath();
-      c.moveTo(GUTTER, bottom);
+      c.moveTo(GUTTER, floor);
       for (let k = 0; k < line.length; k += 2) c.lineTo(line[k], line[k + 1]);
-      c.lineTo(Math.max(edge, GUTTER), bottom);
-      c.fillStyle = MEMORY_COLOURS[names[p]];
+      c.lineTo(edge, last[p]);
+      c.lineTo(edge, floor);
+      c.fillStyle = MEMORY_COLOURS[names[fixed + p]];
       c.fill();
     }
     const limit = entry.capacity[rank];
