@@ -10,6 +10,7 @@ import gc
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from octopipe.lowering import Channel, lower
 from octopipe.measure.workload import Workload
-from octopipe.nn import cross_entropy
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime.messages import Leaf
@@ -57,7 +57,8 @@ class Trial:
 
 
 class TimedRun:
-    """A plan ready to be stepped; gradients exist throughout, as between optimizer updates.
+    """A plan ready to be stepped; gradients exist throughout, as between optimizer updates. `optimizer`: "adamw" has
+    its state in memory and updates (by nothing) after every step, outside the pipeline's time.
 
     `channel="blocking"` on a shared GPU really blocks: a rank's computation waits for each of its transfers.
     """
@@ -70,13 +71,15 @@ class TimedRun:
         profile: Profile,
         *,
         channel: Channel = "directed",
+        optimizer: str = "none",
         timeout_s: float = 120.0,
     ):
         self.plan, self.world, self.device = plan, world, work.place(world.rank)
+        layers = work.layers(self.device)
         self.pipe = Pipeline(
-            work.layers(self.device),
+            layers,
             lower(plan, profile.costs, channel=channel),
-            cross_entropy,
+            work.loss(layers),
             costs=profile.costs,
             device=self.device,
             group=world,
@@ -89,6 +92,11 @@ class TimedRun:
         self._target = work.batch(self.device, plan.num_micro_batches, step=1)
         for p in self.pipe.parameters():
             p.grad = torch.zeros_like(p)
+        # Run where its state is to be counted: a prediction with it and a run without it are not alike.
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer == "adamw":
+            trained = [p for p in self.pipe.parameters() if p.requires_grad]
+            self._optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=self._cuda or None)
         self.timelines: list[Timeline] = []
         self._wall_ms: list[float] = []
         self._loss = float("nan")
@@ -100,9 +108,14 @@ class TimedRun:
             torch.cuda.synchronize(self.device)
             if timed:
                 torch.cuda.reset_peak_memory_stats(self.device)
+        for bucket in self.pipe.reducer.buckets:
+            for p in bucket.parameters:
+                p.grad = None  # as after an optimizer's update: what is reduced would be set aside and held twice
         barrier(self.world)
         began = time.perf_counter()
         value = self.pipe.step(self._batch, self._target, reduce_loss=np.isnan(self._loss))
+        if self._optimizer is not None:
+            self._optimizer.step()
         if value is not None:
             self._loss = float(value)
         if self._cuda:
@@ -140,10 +153,12 @@ def run_plan(
     steps: int = 5,
     warm_up: int = 2,
     channel: Channel = "directed",
+    optimizer: str = "none",
     timeout_s: float = 120.0,
 ) -> Trial:
     """Run a plan and time its steps (see `TimedRun`)."""
-    with closing(TimedRun(work, plan, world, profile, channel=channel, timeout_s=timeout_s)) as run:
+    made = TimedRun(work, plan, world, profile, channel=channel, optimizer=optimizer, timeout_s=timeout_s)
+    with closing(made) as run:
         for k in range(warm_up + steps):
             run.step(timed=k >= warm_up)
         return run.trial()
@@ -168,12 +183,12 @@ class BlockingIpc(TimedIpc):
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)
         work = self._senders[slot.peer].after_receipt()
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return work
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         buffer, work = super()._post_body(slot, leaf)
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return buffer, work
 
 
