@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from report_cases import hundred_thousand, noisy
 from browser_cases import until
 from browser_fixtures import FLAGS
+from report_cases import hundred_thousand, noisy
 
 from octopipe.report import Entry, report_html
 from octopipe.simulator import simulate
