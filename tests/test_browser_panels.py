@@ -106,7 +106,9 @@ def test_a_search_finds_an_op_and_goes_to_it(seen: Seen, tmp_path: Path, priced:
         return v.xAt(entry.now.end[op]) - v.xAt(entry.now.start[op]); })()"""
     )
     assert wide > 40, "wide enough to read"
+    _tip(page, place(page, 0, page.evaluate("octopipe.view.selected.op")))
     box.press("Enter")
+    assert not page.locator(".tip").is_visible(), "what the pointer was at is no longer there"
     assert page.evaluate(chosen)[0] == "b" and "Micro-batch 5 in b" in page.locator(".picked").inner_text()
     count = "(text) => { const found = octopipe.findOps(octopipe.entries, text); return found && found.length; }"
     for text, expected in (
@@ -268,6 +270,12 @@ def test_the_head_tells_the_set_up_and_what_it_achieves(seen: Seen, tmp_path: Pa
     assert facts["tokens/s"] == f"{16 * rate['tokens_per_gpu_per_second']:,.0f}"
     assert facts["tokens/s per GPU"] == f"{rate['tokens_per_gpu_per_second']:,.0f}"
     assert facts["MFU"] == f"{100 * rate['mfu']:.1f} %"
+
+
+def test_a_bound_above_the_step_is_not_compared_with_it(seen: Seen, tmp_path: Path, priced: CostTable) -> None:
+    page = seen.open(_written(tmp_path, _entry(priced, lower_bound_ms=1e6)))
+    assert "lower bound" not in page.locator(".kpi").inner_text()
+    assert "not for these costs" in page.get_by_role("table").inner_text()
 
 
 def test_plans_of_different_set_ups_each_tell_their_own(seen: Seen, tmp_path: Path, priced: CostTable) -> None:

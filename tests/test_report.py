@@ -223,6 +223,11 @@ def test_a_plan_file_is_priced_with_its_own_setting(files: dict[str, Path]) -> N
 def test_flags_overrule_the_setting(files: dict[str, Path]) -> None:
     slow = load_entries([files["one"]], {"p2p_ms": 40.0})[0]
     assert slow.timeline.step_ms > load_entries([files["one"]], {})[0].timeline.step_ms
+    bounded = files["one"].with_name("bounded.json")
+    save_plan(load_plan(files["one"]).with_extra(lower_bound_ms=1.0), bounded)
+    kept, dropped = (load_entries([bounded], given)[0].plan for given in ({"p2p_ms": None}, {"p2p_ms": 40.0}))
+    assert kept is not None and kept.extra["lower_bound_ms"] == 1.0
+    assert dropped is not None and dropped.extra["lower_bound_ms"] is None, "a bound holds for its own costs alone"
     limited = load_entries([files["one"]], {"memory_gib": [1.0]})[0]
     assert not limited.timeline.fits
 

@@ -134,6 +134,8 @@ Object.assign(Gantt.prototype, {
       this.scroll = Math.max(0, Math.min(y - this.height / 2, this.content - this.height));
     }
     this.focus = { entry, op };
+    this.pointer = null;
+    this.events.hover(null, null);
     this.select(entry, op);
   },
 
