@@ -15,6 +15,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 from octopipe.errors import OctoPipeError
@@ -36,6 +37,7 @@ class Link:
                 raise OctoPipeError(f"link {name} is {value}; give a finite number >= 0")
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of_bandwidth(cls, gb_per_s: float, latency_ms: float = 0.0) -> Link:
         """A link of `gb_per_s` (10^9 bytes a second) in each direction."""
         return cls(latency_ms=latency_ms, ms_per_byte=1e3 / (gb_per_s * 1e9))

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
     parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
     parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
-    parser.add_argument("--num-layers", type=whole_number, help="keep only so many layers, embedding and head included")
+    parser.add_argument(
+        "--layers", dest="num_layers", type=whole_number, help="keep so many layers, embedding and head included"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
     parser.add_argument(
         "--compile-scans",
