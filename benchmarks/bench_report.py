@@ -16,8 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from browser_cases import until
+from browser_fixtures import FLAGS
 from report_cases import hundred_thousand, noisy
-from test_browser import FLAGS, until
 
 from octopipe.report import Entry, report_html
 from octopipe.simulator import simulate

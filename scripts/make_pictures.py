@@ -86,7 +86,7 @@ def chromium() -> Iterator[Any]:
     if path is None:
         yield None
         return
-    from test_browser import FLAGS
+    from browser_fixtures import FLAGS
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=FLAGS)

@@ -1,27 +1,24 @@
 """The report and the local page in a real browser: Debian's Chromium, driven by Playwright.
 
-Skipped with a message on a machine without either, but never where CI=true. Times are asserted at three times
+What the panels around the chart show is in test_browser_panels.py. Times are asserted at three times
 the goal, since machines that run tests are busy; benchmarks/bench_report.py measures them.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import shutil
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from browser_cases import Seen, place, scaled, until
 from plans import random_costs, random_plan
 from report_cases import costs_of, hundred_thousand, noisy
 
-from octopipe.cluster import Link, Network
+from octopipe.cluster import Link
 from octopipe.cost import CostTable
 from octopipe.plan_file import load_plan
 from octopipe.report import Entry, report_html
@@ -29,73 +26,8 @@ from octopipe.report.serve import make_server
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytest_plugins = ("browser_fixtures",)
 SLACK = 3.0
-
-
-def _missing(words: str) -> None:
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{words}; where CI=true the browser tests must run")
-    pytest.skip(words)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _missing("Playwright is not installed (pip install playwright)")
-    path = os.environ.get("OCTOPIPE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if path is None:
-        _missing("Chromium is not on this machine (apt-get install chromium)")
-    with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=path, args=FLAGS)
-        yield running
-        running.close()
-
-
-def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
-    """Wait for an expression to be true; Playwright's own waiting evaluates strings, which the page forbids."""
-    end = time.monotonic() + timeout_s
-    while not page.evaluate(expression):
-        assert time.monotonic() < end, f"{expression} does not become true"
-        page.wait_for_timeout(20)
-
-
-class Seen:
-    """A page together with what it complained about and what it asked the network for."""
-
-    def __init__(self, browser: Any, **options: Any):
-        self.page = browser.new_page(viewport={"width": 1440, "height": 900}, **options)
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
-        self.page.on("request", lambda r: self.requests.append(r.url))
-
-    def open(self, path: Path) -> Any:
-        self.page.goto(path.as_uri())
-        until(self.page, "window.octopipe")
-        return self.page
-
-
-@pytest.fixture
-def seen(browser: Any) -> Iterator[Seen]:
-    one = Seen(browser)
-    yield one
-    assert one.complaints == []
-    assert all(re.match(r"(file|data|blob):", url) for url in one.requests), one.requests
-    assert sum(url.startswith("file:") for url in one.requests) <= 1
-    one.page.close()
 
 
 def _entry(system: str, costs: CostTable, ranks: int = 4, micro_batches: int = 8) -> Entry:
@@ -129,18 +61,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _place(page: Any, entry: int, op: int) -> tuple[int, int]:
-    """Where an op's middle is on the screen."""
-    page.locator("canvas").scroll_into_view_if_needed()
-    x, y = page.evaluate(
-        """([n, i]) => { const {view, entries} = octopipe, e = entries[n];
-        return [view.xAt((e.now.start[i] + e.now.end[i]) / 2), view.laneY(e, e.rank[i]) - view.scroll + 5]; }""",
-        [entry, op],
-    )
-    box = page.locator("canvas").bounding_box()
-    return round(box["x"] + x), round(box["y"] + y)
-
-
 # -- looking -------------------------------------------------------------------------------------------
 
 
@@ -149,7 +69,7 @@ def test_hover_says_op_layers_times_and_what_it_waited_for(seen: Seen, small: tu
     page = seen.open(path)
     timeline = entries[0].timeline
     op = int(np.flatnonzero((timeline.spans.rank == 1) & (timeline.spans.micro_batch == 0))[0])
-    page.mouse.move(*_place(page, 0, op))
+    page.mouse.move(*place(page, 0, op))
     tip = page.locator(".tip")
     tip.wait_for(state="visible")
     text = tip.inner_text()
@@ -164,7 +84,7 @@ def test_click_follows_the_micro_batch_and_the_critical_path(seen: Seen, small: 
     path, entries = small
     page = seen.open(path)
     op = int(np.flatnonzero(entries[0].timeline.spans.micro_batch == 3)[0])
-    page.mouse.click(*_place(page, 0, op))
+    page.mouse.click(*place(page, 0, op))
     words = page.locator(".picked").inner_text()
     assert "Micro-batch 3 in 1f1b: 8 ops" in words and "critical path" in words
     assert page.evaluate("octopipe.view.selected.micro") == 3 and page.evaluate("octopipe.view.options.critical")
@@ -181,7 +101,7 @@ def test_wheel_drag_and_keys_zoom_and_move(seen: Seen, small: tuple[Path, list[E
     page = seen.open(small[0])
     window = "[octopipe.view.from, octopipe.view.to]"
     whole = page.evaluate(window)
-    x, y = _place(page, 0, 5)
+    x, y = place(page, 0, 5)
     page.mouse.move(x, y)
     time_there = page.evaluate("octopipe.view.timeAt(octopipe.view.pointer.x)")
     page.mouse.wheel(0, -600)
@@ -203,13 +123,20 @@ def test_wheel_drag_and_keys_zoom_and_move(seen: Seen, small: tuple[Path, list[E
     assert page.evaluate("octopipe.view.to - octopipe.view.from") < whole[1]
 
 
-def test_arrows_appear_when_zoomed_in(seen: Seen, small: tuple[Path, list[Entry]]) -> None:
-    page = seen.open(small[0])
+def test_arrows_are_there_before_zooming(seen: Seen, small: tuple[Path, list[Entry]], large: Path) -> None:
+    path, entries = small
+    page = seen.open(path)
+    arrows = "[octopipe.view.arrows, octopipe.view.arrowsOf]"
+    drawn, there = page.evaluate(arrows)
+    assert there == sum(e.timeline.transfers.source.size for e in entries)
+    assert drawn > 0.6 * there, "only arrows that would hide each other are left out"
+    words = page.locator(".arrows").inner_text()
+    assert words == ("" if drawn == there else f"{drawn} of {there} arrows drawn; zoom in for the rest")
     page.evaluate("octopipe.view.show(20, 40)")
-    until(page, "octopipe.view.arrows > 0")
+    until(page, "octopipe.view.arrows > 0 && octopipe.view.arrows === octopipe.view.arrowsOf")
+    assert page.locator(".arrows").inner_text() == ""
     page.get_by_label("transfers").uncheck()
-    page.wait_for_timeout(50)
-    assert page.evaluate("octopipe.view.options.transfers") is False
+    until(page, "octopipe.view.arrows === 0")
 
 
 def test_several_timelines_share_one_axis(seen: Seen, small: tuple[Path, list[Entry]]) -> None:
@@ -240,7 +167,7 @@ def test_panels_tell_the_timelines_numbers(seen: Seen, small: tuple[Path, list[E
 def test_shades_memory_theme_and_print(seen: Seen, small: tuple[Path, list[Entry]]) -> None:
     page = seen.open(small[0])
     tall = page.evaluate("octopipe.view.content")
-    page.get_by_label("memory").uncheck()
+    page.get_by_role("checkbox", name="memory").uncheck()
     assert page.evaluate("octopipe.view.content") < tall
     page.get_by_label("Shade ops by").select_option("stage")
     light = page.evaluate("octopipe.view.ink.page")
@@ -280,22 +207,6 @@ def test_a_narrow_window_does_not_scroll_sideways(browser: Any, small: tuple[Pat
 # -- what if -------------------------------------------------------------------------------------------
 
 
-def _scaled(costs: CostTable, scale: dict[str, float], factor: float, plus_ms: float) -> CostTable:
-    """The what-if panel's question, put to the Python simulator."""
-    by_layer = np.array([scale.get(c, 1.0) for c in costs.symbols])
-
-    def link(one: Link) -> Link:
-        return Link(latency_ms=one.latency_ms * factor + plus_ms, ms_per_byte=one.ms_per_byte * factor)
-
-    net = costs.network
-    return costs.replace(
-        forward_ms=costs.forward_ms * by_layer,
-        input_ms=costs.input_ms * by_layer,
-        weight_ms=costs.weight_ms * by_layer,
-        network=Network(intra=link(net.intra), inter=link(net.inter), ranks_per_node=net.ranks_per_node),
-    )
-
-
 def test_the_pages_simulator_equals_ours(seen: Seen, tmp_path: Path) -> None:
     """Random plans (routes, recomputation, mixed backward, sizes, speeds), as they are and under other costs."""
     rng = random.Random(5)
@@ -328,7 +239,7 @@ def test_the_pages_simulator_equals_ours(seen: Seen, tmp_path: Path) -> None:
         )
         for entry, (step, makespan, ends, arrivals) in zip(entries, found):
             assert entry.plan is not None and entry.costs is not None
-            twin = simulate(entry.plan, _scaled(entry.costs, scale, factor, plus_ms))
+            twin = simulate(entry.plan, scaled(entry.costs, scale, factor, plus_ms))
             assert makespan == pytest.approx(twin.makespan_ms, rel=1e-9)
             # The panel's link slider is about transfers; reductions between replicas keep their lengths.
             if len(entry.plan.routes) == 1 or (factor, plus_ms) == (1.0, 0.0):
@@ -346,7 +257,7 @@ def test_sliders_show_the_resimulated_step(seen: Seen, small: tuple[Path, list[E
     for n in (0, 1):
         entry = entries[n]
         assert entry.plan is not None and entry.costs is not None
-        expected = simulate(entry.plan, _scaled(entry.costs, {"M": 2.0}, 1.0, 0.0)).step_ms
+        expected = simulate(entry.plan, scaled(entry.costs, {"M": 2.0}, 1.0, 0.0)).step_ms
         assert page.evaluate("(n) => octopipe.entries[n].now.step", n) == pytest.approx(expected, rel=1e-9)
         assert f"{expected:.1f} ms" in page.locator(".result").nth(n).inner_text()
     assert page.evaluate("octopipe.entries[2].now === octopipe.entries[2].base"), "a measurement stays as it is"
@@ -384,7 +295,7 @@ def test_100_000_ops_load_and_move_smoothly(seen: Seen, browser: Any, large: Pat
             break
     assert min(loads) < 2000 * SLACK and min(frames) < 33 * SLACK
     page = seen.open(large)
-    page.mouse.click(*_place(page, 0, 500))
+    page.mouse.click(*place(page, 0, 500))
     assert "Micro-batch" in page.locator(".picked").inner_text()
 
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import costs_of, hundred_thousand, noisy
 
+from octopipe import footprint
 from octopipe.cli import main
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
@@ -26,10 +27,13 @@ from octopipe.plan import Plan
 from octopipe.plan_file import load_plan, plan_from_json, save_plan
 from octopipe.report import Entry, notebook_html, report_html
 from octopipe.report.entry import entry_data, search_points, thin_out
+from octopipe.report.facts import facts_of, rates_of
 from octopipe.report.load import load_entries
+from octopipe.report.memory import WHOLE_STATE, state_shares
 from octopipe.report.pack import Packer, unpack
 from octopipe.report.page import SCRIPTS, asset, report_data
 from octopipe.report.serve import Server, make_server
+from octopipe.resolve import resolve_costs
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import MemoryCurve, load_timeline
@@ -150,6 +154,53 @@ def test_search_logs_of_any_shape_are_tolerated() -> None:
     assert len(points) <= 2001 and points[0][0] == 0 and points[-1][0] == 49_999
 
 
+# -- what the numbers are for, and what memory is --------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_static_memory_divides_as_zero_says(zero: int, dp: int) -> None:
+    """Bytes of a parameter after ZeRO, counted by hand: 2 weight, 4 gradient, 12 state (of which a master of 4)."""
+    costs = resolve_costs("llama3-8b", pp=4, tp=2, dp=dp, zero=zero, micro_batches=8)
+    shares = state_shares(costs)
+    n = dp if zero >= 1 else 1
+    if zero == 3 and dp > 1:
+        expected = {"weights": 4 / n, "gradients": 4 / n, "optimizer state": 8 / n}
+    else:
+        expected = {"weights": 2, "gradients": 4 / (n if zero >= 2 else 1), "optimizer state": 12 / n}
+    total = sum(expected.values())
+    assert shares == pytest.approx({name: part / total for name, part in expected.items()})
+    assert costs.setup is not None
+    assert total == pytest.approx(
+        footprint.static_bytes(footprint.Weights(1.0, 0.0), costs.setup, costs.setup.cluster())
+    ), "the parts are all there is"
+
+
+def test_static_memory_is_one_part_where_nobody_says_how_it_divides() -> None:
+    assert state_shares(costs_of(16, 4)) == {WHOLE_STATE: 1.0}
+    experts = resolve_costs("gpt-oss-20b", pp=4, tp=2, dp=4, ep=4, micro_batches=8)
+    assert state_shares(experts) == {WHOLE_STATE: 1.0}, "experts have fewer replicas than the weights beside them"
+    own = resolve_costs("llama3-8b", pp=4, tp=2, micro_batches=8)
+    assert len(state_shares(own)) == 3
+    assert state_shares(own.replace(static_bytes=own.static_bytes * 0.5)) == {WHOLE_STATE: 1.0}, "changed by hand"
+
+
+def test_the_set_up_is_told_and_never_guessed() -> None:
+    entry = _entry()
+    assert facts_of(entry.timeline, entry.plan, entry.costs) == [] and entry.costs is not None
+    assert rates_of(entry.timeline, entry.plan, entry.costs) is None, "neither tokens nor FLOPs are known"
+    seen = replace(entry.timeline, setting={"gpu": "l40s", "tp": 2, "seq": None, "secret": "x"})
+    assert facts_of(seen, None, None) == [["GPU", "l40s"], ["TP", "2"]]
+    costs = resolve_costs("llama3-8b", gpu="h100", pp=4, tp=2, dp=2, seq=8192, micro_batches=8)
+    plan = build_plan("1f1b", costs, 4, 8)
+    timeline = simulate(plan, costs)
+    facts = dict(map(tuple, facts_of(timeline, plan, costs)))
+    assert facts["GPU"] == "16 × h100" and facts["TP"] == "2" and facts["DP"] == "2" and facts["global batch"] == "16"
+    rates = rates_of(timeline, plan, costs)
+    assert rates is not None and rates["gpus"] == 16
+    assert rates["tokens_per_gpu_per_second"] == pytest.approx(8192 * 8 / 8), "tokens of a step over a pipeline's GPUs"
+
+
 # -- files ---------------------------------------------------------------------------------------------
 
 
@@ -172,6 +223,11 @@ def test_a_plan_file_is_priced_with_its_own_setting(files: dict[str, Path]) -> N
 def test_flags_overrule_the_setting(files: dict[str, Path]) -> None:
     slow = load_entries([files["one"]], {"p2p_ms": 40.0})[0]
     assert slow.timeline.step_ms > load_entries([files["one"]], {})[0].timeline.step_ms
+    bounded = files["one"].with_name("bounded.json")
+    save_plan(load_plan(files["one"]).with_extra(lower_bound_ms=1.0), bounded)
+    kept, dropped = (load_entries([bounded], given)[0].plan for given in ({"p2p_ms": None}, {"p2p_ms": 40.0}))
+    assert kept is not None and kept.extra["lower_bound_ms"] == 1.0
+    assert dropped is not None and dropped.extra["lower_bound_ms"] is None, "a bound holds for its own costs alone"
     limited = load_entries([files["one"]], {"memory_gib": [1.0]})[0]
     assert not limited.timeline.fits
 

@@ -69,6 +69,7 @@ function openEntry(raw, columns, number) {
     bytesOf: (i) => moved.sizes[moved.size[i]],
     memory: raw.memory && openMemory(raw.memory, columns, tick),
     routeOf: raw.stages ? columns[raw.route_of_micro_batch] : null,
+    memoryModel: raw.memory_model ? openMemoryModel(raw.memory_model, columns) : null,
     whatIf: raw.what_if ? openWhatIf(raw.what_if, columns) : null,
   };
   entry.index = indexOps(entry);
@@ -79,6 +80,7 @@ function openEntry(raw, columns, number) {
   };
   if (!entry.base.binding) entry.base.binding = guessBinding(entry, entry.base);
   entry.now = entry.base;
+  checkMemoryModel(entry);
   return entry;
 }
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from octopipe.cost import CostTable
 from octopipe.plan import KINDS, Plan
 from octopipe.price import hop_times
+from octopipe.report.facts import facts_of, rates_of
+from octopipe.report.memory import memory_model, micro_batch_classes
 from octopipe.report.pack import Packer
 from octopipe.timeline import Bubbles, MemoryCurve, Timeline
 
@@ -62,12 +64,15 @@ def entry_data(entry: Entry, pack: Packer) -> dict[str, Any]:
         "transfers": _transfers(t, tick, pack),
         "binding": pack.integers(_binding(t)) if t.binding.size else None,
         "memory": _memory(t, tick, pack),
+        "facts": facts_of(t, entry.plan, entry.costs),
+        "rates": rates_of(t, entry.plan, entry.costs),
     }
     if entry.plan is not None:
         out |= _plan(entry.plan, pack)
     if entry.costs is not None and entry.plan is not None:
         out["symbols"] = entry.costs.symbols
         out["layer_ms"] = entry.costs.layer_ms.tolist()
+        out["memory_model"] = memory_model(entry.plan, entry.costs, pack) if t.memory else None
         if not t.measured and entry.channel == "directed":
             out["what_if"] = what_if(entry.plan, entry.costs, t, pack)
     return out
@@ -171,7 +176,7 @@ def thin_out(curve: MemoryCurve, limit: int) -> MemoryCurve:
 def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
     search = plan.extra.get("search")
     return {
-        "stages": [[s.first, s.stop, s.rank, len(s.recomputed_layers)] for s in plan.stages],
+        "stages": [[s.first, s.stop, s.rank, list(s.recomputed_layers)] for s in plan.stages],
         "routes": [list(r) for r in plan.routes],
         "route_of_micro_batch": pack.integers(plan.route_of_micro_batch),
         "num_layers": plan.num_layers,
@@ -205,11 +210,8 @@ def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> d
     Micro-batches of one size and route share a class: times are per class, not per micro-batch.
     """
     kinds = list(dict.fromkeys(costs.symbols))
-    micro_batches = plan.num_micro_batches
-    route = np.asarray(plan.route_of_micro_batch)[:, None]
     factor = costs.micro_batch_factor
-    key = route.astype(float) if factor is None else np.hstack((route, factor[:micro_batches]))
-    _, member, class_of = np.unique(key, axis=0, return_index=True, return_inverse=True)
+    member, class_of = micro_batch_classes(plan, costs)
     count = len(member) * len(KINDS) * len(plan.stages) * len(kinds)
     if count > MAX_WHAT_IF_NUMBERS:
         return None
@@ -225,7 +227,7 @@ def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> d
     forward, gradient = hop_times(plan, costs)
     return {
         "kinds": kinds,
-        "class_of_micro_batch": pack.integers(class_of.ravel()),
+        "class_of_micro_batch": pack.integers(class_of),
         "times": pack.floats(times),
         "forward": pack.floats(forward[:, member].T),
         "gradient": pack.floats(gradient[:, member].T),

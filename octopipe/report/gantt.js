@@ -2,7 +2,7 @@
 // Zoomed out, a lane is painted pixel by pixel (each pixel the mean colour of the ops in it); zoomed in, op by
 // op with labels and arrows. So a frame costs about the same for a hundred ops and for a hundred thousand.
 
-const GUTTER = 82, AXIS = 30, TITLE = 26, LANE_GAP = 4, DETAIL_LIMIT = 4000, ARROW_ROOM = 9;
+const GUTTER = 100, AXIS = 30, TITLE = 26, LANE_GAP = 4, DETAIL_LIMIT = 4000;
 const SHADES = 4;
 
 class Gantt {
@@ -12,6 +12,8 @@ class Gantt {
     this.raster = document.createElement("canvas");
     this.options = { shade: "micro-batch", memory: true, transfers: true, critical: false };
     this.selected = null; // {entry, micro, op}
+    this.marked = null; // Map of entry -> Set of ops that a search found
+    this.arrows = this.arrowsOf = 0; // transfers drawn, and how many there are in the window
     this.focus = null; // {entry, op}: what the keyboard or the pointer is at
     this.pointer = null;
     this.scroll = 0;
@@ -27,7 +29,7 @@ class Gantt {
     const read = (name) => style.getPropertyValue(name).trim();
     this.ink = {
       page: read("--card"), lane: read("--lane"), text: read("--text"), quiet: read("--quiet"),
-      line: read("--line"), critical: read("--critical"), memory: read("--memory"), over: read("--over"),
+      line: read("--line"), critical: read("--critical"), memory: read("--memory"), over: read("--over"), found: read("--found"),
       dark: read("--theme") === "dark",
     };
     const lane = parseColour(this.ink.lane);
@@ -94,11 +96,15 @@ class Gantt {
     this.canvas.height = Math.round(this.height * this.ratio);
     this.canvas.style.height = `${this.height}px`;
     this.plot = this.width - GUTTER - 8;
-    // The curves fill their lanes; a limit far above them is a number in the gutter, not a line.
-    const peak = Math.max(...this.entries.flatMap((e) => e.numbers.peak_bytes), 1);
+    this.scaleMemory();
+    this.scroll = Math.max(0, Math.min(this.scroll, this.content - this.height));
+  }
+
+  // The curves fill their strips; a limit far above them is a number in the gutter, not a line.
+  scaleMemory() {
+    const peak = Math.max(...this.entries.flatMap((e) => peakBytes(e, e.now) ?? []), 1);
     const limits = this.entries.flatMap((e) => e.capacity).filter((c) => c !== null && c < 2 * peak);
     this.memoryTop = Math.max(peak * 1.12, ...limits.map((c) => c * 1.06));
-    this.scroll = Math.max(0, Math.min(this.scroll, this.content - this.height));
   }
 
   get horizon() { return Math.max(...this.entries.map((e) => e.now.step), 1e-9); }
@@ -171,13 +177,16 @@ class Gantt {
     else this.paintLanes(lanes);
     lanes.forEach((lane) => this.drawExtras(lane));
     if (this.memoryHeight) lanes.forEach((lane) => this.drawMemory(lane));
-    if (this.options.transfers && this.detailed) this.drawTransfers(lanes);
+    this.arrows = this.arrowsOf = 0;
+    if (this.options.transfers) this.drawTransfers(lanes);
     if (this.options.critical) this.entries.forEach((e) => this.drawCritical(e));
     if (this.selected) this.drawSelected();
+    if (this.marked) this.drawMarked(lanes);
     if (this.focus) this.outline(this.focus.entry, this.focus.op, this.ink.text, 1.5);
     this.drawFrame(visible);
     c.restore();
     this.drawAxis();
+    if (this.events.drawn) this.events.drawn();
     this.frames.push(performance.now() - began);
     if (this.frames.length > 240) this.frames.shift();
   }
@@ -252,18 +261,23 @@ class Gantt {
 
   drawOps(lane) {
     const c = this.context, e = lane.entry, { start, end } = e.now, h = this.laneHeight;
-    c.font = `${h > 17 ? 11 : 9}px ${FONT}`;
+    c.font = `11px ${FONT}`;
     c.textBaseline = "middle";
     c.textAlign = "center";
-    const letter = h > 17 ? 6.6 : 5.4;
+    const letter = 6.6;
     for (let i = lane.first; i < lane.stop; i++) {
       const x0 = Math.max(this.xAt(start[i]), GUTTER), x1 = Math.min(this.xAt(end[i]), GUTTER + this.plot);
       const w = x1 - x0, dim = this.isDim(e, i);
       c.fillStyle = this.names[e.tint[i]][dim ? 1 : 0];
       c.fillRect(x0, lane.y, Math.max(w > 3 ? w - 0.7 : w, 0.4), h);
-      if (h < 10 || w < 12) continue;
-      const whole = e.stage[i] + KINDS[e.kind[i]] + e.micro[i], brief = String(e.micro[i]);
-      const text = whole.length * letter + 6 < w ? whole : brief.length * letter + 3 < w ? brief : "";
+      // A forward whose stage recomputes keeps its inputs alone: a foot in the colour of what will be computed again.
+      if (w > 3 && e.kind[i] === F && recomputes(e, e.stage[i])) {
+        c.fillStyle = this.names[R * SHADES][dim ? 1 : 0];
+        c.fillRect(x0, lane.y + h - 4, w - 0.7, 4);
+      }
+      if (h < 12 || w < 12) continue;
+      const brief = String(e.micro[i]), named = KINDS[e.kind[i]] + brief, whole = e.stage[i] + named;
+      const text = [whole, named, brief].find((words, at) => words.length * letter + (at < 2 ? 6 : 3) < w);
       if (text) {
         c.fillStyle = dim ? this.ink.quiet : "#0c1620";
         c.fillText(text, (x0 + x1) / 2, lane.y + h / 2 + 0.5);
@@ -273,55 +287,23 @@ class Gantt {
 
   drawExtras({ entry, rank, y }) {
     const c = this.context;
-    c.font = `10px ${FONT}`;
+    c.font = `11px ${FONT}`;
     c.textAlign = "center";
     c.textBaseline = "middle";
+    const stop = entry.offsets[rank + 1], lastEnd = stop > entry.offsets[rank] ? entry.now.end[stop - 1] : 0;
     for (const [name, r, begin, finish] of entry.now.extras) {
       if (r !== rank || finish < this.from || begin > this.to) continue;
-      const x0 = Math.max(this.xAt(begin), GUTTER), x1 = Math.min(this.xAt(finish), GUTTER + this.plot);
+      // Beside compute it is a foot of the lane, so that no op is hidden; alone it fills the lane.
+      const clear = Math.max(begin, Math.min(finish, lastEnd));
+      const [x0, x1, foot] = [clear, finish, begin].map((at) => Math.min(Math.max(this.xAt(at), GUTTER), GUTTER + this.plot));
+      c.fillStyle = this.ink.quiet;
+      c.fillRect(foot, y + this.laneHeight - 2, x0 - foot, 2);
       c.fillStyle = this.ink.line;
       c.fillRect(x0, y + 2, Math.max(x1 - x0, 0.5), this.laneHeight - 4);
-      if (x1 - x0 > name.length * 6) {
+      if (x1 - x0 > name.length * 6.6) {
         c.fillStyle = this.ink.text;
         c.fillText(name, (x0 + x1) / 2, y + this.laneHeight / 2);
       }
-    }
-  }
-
-  drawMemory({ entry, rank, y }) {
-    const curve = entry.memory && entry.memory.curves[rank];
-    if (!curve || entry.now !== entry.base) return;
-    const c = this.context, h = this.memoryHeight - 2, bottom = y + this.laneHeight + 1 + h;
-    const yAt = (bytes) => bottom - bytes / this.memoryTop * h;
-    const n = curve.time.length, step = 1 / this.ratio;
-    let i = Math.max(lowerBound(curve.time, this.from, 0, n) - 1, 0);
-    let level = curve.level[i] ?? 0;
-    c.beginPath();
-    c.moveTo(GUTTER, bottom);
-    for (let x = GUTTER, before = -1; x < GUTTER + this.plot; x += step) {
-      const until = this.timeAt(x + step);
-      let highest = level;
-      while (i < n && curve.time[i] <= until) {
-        level = curve.level[i++];
-        if (level > highest) highest = level;
-      }
-      if (highest !== before) {
-        if (before >= 0) c.lineTo(x, yAt(before));
-        c.lineTo(x, yAt(highest));
-        before = highest;
-      }
-    }
-    c.lineTo(GUTTER + this.plot, yAt(level));
-    c.lineTo(GUTTER + this.plot, bottom);
-    c.fillStyle = this.ink.memory;
-    c.fill();
-    const limit = entry.capacity[rank];
-    if (limit !== null && limit !== undefined && limit <= this.memoryTop) {
-      c.strokeStyle = entry.numbers.peak_bytes[rank] > limit ? this.ink.over : this.ink.quiet;
-      c.lineWidth = entry.numbers.peak_bytes[rank] > limit ? 1.5 : 0.8;
-      c.setLineDash([4, 3]);
-      this.line(GUTTER, yAt(limit), GUTTER + this.plot, yAt(limit));
-      c.setLineDash([]);
     }
   }
 
@@ -356,12 +338,12 @@ class Gantt {
         c.textAlign = "left";
         c.font = `600 13px ${FONT}`;
         c.fillStyle = this.ink.text;
-        const name = row.entry.label + (row.entry.now === row.entry.base ? "" : " (what if)");
+        const name = this.fitting(row.entry.label + (row.entry.now === row.entry.base ? "" : " (what if)"), this.width * 0.55);
         c.fillText(name, 4, row.y + TITLE / 2 + 2);
         const wide = c.measureText(name).width;
         c.font = `12px ${FONT}`;
         c.fillStyle = this.ink.quiet;
-        c.fillText(headline(row.entry), wide + 14, row.y + TITLE / 2 + 2);
+        c.fillText(this.fitting(headline(row.entry), this.width - wide - 22), wide + 14, row.y + TITLE / 2 + 2);
         const x = this.xAt(row.entry.now.step);
         if (x > GUTTER && x <= GUTTER + this.plot + 1) {
           c.strokeStyle = this.ink.text;
@@ -372,19 +354,29 @@ class Gantt {
         }
       } else if (this.laneHeight > 8) {
         c.textAlign = "right";
-        c.font = `${this.laneHeight > 13 ? 12 : 9}px ${FONT}`;
+        c.font = `${this.laneHeight > 13 ? 12 : 11}px ${FONT}`;
         c.fillStyle = this.ink.quiet;
         c.fillText(`rank ${row.rank}`, GUTTER - 10, row.y + this.laneHeight / 2 + 0.5);
-        if (row.entry.memory && this.memoryHeight > 11 && row.entry.now === row.entry.base) {
-          const peak = row.entry.numbers.peak_bytes[row.rank], limit = row.entry.capacity[row.rank];
+        const peaks = this.memoryHeight > 12 && row.entry.memory ? peakBytes(row.entry, row.entry.now) : null;
+        if (peaks) {
+          const peak = peaks[row.rank], limit = row.entry.capacity[row.rank] ?? null;
           const short = (bytes) => (bytes / GIB).toFixed(bytes < 10 * GIB ? 1 : 0);
-          const text = limit === null || limit === undefined ? `${short(peak)} GiB` : `${short(peak)} of ${short(limit)} GiB`;
-          c.font = `9.5px ${FONT}`;
-          c.fillStyle = limit !== null && peak > limit ? this.ink.over : this.ink.quiet;
-          c.fillText(text, GUTTER - 10, row.y + this.laneHeight + this.memoryHeight / 2);
+          c.font = `11px ${FONT}`;
+          c.fillStyle = limit !== null && peak > limit * (1 + 1e-12) ? this.ink.over : this.ink.quiet;
+          c.fillText(limit === null ? `${short(peak)} GiB` : `${short(peak)} of ${short(limit)} GiB`,
+            GUTTER - 10, row.y + this.laneHeight + this.memoryHeight / 2);
         }
       }
     }
+  }
+
+  // The text, cut with an ellipsis where it is wider than its place.
+  fitting(text, width) {
+    const c = this.context;
+    if (c.measureText(text).width <= width) return text;
+    let keep = text.length;
+    while (keep > 1 && c.measureText(`${text.slice(0, keep)}…`).width > width) keep--;
+    return `${text.slice(0, keep)}…`;
   }
 
   drawAxis() {
@@ -418,10 +410,11 @@ class Gantt {
       const text = `${formatMs(this.timeAt(this.pointer.x))}`;
       const wide = c.measureText(text).width + 10;
       c.fillStyle = this.ink.text;
-      c.fillRect(this.pointer.x - wide / 2, 3, wide, 18);
+      const middle = Math.min(this.pointer.x, this.width - wide / 2);
+      c.fillRect(middle - wide / 2, 3, wide, 18);
       c.fillStyle = this.ink.page;
       c.textAlign = "center";
-      c.fillText(text, this.pointer.x, 12);
+      c.fillText(text, middle, 12);
     }
   }
 }

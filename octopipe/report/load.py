@@ -35,6 +35,8 @@ def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
     if form == PLAN_FORMAT:
         plan = plan_from_json(data, where)
         costs = costs_of_plan(plan, setting, where)
+        if any(value is not None for value in setting.values()):
+            plan = plan.with_extra(lower_bound_ms=None)  # proven for the plan's own costs, not for those asked for
         label = str(plan.extra.get("label") or plan.extra.get("system") or Path(path).stem)
         return Entry(timeline=simulate(plan, costs, label=label), plan=plan, costs=costs, label=label)
     raise OctoPipeError(

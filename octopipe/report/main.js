@@ -19,9 +19,30 @@ async function mountReport(root, head, text) {
   const tools = element("div", { class: "tools", role: "toolbar", "aria-label": "Timeline" });
   const chart = section("Timeline", "", tools, frame, picked, live, element("p", { class: "note", id: "keys" },
     "Wheel or + and − zoom, drag or ← → move, double click or 0 shows all. Click an op to follow its micro-batch; Esc lets go. "
-    + "Without a mouse: N and P step along a rank, ↑ and ↓ across ranks, Enter follows."));
-  root.replaceChildren(...[cards(entries), chart, whatIfPanel(entries, () => view), partition(entries),
-    bubbles(entries, head.bubble_colours), searchCurve(entries), numbersTable(entries)].filter(Boolean));
+    + "Without a mouse: N and P step along a rank, ↑ and ↓ across ranks, Enter follows, / finds."));
+  // Panels are made anew when what-if changes the numbers, or the page its width.
+  const panels = {
+    setup: () => setupStrip(entries), cards: () => cards(entries), partition: (width) => partition(entries, width),
+    bubbles: () => bubbles(entries, head.bubble_colours), memory: () => memoryPanel(entries),
+    search: (width) => searchCurve(entries, width), numbers: () => numbersTable(entries),
+  };
+  const holders = Object.fromEntries(Object.keys(panels).map((name) => [name, element("div", { "data-panel": name })]));
+  let width = 0;
+  const refresh = () => {
+    width = panelWidth(holders.partition);
+    for (const [name, make] of Object.entries(panels)) {
+      const made = make(width);
+      holders[name].replaceChildren(...(made ? [made] : []));
+    }
+  };
+  const { setup, cards: top, partition: layers, bubbles: idle, memory, search, numbers } = holders;
+  const whatIf = whatIfPanel(entries, () => view, () => {
+    refresh();
+    showTip(tip, frame, null, null);
+    picked.textContent = view.selected ? selectionWords(view.selected) : "";
+  });
+  root.replaceChildren(...[setup, top, chart, whatIf, layers, idle, memory, search, numbers].filter(Boolean));
+  refresh();
 
   const box = {};
   const view = new Gantt(canvas, entries, head.colours, {
@@ -33,9 +54,17 @@ async function mountReport(root, head, text) {
       picked.textContent = chosen ? selectionWords(chosen) : "";
       view.options.critical = chosen !== null || box.critical.checked;
     },
+    find() { box.find.focus(); },
+    drawn() {
+      if (box.arrows) box.arrows.textContent = arrowWords(view);
+    },
   });
   buildTools(tools, view, head, entries, box);
-  const resize = () => { view.measure(); view.draw(); };
+  const resize = () => {
+    view.measure();
+    view.draw();
+    if (panelWidth(holders.partition) !== width) refresh();
+  };
   const watcher = new ResizeObserver(resize), stop = new AbortController(), until = { signal: stop.signal };
   watcher.observe(frame);
   root.release = () => { watcher.disconnect(); stop.abort(); };
@@ -46,6 +75,14 @@ async function mountReport(root, head, text) {
   addEventListener("afterprint", () => { delete document.documentElement.dataset.printing; restyle(); }, until);
   view.draw();
   return { view, entries };
+}
+
+// The room a drawing has inside a card (its padding and border) that is as wide as its holder.
+const panelWidth = (holder) => Math.max(holder.clientWidth - 38, 240);
+
+function arrowWords(view) {
+  if (!view.options.transfers || view.arrows === view.arrowsOf) return "";
+  return `${view.arrows} of ${view.arrowsOf.toLocaleString("en")} arrows drawn; zoom in for the rest`;
 }
 
 function buildTools(tools, view, head, entries, box) {
@@ -67,15 +104,22 @@ function buildTools(tools, view, head, entries, box) {
     view.tint();
     view.redraw();
   });
+  box.find = searchBox(entries, view);
+  box.arrows = element("span", { class: "arrows" });
+  const again = entries.some(recomputedCount);
+  const parts = [...new Set(entries.filter((e) => e.memory).flatMap(memoryParts))];
+  const swatch = (colour) => element("i", { class: "swatch", style: `background:${colour}` });
   const used = [...KINDS].filter((k, i) => entries.some((e) => e.kind.includes(i)));
   tools.append(
     element("span", { class: "group" }, button("+", "Zoom in", () => view.zoom(1.6)),
       button("−", "Zoom out", () => view.zoom(1 / 1.6)), button("Fit", "Show the whole step", () => view.fit())),
     element("label", {}, "shade by ", shade),
     ...(entries.some((e) => e.memory) ? [check("memory", "memory")] : []),
-    check("transfers", "transfers"), check("critical", "critical path"),
-    element("span", { class: "legend" }, ...used.map((k) => element("span", {},
-      element("i", { class: "swatch", style: `background:rgb(${head.colours[k]})` }), `${k} ${head.kind_names[k]}`))));
+    check("transfers", "transfers"), check("critical", "critical path"), box.find.node, box.arrows,
+    element("span", { class: "legend" }, ...used.map((k) => element("span", {}, swatch(`rgb(${head.colours[k]})`), `${k} ${head.kind_names[k]}`)),
+      again ? element("span", { title: "a forward with a foot: its stage keeps inputs alone and computes the rest again (R)" },
+        element("i", { class: "swatch foot", style: `background:rgb(${head.colours.F});border-color:rgb(${head.colours.R})` }), "F, recomputed later") : null),
+    ...(parts.length ? [element("span", { class: "legend" }, "memory: ", ...parts.map((name) => element("span", {}, swatch(MEMORY_COLOURS[name]), name)))] : []));
 }
 
 function showTip(tip, frame, found, at) {
@@ -107,62 +151,6 @@ function selectionWords({ entry, micro, op }) {
   const onPath = path.includes(op) ? "is on the critical path" : "is not on the critical path";
   return `Micro-batch ${micro} in ${entry.label}: ${ops} ops, ${formatMs(busy)} of work from ${formatMs(first)} to ${formatMs(last)}. `
     + `${opName(entry, op)} ${onPath} (outlined, ${path.length} steps).`;
-}
-
-function whatIfPanel(entries, view) {
-  const able = entries.filter((e) => e.whatIf);
-  if (!able.length) return null;
-  const kinds = [...new Set(able.flatMap((e) => e.whatIf.kinds))];
-  const times = { factor: 1, plus_ms: 0 }, scale = {};
-  const results = element("div", { class: "results", "aria-live": "polite" });
-  const sliders = [];
-  const slider = (label, note, attributes, shown, apply) => {
-    const input = element("input", { type: "range", ...attributes });
-    const value = element("output", {});
-    const update = () => {
-      apply(Number(input.value));
-      value.textContent = shown(Number(input.value));
-      input.setAttribute("aria-valuetext", value.textContent);
-    };
-    input.addEventListener("input", () => { update(); run(); });
-    sliders.push(() => { input.value = attributes.value; update(); });
-    update();
-    return element("label", { class: "slider" }, element("span", {}, label, note ? element("small", {}, note) : null), input, value);
-  };
-  const twice = { min: -2, max: 2, step: 0.05, value: 0 };
-  const times_ = (v) => `× ${(2 ** v).toFixed(2)}`;
-  let waiting = false;
-  const run = () => {
-    if (waiting) return;
-    waiting = true;
-    requestAnimationFrame(() => {
-      waiting = false;
-      const plain = times.factor === 1 && times.plus_ms === 0 && kinds.every((k) => (scale[k] ?? 1) === 1);
-      for (const e of able) e.now = plain ? e.base : simulateEntry(e, scale, times);
-      show();
-      const v = view();
-      if (v.to > v.horizon * 1.015 || v.from === 0) v.fit(); else v.redraw();
-    });
-  };
-  const show = () => results.replaceChildren(...able.map((e) => {
-    const change = e.now.step / e.base.step - 1;
-    return element("div", { class: "result" }, element("span", {}, e.label),
-      element("strong", {}, formatMs(e.now.step)),
-      element("span", { class: change > 1e-9 ? "loss" : change < -1e-9 ? "gain" : "" },
-        Math.abs(change) < 1e-9 ? "as planned" : `${change > 0 ? "+" : "−"}${percent(Math.abs(change))}`));
-  }));
-  const shortest = Math.min(...able.map((e) => e.base.makespan / Math.max(e.num_micro_batches, 1)));
-  const most = Number((shortest / 4).toPrecision(1)) || 1;
-  const layerName = (k) => SYMBOL_NAMES[k] ?? `layer kind ${k}`;
-  const panel = section("What if", "The order of ops stays as it is; every time is simulated again in this page. The memory curve is hidden meanwhile.",
-    element("div", { class: "sliders" },
-      ...kinds.map((k) => slider(`${layerName(k)} time`, k, twice, times_, (v) => { scale[k] = 2 ** v; })),
-      slider("link speed", "", { min: -3, max: 3, step: 0.1, value: 0 }, times_, (v) => { times.factor = 2 ** -v; }),
-      slider("added to each transfer", "", { min: 0, max: most, step: most / 100, value: 0 }, formatMs, (v) => { times.plus_ms = v; })),
-    results,
-    element("button", { type: "button", onclick: () => { sliders.forEach((reset) => reset()); run(); } }, "Reset"));
-  show();
-  return panel;
 }
 
 function toggleTheme() {

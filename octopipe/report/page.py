@@ -20,7 +20,10 @@ from octopipe.export.style import BUBBLES, COLOURS, NAMES
 from octopipe.report.entry import Entry, entry_data
 from octopipe.report.pack import Packer
 
-SCRIPTS = ("whatif.js", "decode.js", "words.js", "gantt.js", "overlay.js", "pointer.js", "panels.js", "main.js")
+SCRIPTS = (
+    "whatif.js", "decode.js", "words.js", "memory.js", "numbers.js", "gantt.js", "overlay.js", "pointer.js", "find.js",
+    "panels.js", "strips.js", "whatif_panel.js", "main.js",
+)  # fmt: skip
 """In this order; page.js (or serve.js) comes last and starts things."""
 SYMBOLS: Mapping[str, str] = MappingProxyType(
     {

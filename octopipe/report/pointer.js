@@ -3,7 +3,7 @@
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 
 Object.assign(Gantt.prototype, {
-  // What lies under a point: {entry, rank, op}, op -1 between ops, or null outside the lanes.
+  // What lies under a point: {entry, rank, op, time, strip}, op -1 between ops and on the memory strip, or null outside.
   hit(x, y) {
     if (x < GUTTER || x > GUTTER + this.plot || y < AXIS) return null;
     const at = y + this.scroll;
@@ -12,10 +12,11 @@ Object.assign(Gantt.prototype, {
     if (!row) return null;
     const { entry, rank } = row, time = this.timeAt(x);
     const lo = entry.offsets[rank], hi = entry.offsets[rank + 1];
+    const strip = this.memoryHeight > 0 && Boolean(entry.memory) && at > row.y + this.laneHeight + 1;
     let op = lowerBound(entry.now.end, time, lo, hi);
     const slack = (this.to - this.from) / this.plot * 1.5; // ops thinner than a pixel can still be pointed at
-    if (op >= hi || entry.now.start[op] > time + slack || at > row.y + this.laneHeight + 1) op = -1;
-    return { entry, rank, op, time };
+    if (strip || op >= hi || entry.now.start[op] > time + slack) op = -1;
+    return { entry, rank, op, time, strip };
   },
 
   listen() {
@@ -109,6 +110,7 @@ Object.assign(Gantt.prototype, {
       case "n": case "N": this.step(1, false); return true;
       case "p": case "P": this.step(-1, false); return true;
       case "Enter": case " ": if (this.focus) this.select(this.focus.entry, this.focus.op); return true;
+      case "/": if (this.events.find) this.events.find(); return true;
       case "Escape": this.select(null); this.focus = null; this.events.hover(null, null); return true;
       default: return false;
     }

@@ -85,7 +85,7 @@ function show(now) {
   const last = state.points[state.points.length - 1];
   if (now.best_ms !== null && (!last || now.best_ms < last[2] || now.state !== "running")) {
     state.points.push([now.seconds, now.phase, now.best_ms]);
-    byId("curve").replaceChildren(curve(state.points, now.lower_bound_ms, 160));
+    byId("curve").replaceChildren(curve(state.points, now.lower_bound_ms, panelWidth(byId("report")), 160));
   }
 }
 

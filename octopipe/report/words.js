@@ -19,15 +19,10 @@ function formatBytes(bytes) {
     : bytes >= 1024 ? `${(bytes / 1024).toFixed(1)} KiB` : `${bytes} B`;
 }
 
-function bubbleRatio(entry) {
-  const now = entry.now, mean = now.busy.reduce((a, b) => a + b, 0) / entry.num_ranks;
-  return now.step > 0 ? 1 - mean / now.step : 0;
-}
-
 function headline(entry) {
   const parts = [formatMs(entry.now.step), `${percent(bubbleRatio(entry))} bubble`];
   if (entry.measured) parts.push("measured");
-  if (!entry.numbers.fits) parts.push("does not fit in memory");
+  if (!numbersOf(entry).fits) parts.push("does not fit in memory");
   return parts.join("  ·  ");
 }
 
@@ -39,6 +34,27 @@ function layersOf(entry, stage) {
   const range = stop - first === 1 ? `layer ${first}` : `layers ${first} to ${stop - 1}`;
   return entry.symbols ? `${range}   ${entry.symbols.slice(first, stop)}` : range;
 }
+
+const recomputes = (entry, stage) => Boolean(entry.stages && entry.stages[stage] && entry.stages[stage][3].length);
+
+// Whole numbers in a row as ranges: 3 to 5, 8.
+function ranges(numbers) {
+  const out = [];
+  for (const n of numbers) {
+    const last = out[out.length - 1];
+    if (last && n === last[1] + 1) last[1] = n; else out.push([n, n]);
+  }
+  return out.map(([a, b]) => (a === b ? String(a) : `${a} to ${b}`)).join(", ");
+}
+
+// What a stage computes again in its backward pass, in words; empty where it keeps everything.
+function recomputedWords(entry, stage) {
+  if (!recomputes(entry, stage)) return "";
+  const [first, stop, , again] = entry.stages[stage];
+  return again.length === stop - first ? `all ${again.length} layers` : `layers ${ranges(again)} (${again.length} of ${stop - first})`;
+}
+
+const recomputedCount = (entry) => (entry.stages ? new Set(entry.stages.flatMap((s) => s[3])).size : 0);
 
 // Why an op started when it did: [what it waited for, how long the rank stood idle for it].
 function waitedFor(entry, i) {
@@ -56,35 +72,57 @@ function waitedFor(entry, i) {
   return [`${opName(entry, because)} on rank ${entry.rank[because]}`, idle];
 }
 
-function memoryAt(entry, rank, time) {
-  const curve = entry.memory && entry.now === entry.base && entry.memory.curves[rank];
-  if (!curve || !curve.time.length) return null;
-  const i = Math.max(upperBound(curve.time, time, 0, curve.time.length) - 1, 0);
-  return curve.level[i];
+// The op that runs on a rank at a time, or -1.
+function opAt(entry, rank, time) {
+  const { start, end } = entry.now, hi = entry.offsets[rank + 1];
+  const i = upperBound(end, time, entry.offsets[rank], hi);
+  return i < hi && start[i] <= time ? i : -1;
+}
+
+// What a rank does at a time, in words.
+function stateAt(entry, rank, time) {
+  const op = opAt(entry, rank, time), now = entry.now;
+  if (op >= 0) return `running ${opName(entry, op)}`;
+  const other = now.extras.find(([, r, begin, finish]) => r === rank && begin <= time && time < finish);
+  if (other) return other[0];
+  if (time > now.step) return "the step has ended";
+  const last = entry.offsets[rank + 1] - 1;
+  return last < entry.offsets[rank] || time >= now.end[last] ? "idle, all its ops are done" : "idle";
+}
+
+// Rows about a rank's memory at a time: in all, and by what it is.
+function memoryRows(entry, rank, time, whole) {
+  const memory = memoryOf(entry, entry.now), curve = memory && memory.curves[rank];
+  if (!curve || !curve.time.length || time > entry.now.step) return [];
+  const point = pointAt(curve, time), limit = entry.capacity[rank] ?? null;
+  const fixed = entry.memoryModel ? entry.memoryModel.static[rank] : entry.numbers.static_bytes[rank];
+  const level = point < 0 ? fixed : curve.level[point];
+  const rows = [["memory here", limit === null ? gib(level) : `${gib(level)} of ${gib(limit)}`]];
+  if (!whole || !entry.memoryModel) return rows;
+  partsAt(entry, rank, curve, point).forEach((bytes, p) => {
+    if (bytes > 0) rows.push([memoryParts(entry)[p], formatBytes(bytes)]);
+  });
+  return rows;
 }
 
 // Rows of [name, value] about a place in the chart.
 function describe(found) {
-  const { entry, rank, op, time } = found, now = entry.now;
+  const { entry, rank, op, time, strip } = found, now = entry.now;
   const rows = [];
-  if (op >= 0) {
-    rows.push(["", `${opName(entry, op)}   ${KIND_NAMES[KINDS[entry.kind[op]]]} of micro-batch ${entry.micro[op]}`]);
-    rows.push(["where", `stage ${entry.stage[op]} on rank ${rank}`]);
-    const layers = layersOf(entry, entry.stage[op]);
-    if (layers) rows.push(["layers", layers]);
-    rows.push(["start", formatMs(now.start[op])], ["duration", formatMs(now.end[op] - now.start[op])]);
-    const [what, idle] = waitedFor(entry, op);
-    rows.push(["waited for", what]);
-    if (idle > 1e-9 * now.step) rows.push(["rank idle before", formatMs(idle)]);
-  } else {
-    rows.push(["", `rank ${rank}, idle at ${formatMs(time)}`]);
+  if (strip || op < 0) {
+    rows.push(["", `rank ${rank} at ${formatMs(time)}: ${stateAt(entry, rank, time)}`]);
+    return [...rows, ...memoryRows(entry, rank, time, true)];
   }
-  const level = memoryAt(entry, rank, time);
-  if (level !== null) {
-    const limit = entry.capacity[rank];
-    rows.push(["memory here", limit === null || limit === undefined ? gib(level) : `${gib(level)} of ${gib(limit)}`]);
-  }
-  return rows;
+  rows.push(["", `${opName(entry, op)}   ${KIND_NAMES[KINDS[entry.kind[op]]]} of micro-batch ${entry.micro[op]}`]);
+  rows.push(["where", `stage ${entry.stage[op]} on rank ${rank}`]);
+  const layers = layersOf(entry, entry.stage[op]), again = recomputedWords(entry, entry.stage[op]);
+  if (layers) rows.push(["layers", layers]);
+  if (again) rows.push(["recomputes", again]);
+  rows.push(["start", formatMs(now.start[op])], ["duration", formatMs(now.end[op] - now.start[op])]);
+  const [what, idle] = waitedFor(entry, op);
+  rows.push(["waited for", what]);
+  if (idle > 1e-9 * now.step) rows.push(["rank idle before", formatMs(idle)]);
+  return [...rows, ...memoryRows(entry, rank, time, false)];
 }
 
 // The first index in [lo, hi) whose value is >= (lower) or > (upper) the one sought, in a sorted array.

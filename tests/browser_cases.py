@@ -1,0 +1,65 @@
+"""What the tests ask of the report's pages: opening one, waiting, places on the chart, and the what-if question."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octopipe.cluster import Link, Network
+from octopipe.cost import CostTable
+
+
+def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
+    """Wait for an expression to be true; Playwright's own waiting evaluates strings, which the page forbids."""
+    end = time.monotonic() + timeout_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"{expression} does not become true"
+        page.wait_for_timeout(20)
+
+
+class Seen:
+    """A page together with what it complained about and what it asked the network for."""
+
+    def __init__(self, browser: Any, **options: Any):
+        self.page = browser.new_page(viewport={"width": 1440, "height": 900}, **options)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
+        self.page.on("request", lambda r: self.requests.append(r.url))
+
+    def open(self, path: Path) -> Any:
+        self.page.goto(path.as_uri())
+        until(self.page, "window.octopipe")
+        return self.page
+
+
+def place(page: Any, entry: int, op: int) -> tuple[int, int]:
+    """Where an op's middle is on the screen."""
+    page.locator("canvas").scroll_into_view_if_needed()
+    x, y = page.evaluate(
+        """([n, i]) => { const {view, entries} = octopipe, e = entries[n];
+        return [view.xAt((e.now.start[i] + e.now.end[i]) / 2), view.laneY(e, e.rank[i]) - view.scroll + 5]; }""",
+        [entry, op],
+    )
+    box = page.locator("canvas").bounding_box()
+    return round(box["x"] + x), round(box["y"] + y)
+
+
+def scaled(costs: CostTable, scale: dict[str, float], factor: float, plus_ms: float) -> CostTable:
+    """The what-if panel's question, put to the Python simulator."""
+    by_layer = np.array([scale.get(c, 1.0) for c in costs.symbols])
+
+    def link(one: Link) -> Link:
+        return Link(latency_ms=one.latency_ms * factor + plus_ms, ms_per_byte=one.ms_per_byte * factor)
+
+    net = costs.network
+    return costs.replace(
+        forward_ms=costs.forward_ms * by_layer,
+        input_ms=costs.input_ms * by_layer,
+        weight_ms=costs.weight_ms * by_layer,
+        network=Network(intra=link(net.intra), inter=link(net.inter), ranks_per_node=net.ranks_per_node),
+    )

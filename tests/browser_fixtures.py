@@ -1,0 +1,57 @@
+"""A real browser for the tests of the report: Debian's Chromium, driven by Playwright.
+
+Skipped with a message on a machine without either, but never where CI=true.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser_cases import Seen
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def _missing(words: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{words}; where CI=true the browser tests must run")
+    pytest.skip(words)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        _missing("Playwright is not installed (pip install playwright)")
+    path = os.environ.get("OCTOPIPE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        _missing("Chromium is not on this machine (apt-get install chromium)")
+    with sync_playwright() as play:
+        running = play.chromium.launch(executable_path=path, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def seen(browser: Any) -> Iterator[Seen]:
+    one = Seen(browser)
+    yield one
+    assert one.complaints == []
+    assert all(re.match(r"(file|data|blob):", url) for url in one.requests), one.requests
+    assert sum(url.startswith("file:") for url in one.requests) <= 1
+    one.page.close()
