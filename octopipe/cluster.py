@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from octopipe.errors import OctoPipeError
+from octopipe.files import brief
+from octopipe.limits import MAX_RATIO, MAX_TIME_MS, finite
 
 GIB = float(1 << 30)
 
@@ -32,8 +34,8 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("latency_ms", "ms_per_byte"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise OctoPipeError(f"link {name} is {value}; give a finite number >= 0")
+            if not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
+                raise OctoPipeError(f"link {name} is {brief(value)}; give a finite number >= 0 up to {MAX_TIME_MS:g}")
 
     @classmethod
     def of_bandwidth(cls, gb_per_s: float, latency_ms: float = 0.0) -> Link:
@@ -221,8 +223,8 @@ class Cluster:
                 raise OctoPipeError(
                     f"{name} has {len(values)} entries for {self.pp} ranks; give one per rank"
                 )
-            if any(not math.isfinite(v) or v <= 0 for v in values):
-                raise OctoPipeError(f"{name} {values}: give finite numbers > 0")
+            if any(not 1 / MAX_RATIO <= (finite(v) or 0.0) <= MAX_TIME_MS for v in values):
+                raise OctoPipeError(f"{name} {brief(values)}: give finite numbers > 0 ({1 / MAX_RATIO:g} to 1e15)")
 
     @property
     def node_size(self) -> int:

@@ -33,7 +33,7 @@ def costs_from_record(record: Mapping[str, Any], where: str = "costs") -> CostTa
         return _read(CostTable, record)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
         raise OctoPipeError(f"{where}: the costs beside the plan cannot be read ({why}); give --model") from None
 

@@ -17,6 +17,7 @@ from typing import Literal
 from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.limits import checked_seed
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.tuner.best import BestSearch
@@ -57,6 +58,7 @@ def tune(
     `iterations` (moves per worker) instead of time makes the result depend on seed and workers alone.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
+    checked_seed(seed)
     if tuple(phases) != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     notes = []

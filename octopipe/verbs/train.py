@@ -12,7 +12,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, whole_number
+from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, seed_number, whole_number
 from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument("--data", metavar="FILE", help="tokens: .npy, or .bin of uint16 (default: synthetic text)")
-    run_.add_argument("--seed", type=int, default=0, help="of parameters, data and tuner (default: 0)")
+    run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
     run_.add_argument(
         "--adapt", type=whole_number, metavar="N", help="every N steps: re-tune on measured times, switch if it pays"
@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def job_from(args: argparse.Namespace) -> TrainJob:
     """The run that the flags describe; every mistake in them is found here, before a process starts."""
     from octopipe.errors import OctoPipeError
+    from octopipe.files import check_target
     from octopipe.plan_file import load_plan
     from octopipe.profile_file import load_profile
     from octopipe.runtime.launch import under_torchrun
@@ -111,8 +112,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
-        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise OctoPipeError(f"{path}: its folder does not exist; create it first")
+        if path:
+            check_target(path)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
     if args.tune is not None and args.no_measure and not args.profile:
