@@ -86,13 +86,16 @@ class Setup:
         for name in ("micro_batches", "seq", "gpus_per_node"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
+        for name in ("sequence_parallel", "vocab_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; give true or false")
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
-            raise OctoPipeError(f"zero is {self.zero!r}; give 0, 1, 2 or 3")
+            raise OctoPipeError(f"zero is {brief(self.zero)}; give 0, 1, 2 or 3")
         for name, known in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
-                raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
+                raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; one of {', '.join(known)}")
         if self.gradients not in (None, *get_args(Gradients)):
-            raise OctoPipeError(f"gradients is {self.gradients!r}; one of {', '.join(get_args(Gradients))}")
+            raise OctoPipeError(f"gradients is {brief(self.gradients)}; one of {', '.join(get_args(Gradients))}")
         for name in ("reserve_gib", "p2p_ms"):
             value = getattr(self, name)
             if value is not None and not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
@@ -231,7 +234,8 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise OctoPipeError(f"{where}: cannot be used ({error}); write what `--json` prints under setup") from None
+        why = " ".join(str(error).split())[:120]
+        raise OctoPipeError(f"{where}: cannot be used ({why}); write what `--json` prints under setup") from None
 
 
 def derived_sizes(
