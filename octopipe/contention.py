@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from octopipe.cost import CostTable
 from octopipe.lowering import Channel, Program, lower
-from octopipe.plan import KINDS, Plan
+from octopipe.plan import B, Plan
 from octopipe.price import op_durations
 from octopipe.profile_file import Profile
 from octopipe.simulator import memory_curves
@@ -36,7 +36,7 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
     known = {k: op_durations(plan, table) for k, table in profile.partial.items() if k < plan.num_ranks}
     known[plan.num_ranks] = op_durations(plan, costs)
     t = plan.table()
-    factor = np.where(t.kind == KINDS.index("B"), profile.fused_factor, 1.0)
+    factor = np.where(t.kind == B, profile.fused_factor, 1.0)
     start, end, binding = advance(program, _levels(known, plan.num_ranks) * factor + profile.op_overhead_ms)
     n = t.stage.size
     # What an op costs beside its layers passes after it, before the next op starts and its tensor leaves.

@@ -31,8 +31,9 @@ MAX_HELD_LAYERS = 1 << 20
 """Layers of all stages together: a layer that two stages hold counts twice."""
 MAX_FACTOR_CELLS = 1 << 24
 """Micro-batches x layers, where micro-batches differ in size."""
+MAX_GPUS = 1 << 20
 MAX_LINKS = 1 << 20
-"""Measured links of a profile."""
+"""Links between single pairs of ranks: measured ones, or those of unequal nodes."""
 MAX_SIZE = 1 << 40
 """Any width, length or number of GPUs: products of a few of them still fit a float."""
 MAX_TIME_MS = 1e15
@@ -54,6 +55,7 @@ __all__ = [
     "MAX_CELLS",
     "MAX_FACTOR_CELLS",
     "MAX_FILE_BYTES",
+    "MAX_GPUS",
     "MAX_HELD_LAYERS",
     "MAX_LAYERS",
     "MAX_LINKS",
@@ -74,6 +76,7 @@ __all__ = [
     "finite",
     "over",
     "plan_too_large",
+    "refuse_too_large",
 ]
 
 
@@ -100,6 +103,17 @@ def plan_too_large(plan: Any) -> list[str]:
         *over("cells of routes x stages", len(plan.routes) * stages, MAX_ROUTE_CELLS),
         *over("layers in all stages together", held, MAX_HELD_LAYERS),
     ]
+
+
+def refuse_too_large(num_ranks: int, num_micro_batches: int) -> None:
+    """Raise where every plan of this size would exceed a cap: before one is built."""
+    wrong = [
+        *over("ranks", num_ranks, MAX_RANKS),
+        *over("micro-batches", num_micro_batches, MAX_MICRO_BATCHES),
+        *over("cells of ranks x micro-batches", num_ranks * num_micro_batches, MAX_OPS // 2),
+    ]
+    if wrong:
+        raise OctoPipeError(wrong[0])
 
 
 def finite(value: object) -> float | None:

@@ -10,13 +10,13 @@ its window; each rank's program is its ops (keyed by their end) and its sends an
 transfer -> consumer, instruction before a posted send or receive) leads from a smaller key to a larger one,
 so there is no cycle. `prove_deadlock_free` checks the finished program again, from its instructions alone.
 
-Near-linear: one topological pass, one sort, at most `CANDIDATES` positions per mismatched pair.
+Near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 
 from octopipe import _engine
 from octopipe._graph import find_cycle, topological_order
+from octopipe.blocking import CANDIDATES, cheapest_positions, meetings
 from octopipe.cost import CostTable
 from octopipe.display import one_line
 from octopipe.errors import DeadlockError, OctoPipeError
-from octopipe.plan import KINDS, Op, OpTable, Plan, with_rank_order
+from octopipe.plan import F, Op, OpTable, Plan, with_rank_order
 from octopipe.price import boundary_bytes, match, op_durations
 
 Channel = Literal["directed", "pair", "single", "blocking"]
 CHANNELS: tuple[Channel, ...] = ("directed", "pair", "single", "blocking")
 """One in-order queue per direction of a rank pair; per rank pair; per rank; no queue at all (inline)."""
-CANDIDATES = 16
 PREFETCH = 2
 """How many compute ops before its window a directed receive is posted: slack for real-life jitter."""
 COMPUTE, SEND, RECEIVE = range(3)
@@ -118,10 +118,11 @@ class Program:
 def lower(
     plan: Plan, costs: CostTable, *, channel: Channel = "directed", naive: bool = False, check: bool = True
 ) -> Program:
-    """The deadlock-free, overlap-aware program of a plan.
+    """The deadlock-free, overlap-aware program of a plan; the proof is part of making it.
 
-    `naive` places every receive right before its use and every send right after its producer, whatever
-    deadlocks that brings: what the paper's figure 4 warns of, kept for comparison and tests.
+    `check` looks at the plan first; leave it out where that was done before. `naive` places every receive right
+    before its use and every send right after its producer, whatever deadlocks that brings: what the paper's
+    figure 4 warns of, kept for comparison and tests. Only there does `check=False` leave out the proof, too.
     """
     if channel not in CHANNELS:
         raise OctoPipeError(f"unknown channel model {channel!r}; one of {', '.join(CHANNELS)}")
@@ -155,9 +156,7 @@ def lower(
         return program_of(*_instructions(t, source, target, sorting))
 
     def program_of(kinds: Ints, ids: Ints, offsets: Ints) -> Program:
-        preds = _engine.program_predecessors(
-            data, transfer_of, t.rank, source, target, offsets, kinds, ids, _CODES[channel], plan.num_ranks
-        )
+        preds = _rendezvous(plan, channel, source, target, transfer_of, offsets, kinds, ids)
         return Program(
             plan=plan,
             channel=channel,
@@ -182,10 +181,10 @@ def lower(
     elif channel == "directed":
         best = program(_sorted_by_readiness(t, source, target, ready, end[:computes]))
     elif channel == "blocking":
-        chosen = _cheapest_positions(
+        chosen = cheapest_positions(
             t.rank, t.offsets, source, target, ready, need, transfer_ms, start[:computes], end[:computes], CANDIDATES
         )
-        met = _meetings(t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks)
+        met = meetings(t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks)
         candidates = [by_key(ready), by_key(chosen), program_of(*met)]
         best = min(candidates, key=lambda p: _makespan(p, duration))
     else:
@@ -195,12 +194,30 @@ def lower(
         delayed = _simulate_nodes(first, duration)[1][source]
         second = by_key(np.clip(delayed, ready, np.maximum(need, ready)))
         best = min((first, second), key=lambda p: _makespan(p, duration))
-    if check:
+    if check or not naive:
         prove_deadlock_free(best)
     return best
 
 
-_CODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}
+_MODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}
+
+
+def _rendezvous(
+    plan: Plan, channel: Channel, source: Ints, target: Ints, transfer_of: Ints, offsets: Ints, kinds: Ints, ids: Ints
+) -> Ints:
+    """The rendezvous graph of these instructions, as a predecessor table."""
+    data, rank = plan.predecessor_table(), plan.table().rank
+    return _engine.program_predecessors(
+        data, transfer_of, rank, source, target, offsets, kinds, ids, _MODES[channel], plan.num_ranks
+    )
+
+
+def with_instructions(program: Program, kinds: Ints, ids: Ints, offsets: Ints) -> Program:
+    """The same transfers under other instruction lists (another rank's lowering, say); not proven."""
+    graph = _rendezvous(
+        program.plan, program.channel, program.source, program.target, program.transfer_of, offsets, kinds, ids
+    )
+    return replace(program, instr_kind=kinds, instr_id=ids, instr_offsets=offsets, preds=graph)
 
 
 def prove_deadlock_free(program: Program) -> None:
@@ -209,7 +226,12 @@ def prove_deadlock_free(program: Program) -> None:
     Each send/receive pair is one node; edges are compute order, queue order at both ends and data
     dependencies, all read off the finished instruction lists.
     """
-    cycle = find_cycle(program.preds)
+    p = program
+    cycle = find_cycle(
+        _rendezvous(
+            p.plan, p.channel, p.source, p.target, p.transfer_of, p.instr_offsets, p.instr_kind, p.instr_id
+        )
+    )
     if cycle:
         words = tuple(program.describe(n) for n in cycle)
         shown = " waits for ".join([*words[:12], "..." if len(words) > 12 else words[0]])
@@ -219,7 +241,7 @@ def prove_deadlock_free(program: Program) -> None:
 def _transfer_prices(plan: Plan, costs: CostTable, source: Ints, target: Ints) -> tuple[Floats, Floats]:
     t = plan.table()
     out_bytes, gradient_bytes = boundary_bytes(plan, costs)
-    forward = t.kind[source] == KINDS.index("F")
+    forward = t.kind[source] == F
     stage, micro_batch = t.stage[source], t.micro_batch[source]
     nbytes = np.where(forward, out_bytes[stage, micro_batch], gradient_bytes[stage, micro_batch])
     latency, per_byte = np.zeros(source.size), np.zeros(source.size)
@@ -311,141 +333,6 @@ def _receive_slots(rank, offsets, source, target, ready, end, prefetch, queue): 
                 slot = min(slot, out[j])
         out[i] = slot
     return out
-
-
-@njit(cache=True)
-def _cheapest_positions(  # type: ignore[no-untyped-def]
-    rank, offsets, source, target, ready, need, took, start, end, limit
-):
-    """For blocking programs: the key in each transfer's window at which the two ranks lose least.
-
-    Candidates are the op ends of either rank inside [ready, need]. Both ranks meet when the later one has
-    arrived; the transfer's span then costs each of them what reaches beyond the start of its next op (idle
-    time before that op is overlap for free).
-    """
-    out = ready.copy()
-    for i in range(source.size):
-        a, b = rank[source[i]], rank[target[i]]
-        best = np.inf
-        for side in range(2):
-            r = a if side == 0 else b
-            lo, hi = offsets[r], offsets[r + 1]
-            at = lo + np.searchsorted(end[lo:hi], ready[i], side="left")
-            tried = 0
-            while at < hi and end[at] <= need[i] and tried < limit:
-                key = end[at]
-                meet = 0.0
-                for one in (a, b):
-                    k = offsets[one] + np.searchsorted(end[offsets[one] : offsets[one + 1]], key, side="right") - 1
-                    if k >= offsets[one]:
-                        meet = max(meet, end[k])
-                lost = 0.0
-                for one in (a, b):
-                    k = offsets[one] + np.searchsorted(end[offsets[one] : offsets[one + 1]], key, side="right")
-                    if k < offsets[one + 1]:
-                        lost += max(0.0, meet + took[i] - start[k])
-                if lost < best - 1e-12:
-                    best = lost
-                    out[i] = key
-                at += 1
-                tried += 1
-    return out
-
-
-@njit(cache=True)
-def _meetings(  # type: ignore[no-untyped-def]
-    rank, offsets, data, transfer_of, source, target, duration, took, ranks
-):
-    """Blocking programs as they would come about: a transfer happens when both its ranks stand idle.
-
-    A rank between two ops first serves a finished tensor whose other end is waiting, else runs its next op,
-    else waits. Every transfer and op gets its place at the moment it happens, so the order is feasible.
-    """
-    computes, transfers = rank.size, source.size
-    first_out = np.full(computes, -1, np.int32)
-    next_out = np.full(transfers, -1, np.int32)
-    for i in range(transfers):
-        next_out[i] = first_out[source[i]]
-        first_out[source[i]] = i
-    moved = np.zeros(transfers, np.bool_)
-    done = np.zeros(computes, np.bool_)
-    clock = np.zeros(ranks)
-    waiting = np.zeros(ranks, np.bool_)
-    head = offsets[:-1].copy()
-    running = np.full(ranks, -1, np.int32)
-    room = transfers + 1
-    pending = np.empty((ranks, room), np.int32)
-    count = np.zeros(ranks, np.int32)
-    sizes = np.zeros(ranks + 1, np.int32)
-    for c in range(computes):
-        sizes[rank[c] + 1] += 1
-    for i in range(transfers):
-        sizes[rank[source[i]] + 1] += 1
-        sizes[rank[target[i]] + 1] += 1
-    for r in range(ranks):
-        sizes[r + 1] += sizes[r]
-    kinds = np.empty(sizes[ranks], np.int32)
-    ids = np.empty(sizes[ranks], np.int32)
-    fill = sizes[:-1].copy()
-    while True:
-        r = -1
-        for k in range(ranks):
-            active = running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0
-            if active and not waiting[k] and (r < 0 or clock[k] < clock[r]):
-                r = k
-        if r < 0:
-            break
-        now = clock[r]
-        if running[r] >= 0:
-            done[running[r]] = True
-            i = first_out[running[r]]
-            while i >= 0:
-                for one in (rank[source[i]], rank[target[i]]):
-                    pending[one, count[one]] = i
-                    count[one] += 1
-                i = next_out[i]
-            running[r] = -1
-        # The oldest finished tensor whose other end stands waiting, or has nothing left to run.
-        served = -1
-        for k in range(count[r]):
-            i = pending[r, k]
-            peer = rank[source[i]] if rank[target[i]] == r else rank[target[i]]
-            if waiting[peer] or (running[peer] < 0 and head[peer] == offsets[peer + 1] and clock[peer] <= now):
-                served = i
-                break
-        if served >= 0:
-            for one in (rank[source[served]], rank[target[served]]):
-                k = 0
-                while pending[one, k] != served:
-                    k += 1
-                for j in range(k, count[one] - 1):
-                    pending[one, j] = pending[one, j + 1]
-                count[one] -= 1
-                kinds[fill[one]] = 1 if rank[source[served]] == one else 2
-                ids[fill[one]] = served
-                fill[one] += 1
-                clock[one] = now + took[served]
-                waiting[one] = False
-            moved[served] = True
-            continue
-        ready = head[r] < offsets[r + 1]
-        if ready:
-            c = head[r]
-            for k in range(data.shape[1]):
-                if data[c, k] >= 0:
-                    i = transfer_of[c, k]
-                    if (i >= 0 and not moved[i]) or (i < 0 and not done[data[c, k]]):
-                        ready = False
-        if ready:
-            kinds[fill[r]] = 0
-            ids[fill[r]] = c
-            fill[r] += 1
-            running[r] = c
-            head[r] += 1
-            clock[r] = now + duration[c]
-        else:
-            waiting[r] = True
-    return kinds, ids, sizes
 
 
 def _count_mismatches(t: OpTable, source: Ints, target: Ints) -> int:

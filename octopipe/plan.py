@@ -26,6 +26,7 @@ from octopipe.limits import plan_too_large
 KINDS = "FRIWB"
 """Forward, recompute, input gradient, weight gradient, fused backward; the position is the array code."""
 F, R, I, W, B = range(5)
+CODES = {kind: code for code, kind in enumerate(KINDS)}
 _OP = re.compile(r"([0-9]{1,9})([FRIWB])([0-9]{1,9})")
 _MAX_PROBLEMS = 20
 
@@ -147,7 +148,7 @@ class Plan:
     def predecessors(self, op: Op) -> tuple[Op, ...]:
         """The ops whose results `op` needs."""
         table = self.table()
-        number = int(table.index[KINDS.index(op.kind), op.stage, op.micro_batch])
+        number = int(table.index[CODES[op.kind], op.stage, op.micro_batch])
         return tuple(self.op(int(p)) for p in self.predecessor_table()[number] if p >= 0)
 
     def op(self, number: int) -> Op:
@@ -249,9 +250,8 @@ def _encode(plan: Plan) -> OpTable:
     sizes = [len(order) for order in plan.orders]
     count = sum(sizes)
     flat = [op for order in plan.orders for op in order]
-    code = {kind: i for i, kind in enumerate(KINDS)}
     stage = np.fromiter((op[0] for op in flat), np.int32, count)
-    kind = np.fromiter((code[op[1]] for op in flat), np.int8, count)
+    kind = np.fromiter((CODES[op[1]] for op in flat), np.int8, count)
     micro_batch = np.fromiter((op[2] for op in flat), np.int32, count)
     offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
     rank = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)

@@ -18,10 +18,13 @@ how, timeout_s = sys.argv[1], float(sys.argv[2])
 begin = time.monotonic()
 
 def where():
+    if how == "driver hangs" and time.monotonic() - begin > 0.05:
+        time.sleep(1000)
     if how == "device failed" and time.monotonic() - begin > 0.05:
         raise RuntimeError("CUDA error: the server died")
     moving = time.monotonic() if how == "moves" else 0
-    return Place(moving, "waits on its device for the output of 0F1", 0 if how == "waits for another" else 1)
+    peer = 0 if how in ("waits for another", "driver hangs") else 1
+    return Place(moving, "waits on its device for the output of 0F1", peer)
 
 busy = lambda: how != "idle"
 dead = lambda: [] if how == "device failed" and time.monotonic() - begin < 0.7 else [1]  # dying takes a moment
@@ -60,3 +63,38 @@ def test_no_progress_ends_the_process_at_the_timeout():
     done, _ = watch("waits for another", 0.5)
     assert done.returncode == 1
     assert "made no progress for 0.5 s" in done.stderr
+
+
+def test_a_driver_that_never_answers_cannot_silence_the_watchdog():
+    done, _ = watch("driver hangs", 0.8)
+    assert done.returncode == 1
+    assert "made no progress for 0.8 s" in done.stderr
+    assert "rank 0: waits on its device for the output of 0F1 (the device's driver does not answer)" in done.stderr
+
+
+def test_whoever_started_the_ranks_says_what_they_wait_for():
+    """Nothing is asked of the ranks: their last lines are in the store, which the starting process serves."""
+    import multiprocessing
+
+    import torch.distributed as dist
+
+    from octopipe.errors import OctoPipeError
+    from octopipe.runtime.board import Board
+    from octopipe.runtime.launch import _Watch
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    board = Board(store, "x", 1, 2)
+    board._seat = 1  # as in a process of rank 1
+    board.write("waits for the output of 0F1")
+    ours = [pipe for pipe, _ in pipes]
+    with pytest.raises(OctoPipeError, match=r"pending ops: rank 0: no answer; rank 1: waits for the output of 0F1"):
+        _Watch([None, None], ours, print, 1.0, 0.1, store).run()
+    board.say("the device made no progress for 3 s")
+    for _, theirs in pipes:
+        theirs.close()
+    gone = [multiprocessing.Process(target=exit, args=(1,)) for _ in range(2)]
+    for process in gone:
+        process.start()
+    with pytest.raises(OctoPipeError, match=r"exit code 1 .*without a word|the device made no progress for 3 s"):
+        _Watch(gone, ours, print, 1.0, 30.0, store).run()

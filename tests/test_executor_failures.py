@@ -83,7 +83,7 @@ def buffers(world, num_micro_batches):
     with Pipeline(layers, plan, _loss, group=world, timeout_s=20) as pipe:
         for _ in range(3):
             pipe.step(data, data)
-    return pipe.transport._pool.held_bytes / (32 * 64 * 4)
+    return pipe.transport.delivery.pool.held_bytes / (32 * 64 * 4)
 
 
 def test_receive_buffers_grow_with_what_is_in_flight_not_with_the_micro_batches(two):
@@ -254,3 +254,76 @@ def test_error_in_a_layer_is_raised_there_and_reported_elsewhere():
     assert worked, result
     assert "rank 1: failed in 1F1: a bad layer" in result[1]
     assert other[0] == "ValueError"
+
+
+def fails_and_goes_on(world, plan, where, transport, large):
+    """A layer raises in the second step; then the pipeline says so, and recovers when asked to."""
+    case = make("plain", plan.num_micro_batches)
+    inputs = [x.repeat(40 if large else 1, 1) for x in case.inputs]
+    targets = [y.repeat(40 if large else 1, 1) for y in case.targets]
+    expected, losses = plain_gradients(case.layers, inputs, targets, case.loss_fn)
+    out = []
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, transport=transport, timeout_s=30) as pipe:
+        pipe.step(inputs, targets)
+        pipe.zero_grad()
+        for number in (1, 2):
+            calls = iter(range(100))
+            def at(module, args, calls=calls, number=number):
+                if next(calls) == number:
+                    raise ValueError("a bad batch")
+
+            hook = case.layers[where].register_forward_pre_hook(at)
+            begin = time.monotonic()
+            try:
+                pipe.step(inputs, targets)
+            except (OctoPipeError, ValueError) as error:
+                out.append(str(error))
+            hook.remove()
+            assert time.monotonic() - begin < 25, "the others waited for their timeout"
+            try:
+                pipe.step(inputs, targets)
+            except OctoPipeError as error:
+                out.append(str(error))
+            world.gather(None)
+            pipe.recover()
+            pipe.zero_grad()
+            for _ in range(2):
+                pipe.zero_grad()
+                loss = float(pipe.step(inputs, targets))
+            assert worst_error(pipe, expected) <= TOLERANCE
+            assert abs(loss - sum(losses) / len(losses)) <= TOLERANCE
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "transport", "large"),
+    [("1f1b", 6, None, False), ("chimera", 2, None, False), ("zb-h1", 6, None, False), ("1f1b", 1, None, True)],
+)
+def test_a_step_that_raised_is_told_at_once_and_recovered_from(name, where, transport, large):
+    ranks = Ranks(2)
+    plan = build_plan(name, CostTable.uniform(num_layers=8), 2, 6)
+    try:
+        results = ranks.run(fails_and_goes_on, plan, where, transport, large)
+    finally:
+        ranks.close()
+    for texts in results:
+        assert len(texts) == 4
+        for text in (texts[1], texts[3]):
+            assert "broke off" in text and "call recover() on all ranks" in text
+    assert any("a bad batch" in texts[0] for texts in results)
+
+
+def mistaken(world):
+    """A call without its batch harms nothing: nothing was sent."""
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
+    case = make("plain", 4)
+    with Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=20) as pipe:
+        if world.rank == 0:
+            for call in (pipe.step, pipe.evaluate):
+                with pytest.raises(OctoPipeError, match="give it the batch"):
+                    call()
+        return float(pipe.step(case.inputs, case.targets))
+
+
+def test_a_call_that_is_refused_leaves_the_pipeline_usable(two):
+    assert len(set(two.run(mistaken))) == 1

@@ -18,7 +18,7 @@ ROOMS = [
     ],
     ["plan", "plan_file", "plan_setting", "price"],
     ["_engine"],
-    ["lowering"],
+    ["blocking", "lowering"],
     ["timeline_record", "timeline", "fidelity"],
     ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
@@ -26,6 +26,7 @@ ROOMS = [
     ["tuner"],
     ["planner"],
     ["runtime"],
+    ["huggingface"],
     ["nn"],
     ["measure"],
     ["training"],
@@ -35,7 +36,7 @@ ROOMS = [
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "nn", "measure", "training"}
+TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training"}
 
 
 def room_of(path: Path) -> str:

@@ -227,6 +227,25 @@ def test_a_multimodal_config_gives_its_text_part():
     assert from_config(outer).parameters == from_config(text).parameters
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llava", "text_config": BASE, "vision_config": {"hidden_size": 64}}, "vision_config"),
+        ({"model_type": "qwen2_vl", **BASE, "vision_config": {"depth": 2}}, "vision_config"),
+        ({"model_type": "llava_llama", **BASE, "mm_vision_tower": "openai/clip"}, "mm_vision_tower"),
+        ({"model_type": "qwen2_audio", "audio_config": {"d_model": 8}}, "audio_config"),
+        ({"model_type": "bert", **BASE}, "bert is an encoder"),
+        ({"model_type": "roberta", **BASE, "architectures": ["RobertaForCausalLM"]}, "roberta is an encoder"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "t5"),
+        ({"model_type": "encoder-decoder", "encoder": {"model_type": "bert"}, "decoder": {}}, "encoder-decoder"),
+    ],
+)
+def test_what_is_more_than_a_decoder_is_never_read_as_one(config, message):
+    with pytest.raises(OctoPipeError, match=message) as caught:
+        from_config({"num_hidden_layers": 2, **config})
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unknown_family_is_read_as_a_usual_decoder():
     known = from_config({"model_type": "llama", **BASE, "num_hidden_layers": 2})
     assert from_config({"model_type": "brand_new", **BASE, "num_hidden_layers": 2}).layers == known.layers

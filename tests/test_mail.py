@@ -20,7 +20,7 @@ from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.lowering import CHANNELS  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.transports import headed, mail  # noqa: E402
+from octopipe.runtime.transports import delivery, mail  # noqa: E402
 
 if not mail.supported():
     pytest.skip("mailboxes need Linux on x86-64", allow_module_level=True)
@@ -193,7 +193,7 @@ def run_sizes(world, plan, sizes, yard, most):
     torch.manual_seed(0)
     layers = [Pair() for _ in range(plan.num_layers)]
     errors, ways = [], set()
-    put, late = mail.Box.put, headed.HeadedTransport._send_late
+    put, late = mail.Box.put, delivery.Delivery.send_late
 
     def seen_put(box, pointer, nbytes, bodies=()):
         placed = put(box, pointer, nbytes, bodies)
@@ -206,9 +206,9 @@ def run_sizes(world, plan, sizes, yard, most):
 
     with (
         patch.object(mail, "YARD_BYTES", yard),
-        patch.object(headed, "BODIES_BYTES", most),
+        patch.object(delivery, "BODIES_BYTES", most),
         patch.object(mail.Box, "put", seen_put),
-        patch.object(headed.HeadedTransport, "_send_late", seen_late),
+        patch.object(delivery.Delivery, "send_late", seen_late),
         Pipeline(layers, plan, first_of, group=world, timeout_s=TIMEOUT_S) as pipe,
     ):
         for step, rows in enumerate(sizes):
@@ -277,3 +277,72 @@ def test_yard_keeps_bodies_apart_and_takes_them_back():
     sender, receiver = shared_ranks(2).run(fill_yard)
     assert sender == receiver
     assert 0 < sender < 8 * 60
+
+
+# -- machines that let memory accesses overtake each other -----------------------------------------------
+
+
+class Words:
+    """A box's words that write down what is done to them."""
+
+    def __init__(self, words, log):
+        self._words, self._log = words, log
+
+    def __getitem__(self, k):
+        self._log.append(("load", k % 16))
+        return self._words[k]
+
+    def __setitem__(self, k, value):
+        self._log.append(("store", k % 16))
+        self._words[k] = value
+
+
+def test_fences_stand_between_messages_and_their_numbers(monkeypatch, tmp_path):
+    """Arm reorders all but what a fence or the same address keeps in order: every hand-over needs one on both sides."""
+    log = []
+    move = ctypes.memmove
+    monkeypatch.setattr(mail, "fence", lambda: log.append(("fence", -1)))
+    monkeypatch.setattr(mail.ctypes, "memmove", lambda *args: (log.append(("copy", -1)), move(*args)))
+    shelf = mail.Shelf(str(tmp_path / "shelf"), 1, 4096, create=True)
+    sender, receiver = shelf.box(0, 1.0), shelf.box(0, 1.0)
+    sender._words = receiver._words = Words(shelf.words, log)
+    data, room = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for bodies in ((), ((data.data_ptr(), 64, 64),)):
+        log.clear()
+        sender.put(data.data_ptr(), 64, bodies)
+        sent = log.copy()
+        log.clear()
+        receiver.pointer = room.data_ptr()
+        receiver.wait()
+        if bodies:
+            ctypes.memmove(room.data_ptr(), receiver.bodies, 64)
+            receiver.done()
+        assert torch.equal(room, data)
+        taken = log.copy()
+
+        def between(events, first, second, kinds=("fence",)):
+            a = max(k for k, e in enumerate(events) if e == first)
+            b = min(k for k, e in enumerate(events) if e == second)
+            assert a < b and any(e[0] in kinds for e in events[a:b]), events
+
+        copies = [k for k, e in enumerate(sent) if e == ("copy", -1)]
+        assert len(copies) == 1 + len(bodies)
+        between(sent, ("copy", -1), ("store", mail.SENT))  # message, fence, number
+        between(sent, ("store", mail.LENGTH), ("store", mail.SENT))
+        between(sent[: copies[-1] + 1], ("load", mail.TAKEN), ("copy", -1))  # taken, fence, next message
+        between(taken, ("load", mail.SENT), ("copy", -1))  # number, fence, message
+        between(taken, ("copy", -1), ("store", mail.TAKEN))  # read, fence, taken
+    shelf.words.release()
+
+
+def test_a_fence_is_one_on_every_machine():
+    llvm = pytest.importorskip("llvmlite.binding")
+    from octopipe.runtime import fence
+
+    fence.compiled()()  # runs on this one
+    assert fence.for_machine("x86_64") is fence._nothing
+    assert fence.for_machine("aarch64") is not fence._nothing
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    arm = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine()
+    assert "dmb" in arm.emit_assembly(llvm.parse_assembly(fence.TEXT))

@@ -17,7 +17,7 @@ from octopipe.errors import OctoPipeError
 from octopipe.lowering import lower
 from octopipe.measure.links import fit
 from octopipe.measure.mps import Mps
-from octopipe.measure.profiler import assemble, groups_of_modules, groups_of_spec, profile_layers
+from octopipe.measure.profiler import assemble, groups_of_modules, profile_layers
 from octopipe.measure.trial import (
     Workload,
     profile_workload,
@@ -26,6 +26,7 @@ from octopipe.measure.trial import (
     run_plan,
     side_by_side,
 )
+from octopipe.measure.workload import groups_of_spec
 from octopipe.profile_file import Profile, load_profile, profile_from_object
 from octopipe.resolve import resolve_costs
 from octopipe.runtime.launch import by_rank, run_ranks

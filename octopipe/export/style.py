@@ -55,7 +55,7 @@ def hex_colour(kind: str, step: int = 0, steps: int = SHADES) -> str:
 
 def kinds_in(codes: set[int]) -> str:
     """The kinds that occur, in the order a legend lists them."""
-    return "".join(k for k in "FRIWB" if KINDS.index(k) in codes)
+    return "".join(kind for code, kind in enumerate(KINDS) if code in codes)
 
 
 def ticks(first: float, last: float, count: int) -> tuple[float, ...]:

@@ -61,7 +61,7 @@ def measure_overlap(
     program = lower(_plan(world.size, 0, 1), CostTable.uniform(num_layers=2, p2p_ms=0.01))
     mine = rank_program(program, world.rank)
     mover = make_transport(transport, world, program, device, 120.0)
-    mover.open(mine.slots)
+    mover.open(mine)
     tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
     ends: list[tuple[Any, Any]] = _by_micro_batch(mine) if world.rank < 2 else [(None, None)] * BOUNCES
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -159,7 +159,7 @@ def _bounce(
     program = lower(_plan(world.size, a, b), costs)
     mine = rank_program(program, world.rank)
     mover = make_transport(transport, world, program, device, 120.0)
-    mover.open(mine.slots)
+    mover.open(mine)
     tensor = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
     times = []
     for k in range(repeats + 2):

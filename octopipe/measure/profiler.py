@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from octopipe.cluster import Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.model import ModelSpec
 from octopipe.profile_file import Profile
 from octopipe.runtime.held import held_bytes
 from octopipe.runtime.stage import Stage
@@ -105,11 +104,6 @@ class Layer:
         mark()
         run.backward_weight()
         mark()
-
-
-def groups_of_spec(spec: ModelSpec) -> tuple[int, ...]:
-    """Equal layers share a number."""
-    return _numbered([*spec.layers])
 
 
 def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import gc
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from octopipe.lowering import Channel, lower
 from octopipe.measure.workload import Workload
-from octopipe.nn import cross_entropy
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime.messages import Leaf
@@ -73,10 +73,11 @@ class TimedRun:
         timeout_s: float = 120.0,
     ):
         self.plan, self.world, self.device = plan, world, work.place(world.rank)
+        layers = work.layers(self.device)
         self.pipe = Pipeline(
-            work.layers(self.device),
+            layers,
             lower(plan, profile.costs, channel=channel),
-            cross_entropy,
+            work.loss(layers),
             costs=profile.costs,
             device=self.device,
             group=world,
@@ -100,6 +101,9 @@ class TimedRun:
             torch.cuda.synchronize(self.device)
             if timed:
                 torch.cuda.reset_peak_memory_stats(self.device)
+        for bucket in self.pipe.reducer.buckets:
+            for p in bucket.parameters:
+                p.grad = None  # as after an optimizer's update: what is reduced would be set aside and held twice
         barrier(self.world)
         began = time.perf_counter()
         value = self.pipe.step(self._batch, self._target, reduce_loss=np.isnan(self._loss))
@@ -168,12 +172,12 @@ class BlockingIpc(TimedIpc):
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
         super()._send_body(slot, tensor)
         work = self._senders[slot.peer].after_receipt()
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return work
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         buffer, work = super()._post_body(slot, leaf)
-        work.wait(self._timeout)
+        work.wait(timedelta(seconds=self.timeout_s))
         return buffer, work
 
 

@@ -22,10 +22,9 @@ from octopipe.errors import OctoPipeError
 from octopipe.fidelity import Fidelity, compare
 from octopipe.lowering import Channel
 from octopipe.measure.links import measure_links, measure_overlap
-from octopipe.measure.profiler import Layer, LayerRing, Measured, assemble, gather, groups_of_spec
+from octopipe.measure.profiler import Layer, LayerRing, Measured, assemble, gather
 from octopipe.measure.timed_run import TimedRun, Trial, free, run_plan
 from octopipe.measure.workload import Workload
-from octopipe.nn import cross_entropy
 from octopipe.plan import Op, Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime.world import World
@@ -101,12 +100,13 @@ def profile_workload(
 
 
 def _ring(work: Workload, world: World, device: torch.device) -> LayerRing:
+    layers = work.layers(device)
     return LayerRing(
-        work.layers(device),
+        layers,
         work.batch(device, 1)[0],
-        cross_entropy,
+        work.loss(layers),
         work.batch(device, 1, step=1)[0],
-        groups=groups_of_spec(work.spec),
+        groups=work.groups,
         group=world.control,
     )
 
@@ -145,6 +145,8 @@ def _profile(
         about={
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "dtype": work.dtype,
+            "layers": list(work.kinds),
+            "kernels": work.kernels_told(),
             "torch": str(torch.__version__),
             "date": time.strftime("%Y-%m-%d"),
             **(about or {}),
@@ -155,8 +157,10 @@ def _profile(
 def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes: int) -> float:
     """What transfers cost the computation beside them, on the model's second layer."""
     layers = work.layers(device)
-    first = layers[0]()(work.batch(device, 1)[0]).detach()
-    layer = Layer(layers[min(1, len(layers) - 2)](), first, None, False) if len(layers) > 2 else None
+    made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
+    with torch.no_grad():
+        first = made[0](work.batch(device, 1)[0])
+    layer = Layer(made[1], first, None, False) if len(layers) > 2 else None
 
     def once() -> None:
         if layer is not None:
@@ -284,7 +288,7 @@ def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
 def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profile]:
     """`octopipe validate`, on every rank."""
     world, profile = World.make(None, None, None), job.profile
-    if job.work.compile_scans and not job.profile_again:
+    if job.work.compiles and not job.profile_again:
         # All ranks compile at once; in the pipeline's first step each would wait for the one before it.
         ring = _ring(job.work, world, job.work.place(world.rank))
         del ring

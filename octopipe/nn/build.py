@@ -20,6 +20,7 @@ from octopipe.nn import basic
 from octopipe.nn.attention import Attention, LatentAttention
 from octopipe.nn.delta import GatedDeltaNet
 from octopipe.nn.head import Head
+from octopipe.nn.kernels import Kernels, fla_delta_scan, mamba_ssm_mix
 from octopipe.nn.mamba import LightningAttention, Mamba1, Mamba2, compiled_mamba2_mix, mamba2_mix
 from octopipe.nn.moe import Moe
 
@@ -42,19 +43,24 @@ def build_layers(
     device: torch.device | str = "cpu",
     seed: int = 0,
     lean_head: bool = True,
-    compile_scans: bool = False,
+    kernels: Kernels | None = None,
 ) -> list[Callable[[], nn.Module]]:
     """One factory per layer of `spec`.
 
-    `lean_head`: the head leaves the projection to `cross_entropy`. `compile_scans`: what lies between Mamba-2's
-    projections goes through `torch.compile`; the projections do not, so they are split all the same.
+    `lean_head`: the head leaves the projection to `cross_entropy`. `kernels`: what
+    scans run with (default: plain torch); what lies between a mixer's projections is replaced, the projections are
+    not, so they are split all the same.
     """
     for i, layer in enumerate(spec.layers):
         _check(spec, i, layer)
     last = spec.layers[-1]
     tied = isinstance(last, layers.Head) and last.tied
-    mix = compiled_mamba2_mix() if compile_scans else mamba2_mix
+    kernels = kernels or Kernels()
+    mixes = {"compiled": compiled_mamba2_mix, "mamba_ssm": mamba_ssm_mix, "eager": lambda: mamba2_mix}
+    mix = mixes[kernels.scan]()
+    scan = fla_delta_scan() if kernels.delta == "fla" else None
     build = partial(_build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head, mix=mix)
+    build = partial(build, scan=scan)
     return [partial(build, i) for i in range(spec.num_layers)]
 
 
@@ -90,6 +96,7 @@ def _build(
     seed: int,
     lean: bool,
     mix: Callable[..., torch.Tensor],
+    scan: Callable[..., torch.Tensor] | None,
 ) -> nn.Module:
     layer = spec.layers[index]
     made: basic.Made = {"dtype": dtype, "device": device}
@@ -106,6 +113,8 @@ def _build(
     for part in module.modules():
         if isinstance(part, Mamba2):
             part.mix = mix
+        elif isinstance(part, GatedDeltaNet):
+            part.narrow_scan = scan
     with torch.no_grad():
         _start(module, _generator(seed, index, device), spec.num_layers)
         if tied and isinstance(module, Head):  # what layer 0 drew: equal without a message

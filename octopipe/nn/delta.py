@@ -8,6 +8,8 @@ from chunk to chunk in sequence. Does not know: a decay per channel (Kimi's), de
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,6 +62,8 @@ class GatedDeltaNet(Residual):
         super().__init__(layer.hidden, eps, made)
         wide = at_least_float32(made)
         self.layer, self.eps = layer, eps
+        self.narrow_scan: Callable[..., Tensor] | None = None
+        """A faster kernel (`kernels.fla_delta_scan`) for half precision."""
         self.proj = nn.Linear(layer.hidden, layer.projection_width, bias=False, **made)
         self.conv_weight = empty(2 * layer.key_width + layer.value_width, layer.conv, made=made)
         self.dt_bias = empty(layer.value_heads, made=wide)
@@ -78,6 +82,7 @@ class GatedDeltaNet(Residual):
         heads = layer.value_heads
         widths = (2 * layer.key_width + layer.value_width, layer.value_width, heads, heads)
         mixed, gate, beta, dt = self.proj(x).split(widths, dim=-1)
+        narrow = mixed.dtype
         mixed = F.silu(causal_conv(mixed, self.conv_weight, None)).to(self.dt_bias.dtype)
         q, k, v = mixed.split((layer.key_width, layer.key_width, layer.value_width), dim=-1)
         q, k = (
@@ -89,6 +94,9 @@ class GatedDeltaNet(Residual):
         v = v.reshape(batch, tokens, heads, -1).transpose(1, 2)
         decay = -self.a_log.exp() * F.softplus(dt.to(self.dt_bias.dtype) + self.dt_bias)
         beta = beta.to(self.dt_bias.dtype).sigmoid()
-        y = delta_scan(q * layer.key_dim**-0.5, k, v, decay.transpose(1, 2), beta.transpose(1, 2), layer.chunk)
+        scan = delta_scan
+        if self.narrow_scan is not None and narrow in (torch.bfloat16, torch.float16):
+            scan, q, k, v = self.narrow_scan, q.to(narrow), k.to(narrow), v.to(narrow)
+        y = scan(q * layer.key_dim**-0.5, k, v, decay.transpose(1, 2), beta.transpose(1, 2), layer.chunk)
         y = self.out_norm(y.transpose(1, 2).to(dtype)).flatten(-2)
         return self.out(y * F.silu(gate))

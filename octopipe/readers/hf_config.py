@@ -2,7 +2,7 @@
 
 Knows: the keys of the families in `FAMILIES`, the defaults their configs leave out, and the common keys of
 all decoders, so that an unknown family is read as a usual decoder. Does not know: transformers (never
-imported), weights or vision towers (a multimodal config gives its text part).
+imported) or weights. A config with a vision tower or an encoder is refused.
 
 >>> spec = from_config({"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
 ...                     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2})
@@ -92,6 +92,7 @@ def from_config(
         path = path / "config.json" if path.is_dir() else path
         data, where = read_json_object(path), where or shown(path)
         name = name or (letters(path.parent.name) if path.name == "config.json" else stem_of(path))
+    refuse_towers(data, where)
     outer = Config(data=data, where=where)
     config = outer.part("text_config") if isinstance(data.get("text_config"), dict) else outer
     _check_decoder(outer)
@@ -122,7 +123,41 @@ def _read(config: Config, kind: str, name: str) -> ModelSpec:
     return ModelSpec(name=name, layers=layers, norm_eps=eps)
 
 
+TOWERS = ("vision", "visual", "image", "video", "audio", "speech", "qformer", "perceiver", "vq_", "encoder_config")
+"""How keys begin (or, for LLaVA's own, go on after `mm_`) whose value describes another tower than the decoder."""
+ENCODERS = frozenset(
+    """
+    albert bart bert bigbird_pegasus blenderbot blenderbot-small camembert canine clip convbert data2vec-text
+    deberta deberta-v2 dinov2 distilbert electra ernie esm flaubert fnet funnel hubert ibert layoutlm
+    layoutlmv2 layoutlmv3 led longformer longt5 luke m2m_100 marian mbart megatron-bert mobilebert modernbert
+    mpnet mt5 mvp nezha nllb-moe nomic_bert nystromformer pegasus pegasus_x plbart prophetnet qdqbert rembert
+    roberta roberta-prelayernorm roc_bert roformer seamless_m4t siglip speech_to_text speecht5 squeezebert
+    switch_transformers t5 tapas trocr udop umt5 vit wav2vec2 whisper xlm-prophetnet xlm-roberta
+    xlm-roberta-xl xmod yoso
+    """.split()  # noqa: SIM905
+)
+"""Model types whose usual models are encoders or encoder-decoders."""
+
+
+def refuse_towers(data: Mapping[str, object], where: str) -> None:
+    """Say so where a config describes more than a decoder: nothing is left out of a plan in silence."""
+    for key, value in data.items():
+        name = str(key).removeprefix("mm_")
+        tower = isinstance(value, dict) or (isinstance(value, str) and str(key).startswith("mm_"))
+        if tower and value and name.startswith(TOWERS):
+            raise OctoPipeError(
+                f'{where}: "{key}" is a part beside the decoder (a tower or an encoder), which cannot be planned or '
+                "trained yet; give the config of the text model alone"
+            )
+    for key in ("encoder", "decoder"):
+        if isinstance(data.get(key), dict):
+            raise OctoPipeError(f'{where}: "{key}" makes it an encoder-decoder; give the config of a causal LM')
+
+
 def _check_decoder(config: Config) -> None:
+    kind = str(config.get("model_type"))
+    if kind in ENCODERS:
+        raise OctoPipeError(f"{config.where}: {kind} is an encoder (or has one); give the config of a causal LM")
     names = [str(item) for item in config.items("architectures") or []]
     good = ("CausalLM", "LMHead", "ConditionalGeneration")
     if config.flag("is_encoder_decoder") or (names and not any(g in n for n in names for g in good)):

@@ -127,3 +127,10 @@ def join(outputs: Sequence[Any]) -> Any:
         else:
             joined.append(torch.cat(column) if column[0].ndim else torch.stack(column))
     return build(form, iter(joined))
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The value with all its tensors on this device."""
+    leaves: list[Any] = []
+    form = flatten(value, leaves)
+    return build(form, iter([t.to(device) if isinstance(t, Tensor) else t for t in leaves]))

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.plan import Plan
+from octopipe.plan import B, F, Plan, R, W
 from octopipe.runtime.board import PATIENCE_S, Board, Place
 from octopipe.runtime.measured import Recorder
+from octopipe.runtime.outside import Outside, wants_gradient
 from octopipe.runtime.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stage import Loss, Stage, StageRun
 from octopipe.runtime.transports.base import TransferError, Transport
-
-F, R, I, W, B = range(5)
 
 
 class StageChain:
@@ -114,9 +113,12 @@ class Executor:
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
+        self._outside = Outside()
+        self.begun = 0
+        """Steps and evaluations begun, whole or not."""
         self._seeds: dict[Any, Tensor] = {}
         self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
-        transport.open(program.slots)
+        transport.open(program)
 
     def run(
         self,
@@ -140,6 +142,7 @@ class Executor:
             count = self.program.plan.num_micro_batches
             scales = [loss_scale / count * w for w in weights or [1.0] * count]
             self._walk(micro_batches, targets, scales, losses, side)
+            self._outside.backward()
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
@@ -214,9 +217,12 @@ class Executor:
             value, before.value = before.value, None
             return value, before.needs
         assert micro_batches is not None
-        return micro_batches[cell.micro_batch], None
+        value = micro_batches[cell.micro_batch]
+        return value, wants_gradient(value)
 
     def _begin(self, step: int) -> None:
+        self.begun += 1
+        self._outside.clear()
         if self._seed is not None:
             # All at once: one by one, between waits, each would find its code gone from the caches.
             common = step_seed(self._seed, step, self._replica)
@@ -358,7 +364,10 @@ class Executor:
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
-                cell.gradients = None if cell.first else gradients
+                if not cell.first:
+                    cell.gradients = gradients
+                elif gradients and micro_batches is not None:
+                    self._outside.keep(micro_batches[cell.micro_batch], gradients)
                 del gradients
             if ins.layers_done and self._layers_done is not None:
                 self._layers_done(ins.layers_done)

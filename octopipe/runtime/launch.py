@@ -128,7 +128,7 @@ def run_ranks(
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        watch = _Watch(processes, pipes, listen, grace_s, timeout_s)
+        watch = _Watch(processes, pipes, listen, grace_s, timeout_s, store)
         if gentle_s is None:
             return watch.run()
         return _run_gently(watch, processes, gentle_s)
@@ -312,8 +312,10 @@ class _Watch:
         listen: Listener,
         grace_s: float,
         timeout_s: float | None,
+        store: Any,
     ):
         self._processes, self._listen, self._grace_s, self._timeout_s = processes, listen, grace_s, timeout_s
+        self._store = store
         self._open = {pipe: rank for rank, pipe in enumerate(pipes)}
         self._results: dict[int, Any] = {}
         self._failures: dict[int, str] = {}
@@ -339,7 +341,9 @@ class _Watch:
             raise self._verdict()
         if self._open:
             late = sorted(self._open.values())
-            raise RankError(late[0], f"ranks {late} did not finish within {self._timeout_s:g} s; give them more time")
+            lines = [f"rank {rank}: {self._line(rank) or 'no answer'}" for rank in late]
+            waited = f"ranks {late} did not finish within {self._timeout_s:g} s"
+            raise RankError(late[0], f"{waited}; give them more time; pending ops: {'; '.join(lines)}")
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def _hear(self, pipe: Connection) -> None:
@@ -364,7 +368,19 @@ class _Watch:
         code = process.exitcode
         if code is not None and code < 0:
             return f"rank {rank} was killed by {signal.Signals(-code).name}"
-        return f"rank {rank} ended with exit code {code} and without a word"
+        line = self._line(rank)
+        return f"rank {rank} ended with exit code {code} {f'({line})' if line else 'and without a word'}"
+
+    def _line(self, rank: int) -> str:
+        """What a rank's watchdog last wrote on its board; nothing is asked of the rank itself."""
+        from octopipe.runtime.board import line_key
+
+        try:
+            if self._store.check([line_key(rank)]):
+                return str(self._store.get(line_key(rank)).decode(errors="replace"))
+        except Exception:
+            return ""
+        return ""
 
     def _verdict(self) -> RankError:
         said = [_attributed(rank, text) for rank, text in self._failures.items()]

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.runtime.reduce import Shared
 from octopipe.runtime.rng import micro_batch_seed
-from octopipe.runtime.world import World, broadcast
+from octopipe.runtime.world import World
 
 
 class Layers:
@@ -103,34 +103,7 @@ class Layers:
         """Sets of more than one rank that hold a parameter of ours, in one order for all."""
         return sorted({s.holders for s in self._shared if len(s.holders) > 1})
 
-    def synchronise(self) -> None:
-        """Copies start equal: every parameter takes its first holder's value, then the first pipeline's."""
-        world = self.world
-        with torch.no_grad():
-            for s in sorted(self._shared, key=lambda s: s.key):
-                local = _local(s.parameter)
-                if len(s.holders) > 1:
-                    broadcast(world.subgroup(s.holders), local, 0).wait()
-                if world.dp_group is not None:
-                    broadcast(world.dp_group, local, 0).wait()
-
-    # -- numbers and names -----------------------------------------------------------------------------
-
-    def norms(self, norm_type: float) -> Tensor:
-        """Per layer: the sum of |gradient|^norm_type (or the maximum) of parameters this rank answers for."""
-        out = torch.zeros(self.plan.num_layers, dtype=torch.float64, device=self.device)
-        for s in self._shared:
-            grad = s.parameter.grad
-            if grad is None or s.holders[0] != self.world.rank:
-                continue
-            norm = torch.linalg.vector_norm(grad, norm_type)
-            norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).double()
-            layer = int(s.key.split(".", 1)[0])
-            if norm_type == float("inf"):
-                out[layer] = torch.maximum(out[layer], norm)
-            else:
-                out[layer] += norm**norm_type
-        return out
+    # -- names ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {f"{k}.{name}": v for k, m in self.modules.items() for name, v in m.state_dict().items()}
@@ -210,10 +183,6 @@ def _merge(ties: Sequence[Sequence[str]], plan: Plan) -> dict[str, str]:
         if len(names) > 1:
             out.update(dict.fromkeys(names, names[0]))
     return out
-
-
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if hasattr(p, "to_local") else p.data
 
 
 def _digest(plan: Plan) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.runtime.driver import Driver
 from octopipe.runtime.slots import RankProgram
 from octopipe.runtime.world import Group, gather_objects
 from octopipe.simulator import memory_curves
@@ -37,6 +38,7 @@ class Recorder:
         """On a GPU: records the event of an op's start (0) or end (1); on the host the clock says all."""
         if self._cuda:
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * num_ops + 1)]
+            self._done = _asking()
             self.mark = self._mark_event
 
     def begin_step(self) -> None:
@@ -52,16 +54,16 @@ class Recorder:
 
     def finished(self) -> bool:
         """Whether the device has done the last step."""
-        return not self._cuda or self.events[-1].query()
+        return not self._cuda or self._done(self.events[-1])
 
     def device_at(self) -> tuple[int, bool] | None:
         """The first op, by its place in the rank's order, that the device has not done, and whether it has begun it.
 
         None where the device has done all that was issued. Ops of this step that are not issued yet carry the
-        events of the step before, which are done.
+        events of the step before, which are done. Asked from another thread (see `driver`).
         """
         for k, event in enumerate(self.events[:-1]):
-            if not event.query():
+            if not self._done(event):
                 return k // 2, bool(k % 2)
         return None
 
@@ -82,6 +84,15 @@ class Recorder:
         now = time.perf_counter()
         seconds = [now - event.elapsed_time(anchor) / 1e3 for event in self.events[:-1]]
         return seconds[0::2], seconds[1::2]
+
+
+def _asking() -> Callable[[Any], bool]:
+    """Whether an event is done, asked without Python's lock where there is libcuda (on ROCm there is none)."""
+    try:
+        driver = Driver()
+    except (OSError, AttributeError):
+        return lambda event: bool(event.query())
+    return lambda event: driver.event_done(event.cuda_event)
 
 
 def clock_offset_s(group: Group, rank: int) -> float:

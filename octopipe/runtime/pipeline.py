@@ -32,15 +32,18 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.lowering import Channel, Program, lower
 from octopipe.plan import Plan
-from octopipe.runtime.batches import join, rows_of, sizes, split_batch, weights
+from octopipe.runtime.agreement import agreed_program
+from octopipe.runtime.batches import join, rows_of, sizes, split_batch, to_device, weights
 from octopipe.runtime.board import Board, Watchdog, board_name
 from octopipe.runtime.executor import Executor
+from octopipe.runtime.failures import Failures
 from octopipe.runtime.layers import Layers
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.reduce import Reducer, wait_for
+from octopipe.runtime.replicas import Replicas
 from octopipe.runtime.slots import rank_program
 from octopipe.runtime.transports import Transport, make_transport
-from octopipe.runtime.values import build, flatten
+from octopipe.runtime.values import flatten
 from octopipe.runtime.verify import Verifier
 from octopipe.runtime.world import World, all_reduce
 from octopipe.timeline import Timeline
@@ -67,6 +70,10 @@ class Pipeline:
         group: dist.ProcessGroup | World | None = None,
         dp_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        pp_dim: str = "pp",
+        dp_dims: Sequence[str] | None = None,
+        model_dims: Sequence[str] | None = None,
+        sharded: Mapping[str, Sequence[str]] | None = None,
         tied: Sequence[Sequence[str]] = (),
         autocast: Autocast = None,
         seed: int | None = 0,
@@ -78,11 +85,15 @@ class Pipeline:
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
 
-        `costs` times the lowering (default: equal layers). `mesh` has a dimension "pp" and maybe "dp"; or give
-        the groups. `tied` lists parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules
-        may say so themselves (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype
-        or a context for forwards. `seed=None` leaves random numbers to the global generators. `transport`:
-        "gloo", "nccl", "cuda_ipc" or "strict" (default: by backend). `timeout_s` bounds every wait.
+        `costs` times the lowering (default: equal layers). `mesh` has the pipeline's dimension
+        (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate, dp_shard, cp
+        and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups. Gradients
+        and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
+        parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
+        parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
+        (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
+        `seed=None` leaves random numbers to the global generators. `transport`: "gloo", "nccl", "cuda_ipc" or "strict"
+        (default: by backend). `timeout_s` bounds every wait.
 
         `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` gives to every layer
         that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
@@ -90,7 +101,7 @@ class Pipeline:
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
-        self.world = world = World.make(group, dp_group, mesh)
+        self.world = world = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
         program = plan if isinstance(plan, Program) else None
         self.plan = plan = plan.plan if isinstance(plan, Program) else plan.check()
         if plan.num_ranks != world.size:
@@ -98,10 +109,13 @@ class Pipeline:
         if len(layers) != plan.num_layers:
             raise OctoPipeError(f"{len(layers)} layers for a plan of {plan.num_layers}; use the plan's own model")
         self.costs = costs
+        lowered_here = program is None
         if program is None:
             times = costs or CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
             program = lower(plan, times, channel=channel, check=False)
-        self.program = program
+        # The strict transport exists to show what deadlocks do.
+        self.program = program = agreed_program(world, program, lowered_here=lowered_here, prove=transport != "strict")
+        self.failures = Failures()
         self.rank = world.rank
         self.device = torch.device(device) if device is not None else world.default_device()
         self.timeout_s = timeout_s
@@ -111,33 +125,41 @@ class Pipeline:
         """Steps made; random numbers depend on it. Set it when resuming."""
         self.losses: Tensor | None = None
         """The last step's losses, one per micro-batch, on every rank."""
-        mine = rank_program(program, self.rank)
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed)
-        self.layers.synchronise()
+        self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
+        self.replicas.make_equal()
+        self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
+        self._autocast = _autocast(autocast, self.device)
+        self._watchdog: Watchdog | None = None
+        self.side_inputs = tuple(side_inputs)
+        self._assemble()
+        self._check_side_inputs()
+        self._verify, self._first_step = verify, True
+
+    def _assemble(self) -> None:
+        """What a step runs on, apart from the layers (collective over the pipeline's ranks)."""
+        world, timeout_s = self.world, self.timeout_s
         groups = {h: world.subgroup(h) for h in self.layers.holder_sets()}
-        self.reducer = Reducer(plan, self.rank, self.layers.shared(), groups, world.dp_group, timeout_s=timeout_s)
+        self.reducer = Reducer(
+            self.plan, self.rank, self.layers.shared(), groups, world.axes, self.replicas.reaches, timeout_s=timeout_s
+        )
         self.board = Board(world.store(), board_name(world), self.rank, world.size)
-        self.recorder = Recorder(len(plan.orders[self.rank]), self.device)
-        self.transport = make_transport(transport, world, program, self.device, timeout_s)
+        self.recorder = Recorder(len(self.plan.orders[self.rank]), self.device)
+        self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
         self.executor = Executor(
-            mine,
+            rank_program(self.program, self.rank),
             self.layers.modules,
-            loss_fn,
+            self._loss_fn,
             self.transport,
             board=self.board,
             recorder=self.recorder,
-            seed=seed,
+            seed=self._seed,
             replica=world.replica,
-            autocast=_autocast(autocast, self.device),
+            autocast=self._autocast,
             timeout_s=timeout_s,
-            layers_done=self.reducer.layers_done if self.reducer.buckets else None,
-            side_inputs=side_inputs,
+            layers_done=None if self.reducer.idle else self.reducer.layers_done,
+            side_inputs=self.side_inputs,
         )
-        self.side_inputs = tuple(side_inputs)
-        self._check_side_inputs()
-        self._verify = verify
-        self._first_step = True
-        self._watchdog: Watchdog | None = None
         if world.size > 1:
             self._watchdog = Watchdog(
                 self.board,
@@ -169,41 +191,45 @@ class Pipeline:
         Rows that do not divide evenly (a last, partial batch) are cut into unequal micro-batches, each weighed by its
         rows: the loss is the mean over rows where `loss_fn` is one. Ranks with a last stage know the rows from
         `target`, or `batch` where there is no target. Micro-batches of a list count the same each.
+
+        A batch that requires grad gets its gradient on the ranks with a first stage, and with it the module that has
+        computed it (of this pipeline's mean loss: average over data-parallel pipelines yourself).
         """
         if torch.is_inference_mode_enabled():
             raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
+        self.failures.check()
         inputs, targets = self._split(batch, target)
-        shares = self._shares(batch, target)
-        verifier = None
-        if self._first_step and self._verify:
-            verifier = Verifier(self.executor, self.layers.named)
-        if self.reducer.buckets:
-            self.reducer.begin_step()
-        losses = self.executor.run(
-            inputs,
-            targets,
-            step=self.step_number,
-            loss_scale=self.loss_scale,
-            side=self._split_side(side),
-            weights=shares,
-        )
-        if verifier is not None:
-            verifier.finish(self.world)
-        if self._first_step:
-            self._first_step = False
-            if verifier is None:
-                self._tell_missing()
-        self.step_number += 1
-        if self.reducer.buckets:
-            begin = self.recorder.now()
-            self.reducer.finish()
-            self.recorder.extras.append(("reduce", begin, self.recorder.now()))
-        return self._mean_loss(losses, shares, batch) if reduce_loss else None
+        shares, sides = self._shares(batch, target), self._split_side(side)
+        with self._whole():
+            verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
+            if not self.reducer.idle:
+                self.reducer.begin_step()
+            losses = self.executor.run(
+                inputs,
+                targets,
+                step=self.step_number,
+                loss_scale=self.loss_scale,
+                side=sides,
+                weights=shares,
+            )
+            if verifier is not None:
+                verifier.finish(self.world)
+            if self._first_step:
+                self._first_step = False
+                if verifier is None:
+                    self._tell_missing()
+            self.step_number += 1
+            if not self.reducer.idle:
+                begin = self.recorder.now()
+                self.reducer.finish()
+                self.recorder.extras.append(("reduce", begin, self.recorder.now()))
+            return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def evaluate(self, batch: Any = None, target: Any = None, *, side: Mapping[str, Any] | None = None) -> Tensor:
         """The mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
         # What is made here is used again in training: it must not be of inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        self.failures.check()
+        with self._whole(), torch.inference_mode(False), torch.no_grad():
             inputs, targets = self._split(batch, target)
             losses = self.executor.evaluate(inputs, targets, step=self.step_number, side=self._split_side(side))
             return self._mean_loss(losses, self._shares(batch, target), batch)
@@ -215,7 +241,8 @@ class Pipeline:
         """
         if to not in ("last", "all"):
             raise OctoPipeError(f"to is {to!r}; use 'last' or 'all'")
-        with torch.inference_mode(False), torch.no_grad():
+        self.failures.check()
+        with self._whole(), torch.inference_mode(False), torch.no_grad():
             inputs, _ = self._split(batch, None)
             outputs = self.executor.evaluate(
                 inputs, None, step=self.step_number, side=self._split_side(side), loss=False
@@ -227,11 +254,11 @@ class Pipeline:
             rows = next((r for r, *_ in told if r is not None), None)
             listed = any(flag for _, flag, _ in told)
             if self.world.size > 1 and (to == "all" or sum(has for *_, has in told) > 1):
-                moved = {m: _to(value, torch.device("cpu")) for m, value in outputs.items()}
+                moved = {m: to_device(value, torch.device("cpu")) for m, value in outputs.items()}
                 everybody: dict[int, Any] = {}
                 for part in self.world.gather(moved):
                     everybody |= part
-                outputs = {m: _to(v, self.device) for m, v in everybody.items()} if to == "all" or outputs else {}
+                outputs = {m: to_device(v, self.device) for m, v in everybody.items()} if to == "all" or outputs else {}
             if not outputs:
                 return None
             kept = [m for m in range(count) if rows is None or rows == 0 or sizes(rows, count)[m]]
@@ -247,6 +274,25 @@ class Pipeline:
         finally:
             for module, training in flags:
                 module.training = training
+
+    # -- when a step breaks off ------------------------------------------------------------------------
+
+    def _whole(self) -> AbstractContextManager[None]:
+        begun = lambda: self.executor.begun  # noqa: E731
+        return self.failures.watched(self.step_number, begun, self.reducer.give_up, self.transport.abandon)
+
+    def recover(self) -> None:
+        """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
+
+        Parameters and optimizer stay as they are; gradients of the step that broke off are partial: call `zero_grad`.
+        On a GPU a device may wait for ever for what was never sent: start the ranks anew there.
+        """
+        if self.device.type == "cuda":
+            raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
+        self.close()
+        self.world.renew(self.timeout_s)
+        self._assemble()
+        self.failures.forget()
 
     def _split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
         mine, count = self.executor.program, self.plan.num_micro_batches
@@ -315,9 +361,9 @@ class Pipeline:
         if self.world.group is not None:
             work = all_reduce(self.world.group, values)
             wait_for(work, self.timeout_s, "the exchange of losses")
-        if self.world.dp_group is not None:
-            values /= self.world.num_replicas
-            work = all_reduce(self.world.dp_group, values)
+        for group in self.world.axes.values():
+            values /= group.size()
+            work = all_reduce(group, values)
             wait_for(work, self.timeout_s, "the data-parallel exchange of losses")
         cut, weighed = values[count:].tolist() if self.device.type == "cpu" or shares is not None else (0, 0)
         if (cut > 0) != (weighed > 0):
@@ -329,10 +375,7 @@ class Pipeline:
         return values.mean()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all ranks' gradients so that their global norm is at most `max_norm`; returns the norm before.
-
-        A parameter that several ranks hold counts once. The sum runs in layer order: no plan changes it.
-        """
+        """Scale all ranks' gradients so that their global norm (`grad_norm`) is at most `max_norm`; returns it."""
         total = self.grad_norm(norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters():
@@ -341,13 +384,8 @@ class Pipeline:
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The global norm of all ranks' gradients; a parameter that several ranks hold counts once."""
-        norms = self.layers.norms(norm_type)
-        group = self.world.group
-        if group is not None:
-            op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-            wait_for(all_reduce(group, norms, op), self.timeout_s, "the gradient norm")
-        return norms.max() if norm_type == float("inf") else norms.sum() ** (1.0 / norm_type)
+        """The global norm of all ranks' gradients, a parameter that several ranks hold counted once, in layer order."""
+        return self.replicas.norm(norm_type)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -404,12 +442,6 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    leaves: list[Any] = []
-    form = flatten(value, leaves)
-    return build(form, iter([t.to(device) if isinstance(t, Tensor) else t for t in leaves]))
 
 
 def _autocast(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:

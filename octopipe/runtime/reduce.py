@@ -6,8 +6,12 @@ that reductions run behind the rest of the cool-down.
 
 Inside a pipeline gradients are summed over the holders of a parameter (every holder saw other micro-batches, or
 another use of it); across data-parallel pipelines they are averaged, as the mean over all pipelines' losses.
-Buckets hold parameters of one set of holders and one dtype. Every rank starts its buckets in one global order,
-so that no two ranks ever start two reductions in opposite orders.
+Buckets hold parameters of one set of holders, one set of data dimensions and one dtype. Every rank starts its buckets
+in one global order, so that no two ranks ever start two reductions in opposite orders.
+
+A parameter for which nobody has a gradient keeps `.grad` None, as on one device: an optimizer must not decay what is
+frozen or unused. Frozen ones are in no bucket. For the others every bucket carries one flag per parameter, summed along
+with the gradients; a rank looks at them (and waits for its device) only where a gradient of its own is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
-from octopipe.runtime.world import Group, all_reduce
+from octopipe.runtime.meshes import Reach
+from octopipe.runtime.world import Group, all_reduce, needs_host
 
 BUCKET_BYTES = 25 << 20
 
@@ -46,13 +51,18 @@ class Bucket:
 
     parameters: list[nn.Parameter]
     holders: tuple[int, ...]
-    waits_for: set[int]
+    reach: Reach
+    layers: frozenset[int] = frozenset()
+    waits_for: set[int] = field(default_factory=set)
     """Layers of this rank that are not complete yet."""
-    layers: frozenset[int]
     before: list[Tensor | None] = field(default_factory=list)
     """Gradients from earlier steps, already reduced: set aside, added back at the end."""
+    missing: bool = False
+    """Whether this rank lacks a gradient of this step."""
     flat: Tensor | None = None
-    work: Any = None
+    """The gradients one after the other, then a flag for each that is there."""
+    works: list[Any] = field(default_factory=list)
+    """Reductions begun, of those that it goes through one after the other."""
 
     def describe(self) -> str:
         return f"the gradient reduction of layers {sorted(self.layers)} with ranks {list(self.holders)}"
@@ -67,89 +77,144 @@ class Reducer:
         rank: int,
         shared: Sequence[Shared],
         groups: Mapping[tuple[int, ...], Group],
-        dp_group: Group,
+        axes: Mapping[str, Group],
+        reaches: Mapping[str, Reach],
         *,
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        self._timeout_s = timeout_s
-        self._groups, self._dp_group = groups, dp_group
-        self._dp = 1 if dp_group is None else dp_group.size()
+        """`groups` by holders, `axes` by data dimension, `reaches` by the parameter's key (see `meshes`)."""
+        self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
+        self._groups, self._axes, self._reaches = groups, axes, reaches
         self._next = 0
         ready = _readiness(plan)
-        entries = sorted(
-            (s for s in shared if len(s.holders) > 1 or self._dp > 1),
+        self._shared = sorted(
+            (s for s in shared if len(s.holders) > 1 or self._reach(s) != Reach()),
             key=lambda s: (ready.get(int(s.key.split(".", 1)[0]), 0.0), s.key),
         )
+        self._tensors = [s.parameter for s in shared if hasattr(s.parameter, "placements")]
+        self._trainable: tuple[bool, ...] = ()
         self.buckets: list[Bucket] = []
-        open_buckets: dict[Any, tuple[Bucket, int]] = {}
-        for s in entries:
+        self._build()
+
+    def _reach(self, s: Shared) -> Reach:
+        return self._reaches.get(s.key, Reach(tuple(self._axes)))
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is never anything to do."""
+        return not self._shared and not self._tensors
+
+    def _build(self) -> None:
+        """Cut the buckets. Holders of a shared parameter must cut the same, so only its own facts count."""
+        self._trainable = tuple(s.parameter.requires_grad for s in self._shared)
+        self.buckets = []
+        opened: dict[Any, tuple[Bucket, int]] = {}
+        for s in self._shared:
             p = s.parameter
-            # Holders of a shared parameter must cut the same buckets, so only its own facts count.
-            where = (s.holders, p.dtype, p.device)
-            bucket, size = open_buckets.get(where, (None, 0))
-            if bucket is None or size + p.nbytes > bucket_bytes:
-                bucket, size = Bucket([], s.holders, set(), frozenset()), 0
+            if not p.requires_grad:
+                continue
+            where = (s.holders, self._reach(s), p.dtype, p.device)
+            bucket, size = opened.get(where, (None, 0))
+            if bucket is None or size + p.nbytes > self._bucket_bytes:
+                bucket, size = Bucket([], s.holders, self._reach(s)), 0
                 self.buckets.append(bucket)
             bucket.parameters.append(p)
             bucket.layers |= set(s.layers)
-            open_buckets[where] = (bucket, size + p.nbytes)
+            opened[where] = (bucket, size + p.nbytes)
 
     def begin_step(self) -> None:
         """Set gradients of earlier steps aside (they are reduced already)."""
+        if self._trainable != tuple(s.parameter.requires_grad for s in self._shared):
+            self._build()  # something was frozen or thawed, on all ranks alike
         self._next = 0
         for bucket in self.buckets:
             bucket.waits_for = set(bucket.layers)
             bucket.before = [p.grad for p in bucket.parameters]
-            bucket.flat = bucket.work = None
+            bucket.flat, bucket.works = None, []
             for p in bucket.parameters:
                 p.grad = None
+
+    def give_up(self) -> None:
+        """The step broke off: the gradients of earlier steps come back, its own are dropped."""
+        for bucket in self.buckets:
+            for p, before in zip(bucket.parameters, bucket.before):
+                p.grad = before
+            bucket.flat, bucket.works, bucket.before = None, [], []
 
     def layers_done(self, layers: Sequence[int]) -> None:
         """These layers get no more gradient in this step."""
         for bucket in self.buckets:
             bucket.waits_for.difference_update(layers)
         while self._next < len(self.buckets) and not self.buckets[self._next].waits_for:
+            if self._through_host(self.buckets[self._next]):
+                return  # the host would have to wait for the device: when all of the step is issued
             self._start(self.buckets[self._next])
             self._next += 1
 
-    def _start(self, bucket: Bucket) -> None:
-        with torch.no_grad():
-            bucket.flat = torch.cat([_local(p.grad, p).reshape(-1) for p in bucket.parameters])
-        if len(bucket.holders) > 1:
-            bucket.work = all_reduce(self._groups[bucket.holders], bucket.flat)
-        else:
-            bucket.work = self._average(bucket.flat)
+    def _through_host(self, bucket: Bucket) -> bool:
+        return any(needs_host(group, bucket.parameters[0]) for group in self._path(bucket))
 
-    def _average(self, flat: Tensor) -> Any:
-        if self._dp == 1:
-            return None
-        flat.div_(self._dp)
-        return all_reduce(self._dp_group, flat)
+    def _path(self, bucket: Bucket) -> list[Group]:
+        """The groups a bucket is reduced over, one after the other."""
+        first = [self._groups[bucket.holders]] if len(bucket.holders) > 1 else []
+        return first + [self._axes[name] for name in bucket.reach.axes]
+
+    def _start(self, bucket: Bucket) -> None:
+        """Gather a bucket's gradients and begin its first reduction."""
+        grads = [p.grad for p in bucket.parameters]
+        bucket.missing = any(g is None for g in grads)
+        with torch.no_grad():
+            parts = [_numbers(g, p) for g, p in zip(grads, bucket.parameters)]
+            flags = torch.ones(len(grads), dtype=parts[0].dtype, device=parts[0].device)
+            if bucket.missing:
+                flags.copy_(torch.tensor([float(g is not None) for g in grads]))
+            bucket.flat = torch.cat([*parts, flags])
+        for p in bucket.parameters:
+            p.grad = None  # it is in `flat`: twice would be more memory than a plan counts on
+        self._advance(bucket)
+
+    def _advance(self, bucket: Bucket) -> bool:
+        """Begin a bucket's next reduction; False where there is none left."""
+        assert bucket.flat is not None
+        path, step = self._path(bucket), len(bucket.works)
+        # Summed over holders, averaged over the rest: divided between the two.
+        if step == (1 if len(bucket.holders) > 1 else 0):
+            by = bucket.reach.divisor
+            for name in bucket.reach.axes:
+                by *= self._axes[name].size()
+            if by > 1:
+                bucket.flat.div_(by)
+        if step >= len(path):
+            return False
+        bucket.works.append(all_reduce(path[step], bucket.flat))
+        return True
 
     def finish(self) -> None:
         """Wait for everything and put the sums in place."""
-        while self._next < len(self.buckets):  # layers that ran no op in this step
+        while self._next < len(self.buckets):  # layers that ran no op in this step, and what goes through the host
             self._start(self.buckets[self._next])
             self._next += 1
+        going = [b for b in self.buckets if b.works]
+        while going:
+            for bucket in going:
+                wait_for(bucket.works[-1], self._timeout_s, bucket.describe())
+            going = [bucket for bucket in going if self._advance(bucket)]
         for bucket in self.buckets:
-            if bucket.work is not None:
-                wait_for(bucket.work, self._timeout_s, bucket.describe())
-        second = [b for b in self.buckets if len(b.holders) > 1 and self._dp > 1]
-        for bucket in second:
-            assert bucket.flat is not None
-            bucket.work = self._average(bucket.flat)
-        for bucket in second:
-            wait_for(bucket.work, self._timeout_s, bucket.describe())
-        for bucket in self.buckets:
-            assert bucket.flat is not None
-            at = 0
-            for p, before in zip(bucket.parameters, bucket.before):
-                size = _numel(p)
-                part = bucket.flat[at : at + size]
-                at += size
-                _put(p, part, before)
-            bucket.flat, bucket.work, bucket.before = None, None, []
+            self._place(bucket)
+        for p in self._tensors:
+            _settle(p)
+
+    def _place(self, bucket: Bucket) -> None:
+        assert bucket.flat is not None
+        count = len(bucket.parameters)
+        there = [True] * count if not bucket.missing else (bucket.flat[-count:] > 0).tolist()
+        at = 0
+        for p, before, found in zip(bucket.parameters, bucket.before, there):
+            size = _numbers(None, p).numel()
+            _put(p, bucket.flat[at : at + size], before, found)
+            at += size
+        bucket.flat, bucket.works, bucket.before = None, [], []
 
 
 def wait_for(work: Any, timeout_s: float, what: str) -> None:
@@ -176,23 +241,45 @@ def _readiness(plan: Plan) -> dict[int, float]:
     return out
 
 
-def _numel(p: Tensor) -> int:
-    local = p.to_local() if hasattr(p, "to_local") else p
-    return int(local.numel())
+def local(t: Tensor) -> Tensor:
+    """A tensor's values on this device: of a DTensor, its part."""
+    return t.to_local() if hasattr(t, "to_local") else t.detach()
 
 
-def _local(grad: Tensor | None, p: Tensor) -> Tensor:
-    """A gradient's values on this device (of a DTensor: its shard), zeros where there is none."""
+def _numbers(grad: Tensor | None, p: Tensor) -> Tensor:
+    """A gradient's values on this device as a row of real numbers, zeros where there is none."""
     if grad is None:
-        return torch.zeros_like(p.to_local() if hasattr(p, "to_local") else p)
-    return grad.to_local() if hasattr(grad, "to_local") else grad
+        values = torch.zeros_like(local(p))
+    else:
+        values = local(_like(grad, p))
+    if values.is_sparse:
+        values = values.to_dense()
+    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
 
 
-def _put(p: nn.Parameter, part: Tensor, before: Tensor | None) -> None:
-    local = p.to_local() if hasattr(p, "to_local") else p
-    part = part.view(local.shape)
+def _like(grad: Tensor, p: Tensor) -> Tensor:
+    """A DTensor's gradient placed as the parameter is: sums that are still open (sequence parallelism) are closed."""
+    placements = getattr(grad, "placements", None)
+    if placements is None or placements == p.placements:  # type: ignore[attr-defined]
+        return grad
+    return grad.redistribute(placements=p.placements)  # type: ignore[attr-defined, no-any-return]
+
+
+def _settle(p: nn.Parameter) -> None:
+    if p.grad is not None:
+        p.grad = _like(p.grad, p)
+
+
+def _put(p: nn.Parameter, part: Tensor, before: Tensor | None, found: bool) -> None:
+    if not found:
+        p.grad = before
+        return
+    values = local(p)
+    part = torch.view_as_complex(part.view(*values.shape, 2)) if values.is_complex() else part.view(values.shape)
     if hasattr(p, "to_local"):
         from torch.distributed.tensor import DTensor
 
-        part = DTensor.from_local(part, p.device_mesh, p.placements, run_check=False)  # type: ignore[attr-defined]
+        part = DTensor.from_local(
+            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()  # type: ignore[attr-defined]
+        )
     p.grad = part if before is None else before.add_(part)

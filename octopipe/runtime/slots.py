@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from octopipe._graph import topological_order
 from octopipe.lowering import Program
-from octopipe.plan import Op, Plan, with_rank_order
+from octopipe.plan import CODES, KINDS, Op, Plan, R, with_rank_order
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +87,8 @@ class Slot:
         return f"{what} of {self.op} (micro-batch {self.op.micro_batch}) {way} for {self.consumer}"
 
 
-COMPUTE_CODES = {"F": 0, "R": 1, "I": 2, "W": 3, "B": 4}
-SEND, RECEIVE = 5, 6
+SEND, RECEIVE = len(KINDS), len(KINDS) + 1
+"""Instructions that are no ops; those have the codes of `plan`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
     t = plan.table()
     for kind, op, consumer, peer, number in program.instructions(rank):
         if kind == "compute":
-            steps.append(Step(COMPUTE_CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
             continue
         assert consumer is not None
         sending = kind == "send"
@@ -191,7 +191,7 @@ def queue_of(channel: str, rank: int, peer: int, sending: bool) -> tuple[int, ..
 
 def _cells(plan: Plan, rank: int) -> dict[tuple[int, int], Cell]:
     t = plan.table()
-    again = t.index[COMPUTE_CODES["R"]]
+    again = t.index[R]
     cells: dict[tuple[int, int], Cell] = {}
     for m, r in enumerate(plan.route_of_micro_batch):
         route = plan.routes[r]

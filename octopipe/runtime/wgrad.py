@@ -9,8 +9,9 @@ and `F.embedding` inside anybody's module are all split alike.
 How. `SplitMode` is a `TorchFunctionMode` that is active while a stage runs forward (and backward where
 activation checkpointing re-runs forwards). A call whose weight is a plain trainable parameter, or a view or
 a cast of one, is split; every other call is left alone, and its whole backward happens with the input
-gradient. Left alone are: frozen weights, computed weights (weight norm), complex weights, tensor subclasses (DTensor,
-so TP and FSDP2 modules), parameters with gradient hooks (DDP), calls made inside torch's own Python functions
+gradient. Left alone are: frozen weights, computed weights (weight norm), complex weights, tensor subclasses other than
+DTensor (FSDP2's modules; of DTensors, anything but a linear that goes the quick way), parameters with gradient hooks
+(DDP), calls made inside torch's own Python functions
 (`nn.MultiheadAttention`), anything inside `torch.compile`, a functorch transform, forward-mode differentiation, or a
 part of an `autograd.Function` that builds a graph of its own.
 
@@ -49,6 +50,7 @@ from octopipe.runtime.wgrad_ops import (
     WeightQueue,
     WeightSite,
     add_product,
+    is_distributed,
 )
 
 __all__ = ["SplitMode", "WeightQueue", "WeightSite", "add_product", "site_of"]
@@ -99,7 +101,11 @@ class SplitMode(TorchFunctionMode):
         """Whether a linear of this forward went the quick way; whether the stage's backward runs."""
         self._off = self._own_graph = False
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
-        self._params = {id(p): p for p in params if type(p) in _PLAIN and p.requires_grad and p.is_floating_point()}
+        self._params = {
+            id(p): p
+            for p in params
+            if (type(p) in _PLAIN or is_distributed(p)) and p.requires_grad and p.is_floating_point()
+        }
         self.has_weights = bool(self._params)
         """Whether there is anything to split: a stage of frozen layers may do without the mode."""
         self._casts: dict[tuple[int, Layout], tuple[int, Tensor]] = {}
@@ -217,10 +223,17 @@ def site_of(weight: Tensor) -> WeightSite | None:
 
 def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     site = mode.site(weight)
-    if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0 or weight.ndim != 2:
+    if site is None or input is weight or input.ndim == 0 or weight.ndim != 2:
+        return None
+    quick, distributed = mode.habits.quick, is_distributed(weight)
+    if distributed:
+        if not is_distributed(input):
+            return None
+        quick = not mode.habits.backward_inside  # there is no other way: also while a stage's habits are not known
+    elif type(input) not in _PLAIN:
         return None
     if (
-        mode.habits.quick
+        quick
         and not mode.queue.reruns  # checkpointing must see what is saved
         and (input.requires_grad or (bias is not None and bias.requires_grad))
         and not _is_autocast_on()
@@ -232,6 +245,8 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
         (output if base is None else base).grad_fn.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
         mode.hooked = True
         return output
+    if distributed:  # all of its backward comes with I
+        return None
     input, computed = mode.autocast(input, weight, site)
     return Linear.apply(input, weight, bias, site, computed)
 
@@ -330,7 +345,7 @@ def _grouped(mode: SplitMode, input: Tensor, mat2: Tensor, offs: Any = None, **m
     if any(v is not None for v in more.values()) or input.ndim != 2 or mat2.ndim != 3 or offs is None:
         return None
     site = mode.site(mat2)
-    if site is None or type(input) not in _PLAIN:
+    if site is None or type(input) not in _PLAIN or is_distributed(mat2):
         return None
     return Grouped.apply(input, mat2, offs, site)
 
@@ -345,6 +360,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
+    if is_distributed(weight):
+        return None
     site = mode.site(weight)
     if site is None or site.layout is not None or weight is not site.param:
         return None

@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class WeightQueue:
@@ -60,7 +61,7 @@ class WeightQueue:
     def tensors(self) -> list[Tensor]:
         """The GEMM operands that are alive only because W has not run yet."""
         return [
-            a
+            a.to_local() if is_distributed(a) else a  # type: ignore[attr-defined]
             for _, args in self._items
             for a in args
             if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter)
@@ -122,6 +123,20 @@ def add_product(param: Tensor, layout: Layout, a: Tensor, b: Tensor) -> None:
         view.addmm_(a.mT, b)
     else:
         view.baddbmm_(a.mT, b)
+
+
+def is_distributed(t: Any) -> bool:
+    """Whether a tensor is a DTensor: a part of one, and the mesh that holds the others."""
+    return type(t) not in _PLAIN and hasattr(t, "device_mesh")
+
+
+def add_distributed(param: Any, layout: Layout, a: Any, b: Any) -> None:
+    """`add_product` of DTensors: the parts' own product, placed as the parameter is."""
+    product = a.reshape(-1, a.shape[-1]).mT @ b.reshape(-1, b.shape[-1])
+    if product.placements != param.placements:
+        product = product.redistribute(placements=param.placements)
+    product = product.to(param.dtype)
+    param.grad = product if param.grad is None else param.grad + product
 
 
 def _add_grouped(param: Tensor, layout: Layout, x: Tensor, g: Tensor, offs: Tensor) -> None:
@@ -186,7 +201,8 @@ class LinearHook:
             )
         if g is not None:
             # F.linear's weight is [out, in], so its gradient is g.mT @ x.
-            self.site.queue.add(add_product, self.site.param, self.site.layout, g, x)
+            kernel = add_distributed if is_distributed(self.site.param) else add_product
+            self.site.queue.add(kernel, self.site.param, self.site.layout, g, x)
 
 
 class Linear(Function):

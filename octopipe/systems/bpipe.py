@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.cost import CostTable
-from octopipe.plan import Op, Plan
+from octopipe.plan import CODES, Op, Plan
 from octopipe.price import stage_memory
 from octopipe.simulator import simulate
 from octopipe.systems.closed_forms import ClosedForm, even_layers
@@ -78,7 +78,7 @@ def balanced_peak_bytes(plan: Plan, costs: CostTable, timeline: Timeline) -> NDA
     for move in moves(plan):
         size = float(memory.activation[move.stage, move.micro_batch])
         for op, sign in ((move.leaves, -1.0), (move.returns, 1.0)):
-            when = float(start[t.index["FRIWB".index(op.kind), op.stage, op.micro_batch]])
+            when = float(start[t.index[CODES[op.kind], op.stage, op.micro_batch]])
             shifts[move.source].append((when, sign * size))
             shifts[move.target].append((when, -sign * size))
     peaks = np.empty(plan.num_ranks)

@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from octopipe.errors import OctoPipeError
 from octopipe.model import ModelSpec
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.timeline import Timeline
+
+if TYPE_CHECKING:
+    from octopipe.huggingface.described import HfModel
 
 DTYPES = ("float32", "bfloat16", "float64")
 OPTIMIZERS = ("adamw", "adam", "sgd")
@@ -25,7 +29,8 @@ WARM_UP_STEPS = 2
 class TrainJob:
     """Everything that decides a training run."""
 
-    spec: ModelSpec
+    spec: ModelSpec | HfModel
+    """Our own layers of these sizes, or a transformers model."""
     nproc: int = 2
     steps: int = 50
     """The step to train to, counted from the beginning of the run, not from where it resumes."""
@@ -49,6 +54,8 @@ class TrainJob:
     device: str = "cpu"
     threads: int | None = None
     """Of the CPU per rank; default: the cores, shared equally."""
+    compile_scans: bool | None = None
+    """Our Mamba-2's scan through `torch.compile`; default: on a GPU, unless there are faster kernels."""
     data: str | None = None
     seed: int = 0
     profile: Profile | None = None
@@ -94,7 +101,11 @@ class TrainJob:
             if self.plan.num_layers != self.spec.num_layers:
                 raise OctoPipeError(
                     f"the plan has {self.plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
-                    "train the plan's own model (--scale and --layers as it was planned)"
+                    + (
+                        "plan its own layers: octopipe profile, then tune the profile"
+                        if hasattr(self.spec, "class_name")
+                        else "train the plan's own model (--scale and --layers as it was planned)"
+                    )
                 )
             if self.micro_batches not in (None, self.plan.num_micro_batches):
                 raise OctoPipeError(

@@ -34,9 +34,9 @@ from octopipe.contention import predict
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
+from octopipe.huggingface.described import HfModel
 from octopipe.measure.trial import Workload, profile_workload
 from octopipe.model import ModelSpec
-from octopipe.nn import cross_entropy
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime import launch
@@ -141,6 +141,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
         micro_batch_size=job.micro_batch_size,
         device=job.device,
         dtype="float32" if job.dtype == "bfloat16" else job.dtype,
+        compile_scans=job.compile_scans,
         seed=job.seed,
     )
     device = work.place(seat.local_rank)
@@ -155,10 +156,11 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
     seat.tell(Phase(text="building the model"))
 
     def make_pipe(plan: Plan) -> Pipeline:
+        layers = work.layers(device)
         return Pipeline(
-            work.layers(device),
+            layers,
             plan,
-            cross_entropy,
+            work.loss(layers),
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,
@@ -440,8 +442,9 @@ def _optimizer(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
     return kind(groups, lr=job.lr, betas=(0.9, 0.95), fused=job.device == "cuda" or None)
 
 
-def _identity(spec: ModelSpec) -> str:
-    return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}"
+def _identity(spec: ModelSpec | HfModel) -> str:
+    whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
+    return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
 
 
 def _autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from typing import Literal
 from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.limits import checked_seed
+from octopipe.limits import checked_seed, refuse_too_large
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.tuner.best import BestSearch
@@ -187,6 +187,7 @@ def _check(
         raise OctoPipeError(
             f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
         )
+    refuse_too_large(num_ranks, num_micro_batches)
     if not budget_s > 0:
         raise OctoPipeError(f"budget {budget_s} s; give more than 0 seconds")
     for name, given in (("rank speeds", costs.rank_slowdown), ("memory sizes", costs.rank_memory_bytes)):

@@ -7,9 +7,11 @@ Knows: its flags, and what a profile needs to be run again (`recipe`). Does not 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, whole_number
+from octopipe.verbs.runnable import is_hf_config, model_of, needs_torch, told
 
 if TYPE_CHECKING:
     from octopipe.measure.trial import Workload
@@ -26,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
     parser.add_argument("--num-layers", type=whole_number, help="keep only so many layers, embedding and head included")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
-    parser.add_argument("--compile-scans", action="store_true", help="Mamba-2's scan through torch.compile")
+    parser.add_argument(
+        "--compile-scans",
+        action=argparse.BooleanOptionalAction,
+        help="Mamba-2's scan through torch.compile (default: on cuda)",
+    )
+    parser.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's layers of its sizes")
     parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
     parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
     parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
@@ -36,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.measure.trial import ProfileJob, on_ranks, profile_task
+    with needs_torch():
+        from octopipe.measure.trial import ProfileJob, on_ranks, profile_task
 
     recipe = {
-        "model": args.model,
+        "model": absolute(args.model),
         "scale": args.scale,
         "num_layers": args.num_layers,
         "tokens": args.seq,
@@ -47,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "device": args.device,
         "dtype": args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
         "compile_scans": args.compile_scans,
+        "own_layers": args.own_layers,
     }
     work = workload_of(recipe)
     job = ProfileJob(
@@ -54,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         warm_up=3,
         state_factor=2.0 if args.optimizer == "adamw" else 0.0,
-        about={"recipe": recipe, "optimizer": args.optimizer},
+        about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
     profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]
     if args.to_seq or args.to_tp:
-        profile = extrapolated(profile, work.spec, args.seq, args.to_seq or args.seq, args.to_tp or 1)
+        profile = extrapolated(profile, _planned(work, args.model), args.seq, args.to_seq or args.seq, args.to_tp or 1)
     profile.save(args.output)
     if args.json:
         print_json({"output": args.output, "model": profile.costs.model, **profile.about})
@@ -67,38 +76,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def spec_of(recipe: dict[str, Any]) -> ModelSpec:
-    """The model a recipe names, shrunk as it says."""
-    from octopipe.errors import OctoPipeError
-    from octopipe.model import Mtp
-    from octopipe.resolve import resolve_spec
-
-    spec = resolve_spec(str(recipe.get("model", "")))
-    if spec is None:
-        raise OctoPipeError(f"{recipe.get('model')}: a file of times has no layers to run; give a preset or a config")
-    if any(isinstance(layer, Mtp) for layer in spec):
-        spec = spec.without_mtp()
-    layers = recipe.get("num_layers")
-    scale = float(recipe.get("scale") or 1.0)
-    return spec if scale == 1.0 and layers is None else spec.scaled(scale, num_layers=layers)
+def absolute(name: str) -> str:
+    """A path as it is found from anywhere; a preset's name stays."""
+    return os.path.abspath(name) if os.path.exists(name) else name
 
 
 def workload_of(recipe: dict[str, Any]) -> Workload:
-    from octopipe.errors import OctoPipeError
-
-    spec = spec_of(recipe)
-    try:
+    """The model a recipe names, shrunk as it says, with the size of its micro-batches."""
+    own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes knew nothing else
+    name = str(recipe.get("model", ""))
+    scale = float(recipe.get("scale") or 1.0)
+    spec = model_of(name, scale=scale, num_layers=recipe.get("num_layers"), own=own and is_hf_config(name))
+    with needs_torch():
         from octopipe.measure.trial import Workload
-    except ModuleNotFoundError as error:
-        raise OctoPipeError(f"measuring needs PyTorch ({error}); pip install 'octopipe[torch]'") from None
     return Workload(
         spec=spec,
         tokens=int(recipe["tokens"]),
         micro_batch_size=int(recipe.get("micro_batch_size", 1)),
         device=str(recipe.get("device", "cpu")),
         dtype=str(recipe.get("dtype", "float32")),
-        compile_scans=bool(recipe.get("compile_scans", False)),
+        compile_scans=recipe.get("compile_scans"),
     )
+
+
+def _planned(work: Workload, name: str) -> ModelSpec:
+    """The layers as the analytic model prices them."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.model import ModelSpec
+    from octopipe.resolve import resolve_spec
+
+    if isinstance(work.spec, ModelSpec):
+        return work.spec
+    spec = resolve_spec(name)
+    if spec is None or spec.num_layers != work.spec.num_layers:
+        raise OctoPipeError(f"{name}: its layers are not priced one by one, so times cannot be scaled; measure there")
+    return spec
 
 
 def extrapolated(profile: Profile, spec: ModelSpec, seq: int, to_seq: int, to_tp: int) -> Profile:
@@ -140,17 +152,21 @@ def _show(profile: Profile, output: str) -> None:
 
     out, costs = console(), profile.costs
     about = profile.about
+    names = about.get("layers") or costs.symbols
     out.print(
-        f"[bold]{costs.model}[/]: {len(set(costs.symbols))} kinds of {costs.num_layers} layers on "
+        f"[bold]{costs.model}[/]: {len(set(names))} kinds of {costs.num_layers} layers on "
         f"{about.get('ranks')} rank(s) of {about.get('device')} in {about.get('total_seconds')} s"
     )
+    used = ", ".join(f"{part} {name}" for part, name in about.get("kernels", {}).items())
+    out.print(f"{about.get('model_code')}; kernels: {used}", style="dim", soft_wrap=True)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("layer", "F ms", "I ms", "W ms", "alone", "spread", "MiB to I", "to W", "work", "static"):
         table.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)
     spread = about.get("spread", {})
     mib = float(1 << 20)
-    for symbol in dict.fromkeys(costs.symbols):
-        i = costs.symbols.index(symbol)
+    for name in dict.fromkeys(names):
+        i = list(names).index(name)
+        symbol = costs.symbols[i] if name == costs.symbols[i] else f"{costs.symbols[i]} {name}"
         alone = ""
         if 1 in profile.partial:
             alone = f"{profile.partial[1].layer_ms[i] / max(costs.layer_ms[i], 1e-9):.2f}"

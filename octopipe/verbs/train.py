@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, seed_number, whole_number
+from octopipe.verbs.runnable import model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
-    from octopipe.model import ModelSpec
     from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
 
 GIB = float(1 << 30)
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
     size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
     size.add_argument("--layers", type=whole_number, help="keep so many layers, embedding and head included")
+    size.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's own layers of its sizes")
     size.add_argument("--seq", type=whole_number, default=128, help="tokens per sequence (default: 128)")
     size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
     size.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences in each (default: 1)")
@@ -44,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    run_.add_argument(
+        "--compile-scans",
+        action=argparse.BooleanOptionalAction,
+        help="Mamba-2's scan through torch.compile (default: on cuda)",
+    )
     run_.add_argument("--data", metavar="FILE", help="tokens: .npy, or .bin of uint16 (default: synthetic text)")
     run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
@@ -69,12 +75,9 @@ def run(args: argparse.Namespace) -> int:
     job = job_from(args)
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
-    try:
+    with needs_torch():
+        from octopipe.training.guard import ASKED
         from octopipe.training.train import train
-    except ModuleNotFoundError as error:
-        raise _no_torch(error) from None
-    from octopipe.training.guard import ASKED
-
     screen = Screen(job, quiet=args.json)
     with screen:
         result = train(job, screen.show)
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.timeline and result.measured is not None:
         result.measured.save(args.timeline)
     if args.json:
-        print_json(summary(result))
+        print_json(summary(job, result))
     else:
         tell(job, result, args)
     if result.stopped_by:
@@ -108,7 +111,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.systems.registry import get_system
     from octopipe.training.job import TrainJob
 
-    spec = _spec(args)
+    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers)
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
@@ -143,6 +146,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         clip=args.clip or None,
         dtype=args.dtype,
         device=args.device,
+        compile_scans=args.compile_scans,
         data=args.data,
         seed=args.seed,
         profile=profile,
@@ -156,29 +160,6 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
-
-
-def _spec(args: argparse.Namespace) -> ModelSpec:
-    from octopipe.errors import OctoPipeError
-    from octopipe.model import Mtp
-    from octopipe.resolve import resolve_spec
-
-    spec = resolve_spec(args.model)
-    if spec is None:
-        raise OctoPipeError(f"{args.model} holds times, not layers; train a preset or a Hugging Face config.json")
-    if any(isinstance(layer, Mtp) for layer in spec):
-        spec = spec.without_mtp()
-    if args.scale is not None or args.layers is not None:
-        spec = spec.scaled(1.0 if args.scale is None else args.scale, num_layers=args.layers)
-    return spec
-
-
-def _no_torch(error: ModuleNotFoundError) -> Exception:
-    from octopipe.errors import OctoPipeError
-
-    if error.name is None or error.name.split(".")[0] != "torch":
-        return error
-    return OctoPipeError('training needs torch; install it: pip install "octopipe[torch]"')
 
 
 class Screen:
@@ -220,11 +201,12 @@ def step_line(r: StepReport, steps: int) -> str:
     )
 
 
-def summary(result: TrainResult) -> dict[str, Any]:
+def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
     """The run as one JSON object."""
     predicted = result.predicted
     return {
         "model": result.plan.model or None,
+        "layers": told(job.spec),
         "system": result.plan.extra.get("system"),
         "parameters": result.parameters,
         "num_ranks": result.plan.num_ranks,
@@ -266,6 +248,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
         f"[bold]loss {first.loss:.4f} -> {last.loss:.4f}[/] in steps {first.step} to {last.step}: "
         f"{name}, {job.nproc} ranks"
     )
+    out.print(f"{job.spec.name}: {told(job.spec)}", soft_wrap=True)
     out.print(
         f"{result.parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
         f"{job.micro_batch_size} x {job.seq} tokens"

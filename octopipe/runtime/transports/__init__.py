@@ -28,8 +28,7 @@ def make_transport(
 
         if device.type != "cpu":
             raise OctoPipeError(f"the gloo transport moves CPU tensors, the pipeline is on {device}; use nccl")
-        assert world.control is not None
-        return GlooTransport(world.control, timeout_s=timeout_s)
+        return GlooTransport(world, timeout_s=timeout_s)
     if name == "strict":
         from octopipe.runtime.transports.strict import StrictTransport
 

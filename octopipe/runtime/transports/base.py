@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
-from octopipe.runtime.slots import Slot
+from octopipe.runtime.slots import RankProgram, Slot
 
 
 class TransferError(OctoPipeError):
@@ -36,8 +36,8 @@ class Transport(ABC):
     waiting: Slot | None = None
     """The slot the host is blocked on right now; a watchdog reads it."""
 
-    def open(self, slots: Sequence[Slot]) -> None:  # noqa: B027
-        """Make ready for these slots (collective over the pipeline's ranks)."""
+    def open(self, program: RankProgram) -> None:  # noqa: B027
+        """Make ready for the slots of this program (collective over the pipeline's ranks)."""
 
     def begin_step(self) -> None:  # noqa: B027
         """A training step starts."""
@@ -72,6 +72,9 @@ class Transport(ABC):
     def dead(self) -> Collection[int]:
         """Ranks known to have died, of those that something is received from. Asked from another thread."""
         return ()
+
+    def abandon(self) -> None:  # noqa: B027
+        """A step broke off here: let those who wait for this rank know, where that is possible."""
 
     def close(self) -> None:  # noqa: B027
         """Give back what is held outside this process."""

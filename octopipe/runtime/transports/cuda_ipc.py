@@ -20,19 +20,19 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
+from octopipe.runtime.driver import Driver
 from octopipe.runtime.messages import Leaf, Spec
-from octopipe.runtime.slots import Slot
-from octopipe.runtime.transports.base import TransferError
-from octopipe.runtime.transports.headed import OrderedTransport, reason
-from octopipe.runtime.transports.lanes import CudaLane, Driver, HostLane, Lane
+from octopipe.runtime.slots import RankProgram, Slot
+from octopipe.runtime.transports.lanes import CudaLane, HostLane, Lane
 from octopipe.runtime.transports.mail import LOOK_EVERY_S, Box
+from octopipe.runtime.transports.ordered import OrderedTransport
 from octopipe.runtime.transports.ring import RingReceiver, RingSender
 from octopipe.runtime.world import World
 
@@ -57,7 +57,8 @@ class IpcTransport(OrderedTransport):
         chunk_bytes: int = CHUNK_BYTES,
         chunks: int = CHUNKS,
     ):
-        super().__init__(world.control, device, timeout_s=timeout_s)
+        super().__init__(world, device, timeout_s=timeout_s)
+        self.delivery.meanwhile = self._meanwhile
         self._world, self._shape = world, (chunks, chunk_bytes)
         self._senders: dict[int, RingSender] = {}
         self._receivers: dict[int, RingReceiver] = {}
@@ -70,8 +71,9 @@ class IpcTransport(OrderedTransport):
             except (OSError, AttributeError) as error:
                 raise OctoPipeError(f"the cuda_ipc transport needs libcuda's memory operations: {error}") from None
 
-    def open(self, slots: Sequence[Slot]) -> None:
-        super().open(slots)
+    def open(self, program: RankProgram) -> None:
+        super().open(program)
+        slots = program.slots
         me = self._world.rank
         targets = sorted({s.peer for s in slots if s.sending})
         sources = sorted({s.peer for s in slots if not s.sending})
@@ -175,17 +177,10 @@ class IpcTransport(OrderedTransport):
             self._until(lambda: box.free)
         return super().send_forward(slot, value, needs)
 
-    def _wait(self, slot: Slot, works: list[Any]) -> None:
-        self.waiting = slot
+    def _meanwhile(self, work: Any) -> None:
         self._proceed()
-        try:
-            for work in works:
-                if isinstance(work, Box) and not work.filled and self._pending:
-                    self._until(lambda box=work: box.filled or not self._pending)  # type: ignore[misc]
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise TransferError(slot, reason(error)) from None
-        self.waiting = None
+        if isinstance(work, Box) and not work.filled and self._pending:
+            self._until(lambda: work.filled or not self._pending)
 
     @property
     def _pending(self) -> bool:

@@ -14,7 +14,7 @@ from octopipe.runtime.buffers import SMALL_BYTES
 from octopipe.runtime.messages import Leaf
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.transports.headed import HeadedTransport
-from octopipe.runtime.world import Group
+from octopipe.runtime.world import World
 
 
 class GlooTransport(HeadedTransport):
@@ -23,21 +23,21 @@ class GlooTransport(HeadedTransport):
     name = "gloo"
     inline = True
 
-    def __init__(self, group: Group, *, timeout_s: float):
-        super().__init__(group, timeout_s=timeout_s)
+    def __init__(self, world: World, *, timeout_s: float):
+        super().__init__(world, timeout_s=timeout_s)
         self._byte = torch.zeros(1, dtype=torch.uint8)
 
     def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
-        return self.control.send([tensor], slot.peer, slot.state.tag)
+        return self.delivery.control.send([tensor], slot.peer, slot.state.tag)
 
     def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
         end = slot.state
         if leaf.nbytes >= SMALL_BYTES:
-            buffer = self._pool.take(leaf.shape, leaf.dtype)
+            buffer = self.delivery.pool.take(leaf.shape, leaf.dtype)
         else:
-            buffer = self._room(end, leaf)
-        return buffer, self.control.recv([buffer], slot.peer, end.tag)
+            buffer = self.delivery.room(end, leaf)
+        return buffer, self.delivery.control.recv([buffer], slot.peer, end.tag)
 
     def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
         # gloo lets a message be shorter than its buffer.
-        return self.control.send([self._byte], slot.peer, slot.state.tag)
+        return self.delivery.control.send([self._byte], slot.peer, slot.state.tag)

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octopipe.runtime.driver import Driver
+from octopipe.runtime.fence import fence
+
 
 class Lane(ABC):
     """In-order work; every method only queues."""
@@ -97,6 +100,7 @@ class HostLane(Lane):
         place = ctypes.c_uint32.from_address(flag.data_ptr())
 
         def act(_keep: Tensor = flag) -> None:
+            fence()  # what was copied before the flag that says so
             place.value = value & 0xFFFFFFFF
 
         self._work.put(act)
@@ -110,6 +114,7 @@ class HostLane(Lane):
             while ((place.value - value) & 0xFFFFFFFF) >= 1 << 31 and not self._stop:
                 time.sleep(pause)
                 pause = min(pause + 1e-6, 2e-4)
+            fence()
 
         self._work.put(act)
 
@@ -126,49 +131,6 @@ class HostLane(Lane):
 
 
 # -- on a GPU ------------------------------------------------------------------------------------------
-
-
-class Driver:
-    """The calls of libcuda that torch does not offer; those that queue take a raw stream handle."""
-
-    WAIT_GEQ = 0
-    PORTABLE = 1
-
-    def __init__(self) -> None:
-        lib = ctypes.CDLL("libcuda.so.1")
-        pointer, u32, size = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
-        stream = ctypes.c_void_p
-        self._write = lib.cuStreamWriteValue32_v2
-        self._write.argtypes = (stream, pointer, u32, ctypes.c_uint)
-        self._wait = lib.cuStreamWaitValue32_v2
-        self._wait.argtypes = (stream, pointer, u32, ctypes.c_uint)
-        self._copy = lib.cuMemcpyAsync  # tells from the addresses where memory is
-        self._copy.argtypes = (pointer, pointer, size, stream)
-        self._pin = lib.cuMemHostRegister_v2
-        self._pin.argtypes = (pointer, size, ctypes.c_uint)
-        self._unpin = lib.cuMemHostUnregister
-        self._unpin.argtypes = (pointer,)
-
-    def write(self, stream: int, address: int, value: int) -> None:
-        _succeed(self._write(stream, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        _succeed(self._wait(stream, address, value & 0xFFFFFFFF, self.WAIT_GEQ), "cuStreamWaitValue32")
-
-    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        _succeed(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
-
-    def pin(self, memory: Tensor) -> None:
-        """Let the GPU's copy engines at this host memory, until `unpin`."""
-        _succeed(self._pin(memory.data_ptr(), memory.nbytes, self.PORTABLE), "cuMemHostRegister")
-
-    def unpin(self, memory: Tensor) -> None:
-        _succeed(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
-
-
-def _succeed(code: int, name: str) -> None:
-    if code:
-        raise RuntimeError(f"{name} failed with CUDA error {code}")
 
 
 class _Event:
@@ -214,7 +176,7 @@ class CudaLane(Lane):
     def close(self, patience_s: float) -> bool:
         end = time.monotonic() + patience_s
         try:
-            while not self.stream.query():
+            while not self._driver.stream_done(self._raw):
                 if time.monotonic() > end:
                     return False
                 time.sleep(1e-3)

@@ -14,7 +14,11 @@ where. The yard grows with what is under way at once, and a message for which it
 The files have lost their names before the first step. A sender holds a lock on its file: when it dies, the lock is
 free, and a receiver that has slept for a while sees so.
 
-Stores must be seen in the order in which they were made: x86 does, other machines use gloo for everything.
+Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) stands between a message and
+its number when it is sent, between the number and the message when it is read, between the reading and the number that
+says so, and between seeing that and writing the next message into the same place; so the order holds on machines that
+let memory accesses overtake each other, too. The numbers themselves are aligned words, which every machine loads and
+stores whole.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from octopipe.runtime.fence import fence
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.world import Group, gather_objects
 
@@ -47,12 +52,14 @@ BODIES_BYTES = 4 << 20
 PAGE = 4096
 LOOK_EVERY_S = 0.5
 """How often a sleeper looks whether its peer is alive."""
-_FUTEX, _WAIT, _WAKE = 202, 0, 1
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 0)
+"""The number of the call; 0 on machines where nobody has looked it up."""
+_WAIT, _WAKE = 0, 1
 _WORD = (1 << 32) - 1
 
 
 def supported() -> bool:
-    return sys.platform == "linux" and platform.machine() == "x86_64" and os.path.isdir(FOLDER)
+    return sys.platform == "linux" and _FUTEX > 0 and os.path.isdir(FOLDER)
 
 
 class _Time(ctypes.Structure):
@@ -89,6 +96,7 @@ class Yard:
             else:
                 self._free.append(lent[:2])
         self._lent = still
+        fence()  # what lay there was read before it was noted as taken
         size = -(-nbytes // PAGE) * PAGE
         fits = [free for free in self._free if size <= free[0] <= 2 * size]
         if fits:
@@ -194,6 +202,7 @@ class Box:
         words, at = self._words, self._at
         if words[at + TAKEN] != self.number:
             self._until_taken()
+        fence()  # the last message was read before it was noted as taken
         self.number = number = (self.number + 1) & _WORD
         if nbytes:
             ctypes.memmove(self.address + LINE, pointer, nbytes)
@@ -206,6 +215,7 @@ class Box:
                 to += room
         words[at + LENGTH] = nbytes
         words[at + PLACE] = place // LINE
+        fence()  # the message before its number
         words[at + SENT] = number
         wake(self.address)
         return place > 0
@@ -216,6 +226,7 @@ class Box:
         number = (self.number + 1) & _WORD
         if words[at + SENT] != number:
             self._until_sent(number)
+        fence()  # the number before the message
         self.number = number
         if length := words[at + LENGTH]:
             ctypes.memmove(self.pointer, self.address + LINE, length)
@@ -223,11 +234,13 @@ class Box:
             self.bodies = self._shelf.address + place * LINE
         else:
             self.bodies = 0
+            fence()  # read before it is noted as taken
             words[at + TAKEN] = number
 
     def done(self) -> None:
         """The bodies have been copied."""
         self.bodies = 0
+        fence()  # read before they are noted as taken
         self._words[self._at + TAKEN] = self.number
 
     def _until_sent(self, number: int) -> None:

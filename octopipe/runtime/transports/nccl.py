@@ -12,16 +12,17 @@ NCCL's own, which knows no op by name, is told to leave that to us.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octopipe.errors import OctoPipeError
 from octopipe.runtime.messages import Leaf
-from octopipe.runtime.slots import Slot
-from octopipe.runtime.transports.headed import OrderedTransport
+from octopipe.runtime.slots import RankProgram, Slot
+from octopipe.runtime.transports.ordered import OrderedTransport
 from octopipe.runtime.world import Group, StreamWork, World
 
 
@@ -31,7 +32,7 @@ class NcclTransport(OrderedTransport):
     name = "nccl"
 
     def __init__(self, world: World, device: torch.device, *, directed: bool, timeout_s: float):
-        super().__init__(world.control, device, timeout_s=timeout_s)
+        super().__init__(world, device, timeout_s=timeout_s)
         self._world, self._directed = world, directed
         self._groups: dict[tuple[int, int], Group] = {}
 
@@ -40,8 +41,10 @@ class NcclTransport(OrderedTransport):
         way = (me, slot.peer) if slot.sending else (slot.peer, me)
         return way if self._directed else (min(way), max(way))
 
-    def open(self, slots: Sequence[Slot]) -> None:
-        super().open(slots)
+    def open(self, program: RankProgram) -> None:
+        super().open(program)
+        slots = program.slots
+        _check_connections(len({self._queue(s) for s in slots}))
         # Torch warns that the messages of an eagerly made group run one after the other: that is what a queue is.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         me, hello = self._world.rank, torch.zeros(1, device=self.device)
@@ -77,6 +80,18 @@ class NcclTransport(OrderedTransport):
             with suppress(RuntimeError):  # a peer is gone: that is told elsewhere
                 group.shutdown()
         self._groups.clear()
+
+
+def _check_connections(queues: int) -> None:
+    """A receive that waits must not stand in one hardware queue with the computation: it would hold it up for ever."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    given = os.environ.get(name, "")
+    if given.isdigit() and int(given) <= queues:
+        raise OctoPipeError(
+            f"{name}={given} leaves {queues} queues of messages and the computation to share {given} hardware queues, "
+            f"and what waits holds up what it waits for; leave it out or set it to {min(32, 2 * queues + 2)} before "
+            "CUDA starts"
+        )
 
 
 @contextmanager

@@ -14,14 +14,14 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from octopipe.lowering import Program
-from octopipe.runtime.slots import Slot
+from octopipe.runtime.slots import RankProgram, Slot
 from octopipe.runtime.transports.base import TransferError, Transport
 from octopipe.runtime.transports.gloo import GlooTransport
 from octopipe.runtime.world import World
@@ -36,8 +36,7 @@ class StrictTransport(Transport):
     ordered = True
 
     def __init__(self, world: World, program: Program, *, timeout_s: float):
-        assert world.control is not None
-        self._inner = GlooTransport(world.control, timeout_s=timeout_s)
+        self._inner = GlooTransport(world, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._blocking = program.channel == "blocking"
         self._flags = _shared_flags(world, program.num_transfers)
@@ -45,9 +44,9 @@ class StrictTransport(Transport):
         self._arrived: dict[int, Any] = {}
         self._step = 0
 
-    def open(self, slots: Sequence[Slot]) -> None:
-        self._inner.open(slots)
-        self._queues = {slot.queue: deque() for slot in slots}
+    def open(self, program: RankProgram) -> None:
+        self._inner.open(program)
+        self._queues = {slot.queue: deque() for slot in program.slots}
 
     def begin_step(self) -> None:
         self._step += 1
@@ -137,6 +136,9 @@ class StrictTransport(Transport):
 
     def end_step(self) -> None:
         self._inner.end_step()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
 
     def close(self) -> None:
         self._inner.close()

@@ -1,0 +1,106 @@
+"""Every causal language model transformers has, at tiny size: cut into layers, is it still the model?
+
+    python benchmarks/bench_families.py [--ranks] [FAMILY ...] [-o families.json]
+
+One line per family: `equal` (largest difference of logits, loss and gradients from the unsplit model, plain and padded
+batches), `refused` (why, in one line), `no config` (the tiny config this script makes is none the family takes) or
+`different`. `--ranks` also runs each in a pipeline of two ranks under 1F1B, ZB-V, interleaved and an irregular plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from hf_families import every_family, tiny_config
+from hf_twins import chained, pipeline_differences
+
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface import layers
+
+LIMIT_S, LARGEST = 120, 3e7
+
+
+class TooLong(Exception):
+    pass
+
+
+def _late(*_: Any) -> None:
+    raise TooLong
+
+
+def judge(family: str, ranks: Any, plans: dict[str, Any] | None) -> tuple[str, str]:
+    """The verdict and what goes with it."""
+    try:
+        config = tiny_config(family)
+    except Exception as error:
+        return "no config", " ".join(str(error).split())[:160]
+    try:
+        parts = layers(config, dtype=torch.float64)
+        if parts.parameters > LARGEST:
+            return "no config", f"{parts.parameters / 1e6:.0f} M parameters: its sizes have other names"
+        _ = parts.loss_fn
+    except OctoPipeError as error:
+        kind = "no config" if "cannot be built" in str(error) else "refused"
+        return kind, str(error)
+    try:
+        off = chained(family)
+    except OctoPipeError as error:
+        return "refused", str(error)
+    except TooLong:
+        return "no config", f"more than {LIMIT_S} s at this size"
+    except Exception as error:
+        return "no config", f"the unsplit model fails too: {' '.join(str(error).split())[:140]}"
+    note = f"{off:.1e}"
+    if plans is not None and off < 1e-6 and len(parts) == 6:
+        found = pipeline_differences(ranks, family, plans, padded=False)
+        off = max(off, *found.values())
+        note += " in ranks " + ", ".join(f"{name} {value:.1e}" for name, value in found.items())
+    return ("equal" if off < 1e-6 else "different"), note
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--ranks", action="store_true")
+    parser.add_argument("-o", "--output")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _late)
+    ranks = plans = None
+    if args.ranks:
+        from ranks import shared_ranks
+        from test_hf_layers import plans as make_plans
+
+        ranks, plans = shared_ranks(2), make_plans()
+    rows, counts = [], Counter[str]()
+    for family in args.families or every_family():
+        began = time.perf_counter()
+        signal.alarm(LIMIT_S)
+        try:
+            verdict, note = judge(family, ranks, plans)
+        except TooLong:
+            verdict, note = "no config", f"more than {LIMIT_S} s at this size"
+        finally:
+            signal.alarm(0)
+        counts[verdict] += 1
+        rows.append({"family": family, "verdict": verdict, "note": note})
+        print(f"{verdict:10} {family:26} {note} [{time.perf_counter() - began:.1f} s]", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+    if args.output:
+        Path(args.output).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

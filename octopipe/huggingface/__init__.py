@@ -1,0 +1,10 @@
+"""Causal language models of Hugging Face transformers, cut into layers that `octopipe.Pipeline` runs.
+
+Knows: transformers (imported when it is used). Does not know: any family by name; a model is cut by what its own
+forward does.
+"""
+
+from octopipe.huggingface.cut import LayerList, layers
+from octopipe.huggingface.labels import CausalLoss, micro_batches
+
+__all__ = ["CausalLoss", "LayerList", "layers", "micro_batches"]

@@ -1,0 +1,283 @@
+"""Where a causal language model of transformers can be cut: found by running its own forward around stand-ins.
+
+Knows: which module list holds the layers, what every layer is called with, which parameters work before the first
+and which after the last layer, and what else than the hidden state a layer takes. Does not know: how the pieces run
+(`pieces.py`), where weights come from (`weights.py`), or any family by name.
+
+The trace costs no memory worth speaking of: parameters are single zeros seen as whole matrices, layers are stand-ins,
+and what follows the last layer runs on the `meta` device. What the trace cannot prove to be right is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface.shell import (
+    Beside,
+    Desk,
+    Refused,
+    as_layer_returns,
+    collect,
+    fill_buffers,
+    hidden_leaf,
+    leaves_of,
+    outside,
+    real_buffer,
+    shell_of,
+    text_config,
+    zeros_like_all_of,
+)
+
+BATCH, TOKENS = 3, 7
+"""The trace's batch: sizes that no width of a model equals by chance."""
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, enum.Enum, type(None))
+"""Types of arguments that say the same whoever reads them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """What a trace found."""
+
+    path: str
+    """The layers' list in the model: `model.layers`."""
+    num_layers: int
+    """Without embedding and head."""
+    returns: int
+    """Layers return tuples of so many, or (0) the hidden state itself."""
+    batch_dim: int
+    """Of the hidden state; the tokens' dimension follows."""
+    embed_names: frozenset[str]
+    """Parameters and buffers that work before or between layers, and those nothing uses."""
+    head_names: frozenset[str]
+    """Parameters and buffers that work behind the last layer; a tied one is in both."""
+    carried: tuple[tuple[int, int], ...]
+    """Tensors made of embeddings that layers take beside the hidden state: the first layer and the leaf there."""
+    takes: tuple[Mapping[int, int], ...]
+    """Per layer: leaf -> which carried tensor it is."""
+    needs_ids: bool
+    """Whether layers' arguments depend on the tokens themselves."""
+
+    def last_use(self, number: int) -> int:
+        """The last layer that takes this carried tensor."""
+        return max(k for k, taken in enumerate(self.takes) if number in taken.values())
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The outermost list with as many entries as the config has layers."""
+    text = text_config(model)
+    keys = ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
+    wanted = [n for n in (getattr(text, key, None) for key in keys) if n]
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            lists.append((name, module))
+    fitting = [item for item in lists if len(item[1]) in wanted]
+    # Lists beside the layers (norms per layer, say) have far fewer parameters.
+    fitting.sort(key=lambda item: -sum(p.numel() for p in item[1].parameters()))
+    if not fitting:
+        raise OctoPipeError(
+            f"{type(model).__name__} cannot be cut into layers: it has no list of "
+            f"{' or '.join(map(str, dict.fromkeys(wanted))) or 'its'} layers"
+        )
+    return fitting[0]
+
+
+class _Watch(TorchFunctionMode):
+    """Notes in which phase parameters are used; what follows the last layer runs on meta."""
+
+    def __init__(self, names: dict[int, str]):
+        super().__init__()
+        self.names = names
+        self.used: dict[str, set[str]] = {"embed": set(), "head": set()}
+        self.phase = "embed"
+
+    def note(self, tensor: Any) -> None:
+        name = self.names.get(id(tensor))
+        if name is not None:
+            self.used[self.phase].add(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        if self.phase == "head":
+            args, kwargs = pytree.tree_map(_on_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, Tensor) or value.device.type == "meta":
+        return value
+    return torch.empty_like(value, device="meta")
+
+
+def trace(model: nn.Module) -> Anatomy:
+    """The anatomy of a model (on `meta` or real), or one line that says why it has none."""
+    path, layers = find_layers(model)
+    dropped = max((float(getattr(m, "layerdrop", 0.0) or 0.0) for m in model.modules()), default=0.0)
+    if dropped > 0:
+        raise OctoPipeError(
+            f"{type(model).__name__} skips whole layers at random (layerdrop {dropped:g}), which a plan cannot; "
+            "set it to 0 in the config"
+        )
+    problem = ""
+    for returns in range(4):
+        try:
+            return _Trace(model, path, len(layers), returns).run()
+        except OctoPipeError:
+            raise
+        except Exception as error:  # whatever a family's code does with values it does not expect
+            text = " ".join(str(error).split())[:160]
+            said = text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"
+            problem = problem or said
+    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {problem}")
+
+
+class _Trace:
+    """One attempt."""
+
+    def __init__(self, model: nn.Module, path: str, count: int, returns: int):
+        self.model, self.path, self.count, self.returns = model, path, count, returns
+        self.outputs: list[Tensor] = []
+        self.carried: list[tuple[int, int]] = []
+        self.kept: list[Tensor] = []
+        self.takes: list[dict[int, int]] = []
+        self.batch_dim = 0
+        self.containers: dict[int, int] = {}
+
+    def run(self) -> Anatomy:
+        shell, desk = shell_of(
+            self.model,
+            self.path,
+            lambda name, old: (
+                zeros_like_all_of(old, "cpu").requires_grad_(old.is_floating_point())
+                if isinstance(old, nn.Parameter)
+                else real_buffer(old, "cpu")
+            ),
+        )
+        fill_buffers(self.model, shell)
+        shell.eval()
+        names = {id(value): name for name, value in self._named(shell)}
+        watch = _Watch(names)
+        for name, module in shell.named_modules():
+            if not name.startswith(f"{self.path}."):
+                own = [*vars(module).get("_parameters", {}).values(), *vars(module).values()]
+                module.register_forward_pre_hook(_noting(watch, [t for t in own if isinstance(t, Tensor)]))
+        desk.visit = lambda k, args, kwargs: self._visit(k, args, kwargs, watch)
+        ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+        # Stand-ins have no routers; what those say is `routers.py`'s business.
+        asked = {"output_router_logits": False} if hasattr(text_config(self.model), "output_router_logits") else {}
+        with watch:
+            out = shell(input_ids=ids, use_cache=False, **asked)
+        if len(self.takes) != self.count:
+            raise Refused(f"its forward runs {len(self.takes)} of {self.count} layers")
+        if getattr(out, "logits", None) is None:
+            raise Refused("its forward gives no logits")
+        used = watch.used
+        everything = {name for name, _ in outside(self.model, self.path)}
+        return Anatomy(
+            path=self.path,
+            num_layers=self.count,
+            returns=self.returns,
+            batch_dim=self.batch_dim,
+            # What nothing uses stays in the model, as it does in the whole one.
+            embed_names=frozenset(used["embed"] | (everything - used["embed"] - used["head"])),
+            head_names=frozenset(used["head"]),
+            carried=tuple(self.carried),
+            takes=tuple(self.takes),
+            needs_ids=self._needs_ids(shell, desk),
+        )
+
+    def _named(self, shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, _ in outside(self.model, self.path):
+            owner, _, attribute = name.rpartition(".")
+            yield name, getattr(shell.get_submodule(owner), attribute)
+
+    def _visit(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], watch: _Watch) -> Any:
+        if k != len(self.takes):
+            raise Refused(f"its forward runs layer {k} out of order or more than once")
+        with torch._C.DisableTorchFunction():
+            leaves, _ = leaves_of(args, kwargs)
+            at = hidden_leaf(leaves)
+            hidden = leaves[at]
+            if k == 0:
+                self.batch_dim = _batch_dim(hidden)
+            elif hidden is not self.outputs[-1]:
+                raise Refused(f"its forward changes the hidden state between layers {k - 1} and {k}")
+            self.takes.append(
+                {i: self._carry(k, i, leaf) for i, leaf in enumerate(leaves) if i != at and self._moves(k, i, leaf)}
+            )
+            out = torch.zeros_like(hidden, requires_grad=True)
+            self.outputs.append(out)
+        if k == self.count - 1:
+            watch.phase = "head"
+        return as_layer_returns(out, self.returns, Beside())
+
+    def _moves(self, k: int, i: int, leaf: Any) -> bool:
+        """Whether a leaf must travel with the hidden state; refuses what could not."""
+        if isinstance(leaf, Tensor):
+            if not leaf.requires_grad:
+                return False
+            made_of: tuple[Tensor | None, ...] = ()
+            if self.outputs:
+                made_of = torch.autograd.grad(leaf.sum(), self.outputs, allow_unused=True, retain_graph=True)
+            if any(g is not None for g in made_of):
+                raise Refused(f"layer {k} takes something made of an earlier layer's output beside the hidden state")
+            return True
+        if isinstance(leaf, Beside):
+            raise Refused(f"layer {k} takes what an earlier layer returns beside the hidden state")
+        if isinstance(leaf, dict | list):
+            if self.containers.setdefault(id(leaf), k) != k:
+                raise Refused("its layers share a container that one fills and another reads")
+            return False
+        if not isinstance(leaf, PLAIN) and not callable(leaf) and type(leaf).__module__.split(".")[0] != "transformers":
+            raise Refused(f"its layers take a {type(leaf).__name__}")
+        if type(leaf).__name__.endswith("Cache"):
+            raise Refused(f"its layers share a {type(leaf).__name__} in training")
+        return False
+
+    def _carry(self, k: int, i: int, leaf: Tensor) -> int:
+        for number, kept in enumerate(self.kept):
+            if kept is leaf:
+                return number
+        self.kept.append(leaf)
+        self.carried.append((k, i))
+        return len(self.kept) - 1
+
+    def _needs_ids(self, shell: nn.Module, desk: Desk) -> bool:
+        """Whether other tokens give other arguments (embeddings are zeros here, so through them none)."""
+        seen = []
+        vocab = int(getattr(text_config(self.model), "vocab_size", 2))
+        for ids in (torch.zeros(BATCH, TOKENS, dtype=torch.long), torch.arange(BATCH * TOKENS).view(BATCH, -1) % vocab):
+            got = collect(shell, desk, self.count, self.returns, {"input_ids": ids})
+            seen.append([leaf.detach() for leaves, _, _ in got for leaf in leaves if isinstance(leaf, Tensor)])
+        same = len(seen[0]) == len(seen[1])
+        return not (same and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(*seen)))
+
+
+def _noting(watch: _Watch, tensors: list[Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        for tensor in tensors:
+            watch.note(tensor)
+
+    return hook
+
+
+def _batch_dim(hidden: Tensor) -> int:
+    for d in range(hidden.ndim - 1):
+        if hidden.shape[d] == BATCH and hidden.shape[d + 1] == TOKENS:
+            return d
+    raise Refused(f"its hidden state of shape {tuple(hidden.shape)} has no batch of sequences")

@@ -1,0 +1,243 @@
+"""`layers`: a causal language model of transformers as a list of layers for `octopipe.Pipeline`.
+
+Knows: which piece holds which parameters, their names in the model, and what is tied. Does not know: plans; how a
+piece runs (`pieces.py`), where a cut can be made (`anatomy.py`).
+
+    parts = octopipe.huggingface.layers("path/to/model")           # or a config, or a model (with LoRA, frozen, ...)
+    pipe = octopipe.Pipeline(parts, plan, parts.loss_fn)
+    inputs, targets = octopipe.huggingface.micro_batches(batch, plan.num_micro_batches)
+    pipe.step(inputs, targets)
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface.anatomy import Anatomy, trace
+from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
+from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
+from octopipe.huggingface.routers import routers_of
+from octopipe.huggingface.shell import outside, shell_of
+from octopipe.huggingface.source import build_on_meta, inner_model, read_config
+from octopipe.huggingface.weights import Weights, allocated, first_names, has_weights
+
+Factory = Callable[[], nn.Module]
+
+
+def layers(
+    source: Any,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    num_layers: int | None = None,
+    attention: str | None = None,
+    pretrained: bool | None = None,
+) -> LayerList:
+    """The layers of a causal language model: embedding, blocks, and norm with head, in the family's own code.
+
+    `source`: a model that is built already (its parameters are used as they are), a config, or the path of a
+    `config.json` or of a model's folder. From a path or a config every entry is a factory: memory is taken for the
+    layers a rank holds, on `device`. A folder's safetensors are read (`pretrained=False`: not); otherwise weights are
+    drawn from `seed` and the parameters' names, the same under every plan. `num_layers` counts embedding and head.
+    `attention`: transformers' name of an attention implementation.
+    """
+    if isinstance(source, nn.Module):
+        if num_layers is not None or pretrained or attention is not None:
+            raise OctoPipeError("num_layers, attention and pretrained are for a config or a path, not for a model")
+        model = inner_model(source)
+        return LayerList(_Cut(model, trace(model), None))
+    folder = Path(source) if isinstance(source, str | os.PathLike) and Path(source).is_dir() else None
+    if pretrained and (folder is None or not has_weights(folder)):
+        raise OctoPipeError(f"{source}: no safetensors to read; give the folder of a model")
+    if folder is not None and (pretrained is False or not has_weights(folder)):
+        folder = None
+    if folder is not None and num_layers is not None:
+        raise OctoPipeError("num_layers with a checkpoint would drop layers; give its config.json alone, or all layers")
+    config = read_config(source, num_layers=None if num_layers is None else num_layers - 2)
+    model = build_on_meta(copy.deepcopy(config), dtype=dtype, attention=attention)
+    weights = Weights(model, seed=seed, device=torch.device(device), folder=folder)
+    return LayerList(_Cut(model, trace(model), weights, device=torch.device(device)))
+
+
+class LayerList(list[Factory | nn.Module]):
+    """What `Pipeline` takes, with the model's own loss and names beside."""
+
+    def __init__(self, cut: _Cut):
+        super().__init__(cut.pieces())
+        self._cut = cut
+        self.config: Any = cut.model.config
+        self.class_name = type(cut.model).__name__
+
+    @cached_property
+    def loss_fn(self) -> CausalLoss:
+        """The model's own loss of the last layer's output; see `CausalLoss` for targets."""
+        return CausalLoss(self._cut.model)
+
+    @cached_property
+    def shifted_loss(self) -> ShiftedLoss:
+        """The same against the next tokens themselves."""
+        return ShiftedLoss(self._cut.model)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What every layer is: class and type of block."""
+        return self._cut.kinds()
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Layers of one number have equal shapes."""
+        return self._cut.groups()
+
+    @property
+    def vocab(self) -> int:
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, tied ones once."""
+        return sum(p.numel() for p in self._cut.model.parameters())
+
+    def name_in_model(self, layer: int, name: str) -> str:
+        """A parameter or buffer of a layer of ours by its name in the transformers model."""
+        return self._cut.prefix(layer) + name.split(".", 1)[1]
+
+
+class _Cut:
+    """One model with its anatomy and, where it is on meta, what fills it."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, weights: Weights | None, device: torch.device | None = None
+    ):
+        self.model, self.anatomy, self.weights, self.device = model, anatomy, weights, device
+        self.recorder = Recorder(model, anatomy)
+        self.routers = routers_of(model)
+        self._first = first_names(model)
+
+    def prefix(self, layer: int) -> str:
+        inside = 0 < layer <= self.anatomy.num_layers
+        return f"{self.anatomy.path}.{layer - 1}." if inside else ""
+
+    def pieces(self) -> list[Factory | nn.Module]:
+        count = self.anatomy.num_layers + 2
+        if self.weights is None:
+            return [self._make(k) for k in range(count)]
+        return [_Factory(self, k) for k in range(count)]
+
+    def _make(self, k: int) -> nn.Module:
+        last = self.anatomy.num_layers + 1
+        piece = self._end(k, head=k == last) if k in (0, last) else self._block(k)
+        piece.tied_to = self._ties(k, piece)  # type: ignore[assignment]
+        return piece
+
+    def _block(self, k: int) -> Block:
+        path, anatomy, model = self.prefix(k)[:-1], self.anatomy, self.model
+        layer = model.get_submodule(path)
+        if self.weights is not None:
+            names = [f"{path}.{n}" for n, _ in layer.named_parameters(remove_duplicate=False)]
+            memo = {id(t): allocated(t, self.device) for t in (*layer.parameters(), *layer.buffers())}
+            layer = copy.deepcopy(layer, {**memo, id(model.config): model.config})
+            self.weights.fill(layer, f"{path}.", names)
+        return Block(layer, k - 1, anatomy, self.recorder, self.routers)
+
+    def _end(self, k: int, *, head: bool) -> Embed | Head:
+        model, anatomy = self.model, self.anatomy
+        mine = anatomy.head_names if head else anatomy.embed_names
+        missing: list[tuple[str, Tensor]] = []
+
+        def tensor(name: str, old: Tensor) -> Tensor:
+            if isinstance(old, nn.Parameter):
+                # Tied parameters meet here under their first name.
+                if any(n in mine for n in self._names_of(old)):
+                    if self.weights is None:
+                        return old
+                    return allocated(old, self.device)
+                missing.append((name, old))
+                return torch.empty_like(old, device="meta")
+            if self.weights is None:
+                return old
+            return allocated(old, self.device)
+
+        shell, desk = shell_of(model, anatomy.path, tensor)
+        if self.weights is not None:
+            held = {n for n, _ in shell.named_parameters(remove_duplicate=False)}
+            self.weights.fill(shell, "", [n for n, _ in outside(model, anatomy.path) if n in held])
+        missing = [(n, p) for name, p in missing for n in self._names_of(p)]
+        return Head(shell, desk, anatomy, missing, self.routers) if head else Embed(shell, desk, anatomy)
+
+    def _names_of(self, parameter: Tensor) -> list[str]:
+        if not hasattr(self, "_by_id"):
+            self._by_id: dict[int, list[str]] = {}
+            for name, p in self.model.named_parameters(remove_duplicate=False):
+                self._by_id.setdefault(id(p), []).append(name)
+        return self._by_id.get(id(parameter), [])
+
+    def _ties(self, k: int, piece: nn.Module) -> dict[str, str]:
+        """Own name -> the tie's, for parameters that other layers hold too."""
+        out = {}
+        # Under every name: a parameter that is replaced by its twin must be replaced wherever it is used.
+        for name, _ in piece.named_parameters(remove_duplicate=False):
+            whole = self.prefix(k) + name.split(".", 1)[1]
+            names = self._names_of(self.model.get_parameter(whole))
+            if len({self._layer_of(n) for n in names}) > 1 or self._at_both_ends(names):
+                out[name] = self._first[whole]
+        return out
+
+    def _layer_of(self, name: str) -> int:
+        path = self.anatomy.path
+        return int(name[len(path) + 1 :].split(".", 1)[0]) + 1 if name.startswith(f"{path}.") else 0
+
+    def _at_both_ends(self, names: list[str]) -> bool:
+        return any(n in self.anatomy.embed_names for n in names) and any(n in self.anatomy.head_names for n in names)
+
+    def kinds(self) -> tuple[str, ...]:
+        named = []
+        for layer in self.model.get_submodule(self.anatomy.path).children():
+            kind = next(
+                (str(v) for v in (getattr(layer, n, None) for n in _KIND_NAMES) if isinstance(v, str)), ""
+            )
+            parts = "+".join(dict.fromkeys(_working_parts(layer)))
+            named.append(" ".join(filter(None, (type(layer).__name__, kind, f"({parts})" if parts else ""))))
+        return ("embedding", *named, "norm, head and loss")
+
+    def groups(self) -> tuple[int, ...]:
+        numbers: dict[Any, int] = {}
+        out = [0]
+        for kind, layer in zip(self.kinds()[1:-1], self.model.get_submodule(self.anatomy.path).children()):
+            shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in layer.named_parameters())
+            out.append(numbers.setdefault((kind, shapes), 1 + len(numbers)))
+        return (*out, 1 + len(numbers))
+
+
+class _Factory:
+    """Makes one piece when a rank asks for it."""
+
+    def __init__(self, cut: _Cut, number: int):
+        self._cut, self._number = cut, number
+
+    def __call__(self) -> nn.Module:
+        return self._cut._make(self._number)
+
+
+_KIND_NAMES = ("layer_type", "block_type", "attention_type", "layer_kind")
+
+
+def _working_parts(layer: nn.Module) -> list[str]:
+    """The children that do the work, norms left out."""
+    return [
+        type(child).__name__
+        for child in layer.children()
+        if any(p.ndim > 1 for p in child.parameters()) and "Norm" not in type(child).__name__
+    ]
+
+
+__all__ = ["LayerList", "layers"]

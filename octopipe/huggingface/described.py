@@ -1,0 +1,110 @@
+"""A Hugging Face model as `train` and `profile` see it: facts that travel to every rank, and how to build it there.
+
+Knows: the facts a run is planned and reported with (layers and their kinds, vocabulary, parameters). Does not know:
+plans or devices. Made once, where the command line is read; every rank cuts the model again for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface.cut import LayerList, layers
+from octopipe.huggingface.weights import has_weights
+from octopipe.readers.hf_config import from_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfModel:
+    """Has what a `ModelSpec` is asked for where a model is run rather than priced."""
+
+    source: str
+    """Path of a config.json or of a model's folder."""
+    name: str
+    class_name: str
+    """The transformers class whose code runs."""
+    kinds: tuple[str, ...]
+    """What every layer is, embedding and head included."""
+    pattern: str
+    """One symbol per layer."""
+    groups: tuple[int, ...]
+    """Layers of one number are equal but for their weights."""
+    hidden: int
+    vocab: int
+    training_parameters: int
+    pretrained: bool
+    """Whether the folder's weights are read."""
+    shortened: bool
+    attention: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
+
+    def layers(self, *, dtype: torch.dtype, device: torch.device | str, seed: int) -> LayerList:
+        return layers(
+            self.source,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+            num_layers=self.num_layers if self.shortened else None,
+            attention=self.attention,
+            pretrained=self.pretrained,
+        )
+
+    def told(self) -> str:
+        """Whose code runs and where weights come from, in words."""
+        weights = "weights of its folder" if self.pretrained else "fresh weights"
+        return f"transformers' {self.class_name}, {weights}"
+
+
+def describe(source: str | os.PathLike[str], *, num_layers: int | None = None, attention: str | None = None) -> HfModel:
+    """The facts of the model at a path; whatever cannot be trained is refused here, before a process starts."""
+    path = Path(source)
+    pretrained = path.is_dir() and has_weights(path)
+    parts = layers(path, num_layers=num_layers, attention=attention)
+    _ = parts.loss_fn
+    name = path.resolve().name if path.is_dir() else path.resolve().parent.name if path.stem == "config" else path.stem
+    return HfModel(
+        source=str(path.resolve()),
+        name=name or parts.config.model_type,
+        class_name=parts.class_name,
+        kinds=parts.kinds,
+        pattern=_pattern(path, parts),
+        groups=parts.groups,
+        hidden=int(_hidden(parts.config)),
+        vocab=parts.vocab,
+        training_parameters=parts.parameters,
+        pretrained=pretrained,
+        shortened=num_layers is not None,
+        attention=attention,
+    )
+
+
+def _hidden(config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    return next((int(v) for v in (getattr(text, k, None) for k in ("hidden_size", "n_embd", "d_model")) if v), 0)
+
+
+def _pattern(path: Path, parts: LayerList) -> str:
+    """The planner's symbols where it reads this config layer by layer, else a letter per kind of layer."""
+    try:
+        spec = from_config(path)
+        known = spec.without_mtp().pattern if any(layer.symbol == "P" for layer in spec) else spec.pattern
+        if len(known) >= len(parts) and len(parts) > 2:
+            known = known[: len(parts) - 1] + known[-1]
+        pairs = set(zip(parts.groups, known))
+        if len(known) == len(parts) and len(pairs) == len({g for g, _ in pairs}):
+            return known
+    except OctoPipeError:  # a family that is run, but not planned
+        pass
+    letters = [c for c in "T" + string.ascii_uppercase + string.ascii_lowercase if c not in "ELP"]
+    letters = list(dict.fromkeys(letters))
+    middle = [letters[(g - 1) % len(letters)] for g in parts.groups[1:-1]]
+    return "".join(("E", *middle, "L"))

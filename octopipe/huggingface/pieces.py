@@ -1,0 +1,207 @@
+"""The pieces a causal language model is cut into: embedding, one layer each, norm and head.
+
+Knows: how each piece runs the family's own code, and what travels between pieces: the hidden state alone, or a dict
+of it and whatever later layers need (attention mask, positions, tensors made of embeddings, router logits). Does not
+know: where a cut can be made (`anatomy.py`), where weights come from (`weights.py`), pipelines.
+
+A batch is a tensor of tokens or a dict with `input_ids` and any of `attention_mask`, `position_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface.anatomy import Anatomy
+from octopipe.huggingface.shell import (
+    Desk,
+    as_layer_returns,
+    collect,
+    fill_buffers,
+    leaves_of,
+    real_buffer,
+    shell_of,
+    zeros_like_all_of,
+)
+
+SIDE = ("attention_mask", "position_ids")
+"""Inputs that every layer's arguments may depend on."""
+REMEMBERED = 8
+"""Shapes whose arguments are kept."""
+
+
+def inputs_of(batch: Any) -> dict[str, Tensor]:
+    """A batch as keyword arguments of the model."""
+    if isinstance(batch, Tensor):
+        return {"input_ids": batch}
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise OctoPipeError("the batch is no tensor of tokens and no dict with input_ids; give one of them")
+    given = {key: value for key, value in batch.items() if value is not None}
+    alien = sorted(set(given) - {"input_ids", *SIDE})
+    if alien:
+        mend = "give labels as the target" if "labels" in alien else f"use input_ids, {' and '.join(SIDE)}"
+        raise OctoPipeError(f"the batch has {', '.join(alien)}, which the pipeline does not take; {mend}")
+    return given
+
+
+class Recorder:
+    """Every layer's arguments, by shape, from the model's own forward without its layers. One per rank."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy):
+        self._model, self._anatomy = model, anatomy
+        self._shells: dict[Any, tuple[nn.Module, Desk]] = {}
+        self._known: dict[Any, list[Any]] = {}
+        self._recent: tuple[Any, list[Tensor], list[Any]] | None = None
+
+    def arguments(self, layer: int, hidden: Tensor, dtype: torch.dtype, side: Mapping[str, Tensor]) -> Any:
+        """Leaves, structure and place of the hidden state for one layer."""
+        d = self._anatomy.batch_dim
+        key = (hidden.shape[d], hidden.shape[d + 1], hidden.device, dtype)
+        if not side:
+            found = self._known.get(key)
+            if found is None:
+                found = self._record(key, {})
+                if len(self._known) >= REMEMBERED:
+                    self._known.pop(next(iter(self._known)))
+                self._known[key] = found
+            return found[layer]
+        # Masks change with every micro-batch; within one, all layers of a stage see the same tensors.
+        tensors = [side[name] for name in sorted(side)]
+        recent = self._recent
+        if recent is None or recent[0] != (key, *sorted(side)) or any(a is not b for a, b in zip(recent[1], tensors)):
+            recent = self._recent = ((key, *sorted(side)), tensors, self._record(key, side))
+        return recent[2][layer]
+
+    def _record(self, key: Any, side: Mapping[str, Tensor]) -> list[Any]:
+        batch, tokens, device, dtype = key
+        shell = self._shells.get((device, dtype))
+        if shell is None:
+            shell = self._shells[device, dtype] = self._shell(device, dtype)
+        ids = {"input_ids": torch.zeros(batch, tokens, dtype=torch.long, device=device)}
+        with torch.inference_mode(False), torch.no_grad():
+            return collect(*shell, self._anatomy.num_layers, self._anatomy.returns, {**ids, **side})
+
+    def _shell(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Desk]:
+        def tensor(name: str, old: Tensor) -> Tensor:
+            if isinstance(old, nn.Parameter):
+                return zeros_like_all_of(old, device, dtype)
+            return real_buffer(old, device)
+
+        with torch.no_grad():
+            shell, desk = shell_of(self._model, self._anatomy.path, tensor)
+        fill_buffers(self._model, shell)
+        shell.eval()
+        for module in shell.modules():
+            module.requires_grad_(False)
+        return shell, desk
+
+
+class Embed(nn.Module):
+    """Everything before the first layer."""
+
+    def __init__(self, shell: nn.Module, desk: Desk, anatomy: Anatomy):
+        super().__init__()
+        self.model = shell
+        self._desk, self._anatomy = desk, anatomy
+
+    def forward(self, batch: Any) -> Any:
+        anatomy, inputs = self._anatomy, inputs_of(batch)
+        stop = 1 + max((k for k, _ in anatomy.carried), default=0)
+        got = collect(self.model, self._desk, stop, anatomy.returns, inputs)
+        leaves, _, at = got[0]
+        beside = {name: inputs[name] for name in SIDE if name in inputs}
+        if anatomy.needs_ids:
+            beside["input_ids"] = inputs["input_ids"]
+        for number, (k, i) in enumerate(anatomy.carried):
+            beside[f"carried_{number}"] = got[k][0][i]
+        return {"hidden": leaves[at], **beside} if beside else leaves[at]
+
+
+class Block(nn.Module):
+    """One of the model's layers, called as the model calls it."""
+
+    def __init__(self, layer: nn.Module, number: int, anatomy: Anatomy, recorder: Recorder, routers: Any = None):
+        super().__init__()
+        self.layer = layer
+        self._number, self._anatomy, self._recorder, self._routers = number, anatomy, recorder, routers
+        self._takes = anatomy.takes[number]
+        self._drops = {f"carried_{n}" for n in range(len(anatomy.carried)) if anatomy.last_use(n) == number}
+        self._dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
+
+    def forward(self, value: Any) -> Any:
+        hidden, beside = (value, {}) if isinstance(value, Tensor) else (value["hidden"], value)
+        side = {name: beside[name] for name in ("input_ids", *SIDE) if name in beside}
+        dtype = next((p.dtype for p in self.layer.parameters() if p.is_floating_point()), self._dtype)
+        leaves, structure, at = self._recorder.arguments(self._number, hidden, dtype, side)
+        leaves = list(leaves)
+        leaves[at] = hidden
+        for i, number in self._takes.items():
+            leaves[i] = beside[f"carried_{number}"]
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        with self._listening() as heard:
+            out = self.layer(*args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        if isinstance(value, Tensor) and not heard:
+            return out
+        kept = {name: item for name, item in beside.items() if name != "hidden" and name not in self._drops}
+        made = {f"router_{self._number}_{i}": logits for i, logits in enumerate(heard)}
+        return {"hidden": out, **kept, **made} if kept or made else out
+
+    def _listening(self) -> Any:
+        return _Silence() if self._routers is None else self._routers.listening(self.layer)
+
+
+class _Silence:
+    """Nobody asked for what routers say."""
+
+    def __enter__(self) -> list[Tensor]:
+        return []
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class Head(nn.Module):
+    """Everything behind the last layer: the model's own norm, projection and what it does to the logits."""
+
+    def __init__(self, shell: nn.Module, desk: Desk, anatomy: Anatomy, missing: list[tuple[str, Tensor]], routers: Any):
+        """`missing`: parameters of the embedding, of which the shell's forward needs shapes alone."""
+        super().__init__()
+        self.model = shell
+        self._desk, self._anatomy, self._missing, self._routers = desk, anatomy, missing, routers
+        self._on: torch.device | None = None
+
+    def forward(self, value: Any) -> Any:
+        hidden, beside = (value, {}) if isinstance(value, Tensor) else (value["hidden"], value)
+        anatomy, d = self._anatomy, self._anatomy.batch_dim
+        if self._on != hidden.device:
+            self._stand_ins_on(hidden.device)
+        ids = torch.zeros(hidden.shape[d : d + 2], dtype=torch.long, device=hidden.device)
+        inputs = {"input_ids": ids, **{n: beside[n] for n in ("input_ids", *SIDE) if n in beside}}
+
+        def visit(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if k == anatomy.num_layers - 1:
+                out = hidden
+            else:
+                leaves, _ = leaves_of(args, kwargs)
+                out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+            return as_layer_returns(out, anatomy.returns)
+
+        self._desk.visit = visit
+        if self._routers is None:
+            return self.model(**inputs, use_cache=False).logits
+        said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
+        with self._routers.saying(self.model, said):
+            out = self.model(**inputs, use_cache=False)
+        return out.logits, out.aux_loss
+
+    def _stand_ins_on(self, device: torch.device) -> None:
+        for name, like in self._missing:
+            owner, _, attribute = name.rpartition(".")
+            object.__setattr__(self.model.get_submodule(owner), attribute, zeros_like_all_of(like, device))
+        self._on = device

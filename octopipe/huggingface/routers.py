@@ -1,0 +1,77 @@
+"""Routers' auxiliary loss: what every layer's router said travels to the head, where the model's own code sums it.
+
+Knows: which modules of a family are routers (transformers' own table for recording outputs) and how the head's forward
+is given what they said. Does not know: pipelines. Only models whose config sets `output_router_logits` train with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from octopipe.errors import OctoPipeError
+from octopipe.huggingface.shell import text_config
+
+
+def routers_of(model: nn.Module) -> Routers | None:
+    """The model's routers where it trains with their auxiliary loss."""
+    text = text_config(model)
+    if not getattr(text, "output_router_logits", False):
+        return None
+    base: Any = model.base_model
+    table = getattr(base, "_can_record_outputs", None) or {}
+    recorders = table.get("router_logits")
+    if recorders is None:
+        raise OctoPipeError(
+            f"{type(model).__name__} trains with its routers' auxiliary loss (output_router_logits) and does not say "
+            "where its routers are; set output_router_logits to false"
+        )
+    return Routers(recorders if isinstance(recorders, list) else [recorders])
+
+
+class Routers:
+    """Listens to layers' routers, and says it all again in the head."""
+
+    def __init__(self, recorders: list[Any]):
+        self._kinds = [
+            (getattr(r, "target_class", r), getattr(r, "index", 0), getattr(r, "layer_name", None)) for r in recorders
+        ]
+
+    @contextmanager
+    def listening(self, layer: nn.Module) -> Iterator[list[Tensor]]:
+        """What the routers of a layer say while it runs."""
+        heard: list[Tensor] = []
+        hooks = []
+        for name, module in layer.named_modules():
+            for kind, index, part in self._kinds:
+                if isinstance(module, kind) and (part is None or part in name):
+
+                    def hook(_: Any, __: Any, out: Any, index: int = index) -> None:
+                        heard.append(out[index] if isinstance(out, tuple) else out)
+
+                    hooks.append(module.register_forward_hook(hook))
+        try:
+            yield heard
+        finally:
+            for hook_ in hooks:
+                hook_.remove()
+
+    @contextmanager
+    def saying(self, model: nn.Module, said: Mapping[str, Tensor]) -> Iterator[None]:
+        """While it lasts, the model's body gives these logits as its routers'."""
+        order = sorted(said, key=lambda name: tuple(map(int, name.split("_")[1:])))
+        logits = tuple(said[name] for name in order)
+
+        def hook(_: Any, __: Any, out: Any) -> Any:
+            out.router_logits = logits
+            return out
+
+        body: Any = model.base_model
+        handle = body.register_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -1,0 +1,218 @@
+"""A model without its layers: a copy around stand-ins, whose forward tells what every layer is called with.
+
+Knows: how such a shell is made with any tensors in its parameters' places, how its forward is run up to a layer, how
+buffers get their values. Does not know: where a model can be cut (`anatomy.py`) or how pieces run (`pieces.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from octopipe.errors import OctoPipeError
+
+Replacement = Callable[[str, Tensor], Tensor]
+
+
+class Refused(Exception):
+    """The model cannot be cut as it was tried."""
+
+
+class Beside:
+    """In the trace, what a layer returns beside its hidden state: no later layer may take it."""
+
+
+def as_layer_returns(hidden: Tensor, returns: int, beside: Beside | None = None) -> Any:
+    """A hidden state as the family's layers return it."""
+    return (hidden, *[beside] * (returns - 1)) if returns else hidden
+
+
+class Stop(Exception):
+    """Ends a forward that has shown what was wanted."""
+
+
+class Desk:
+    """What the stand-ins of one shell report to; `visit(number, args, kwargs)` gives a layer's output."""
+
+    visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class StandIn(nn.Module):
+    """In a layer's place: has its plain attributes and its type, none of its parameters."""
+
+    def __init__(self, layer: nn.Module, number: int, desk: Desk):
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_desk", desk)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_layer", "_number", "_desk"):
+            raise AttributeError(name)
+        return getattr(self._layer, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._desk.visit(self._number, args, kwargs)
+
+    @property
+    def __class__(self) -> Any:  # forwards that ask `isinstance(layer, ...)` get the layer's answer
+        return type(self.__dict__["_layer"]) if "_layer" in self.__dict__ else StandIn
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise TypeError("a stand-in stays what it is")
+
+
+def text_config(model: nn.Module) -> Any:
+    """The decoder's part of a model's config."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def zeros_like_all_of(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """One zero, seen in the shape of a whole parameter."""
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return torch.zeros((), dtype=kind, device=device).expand(tensor.shape)
+
+
+def shell_of(model: nn.Module, path: str, tensor: Replacement) -> tuple[nn.Module, Desk]:
+    """A copy of everything but the layers; `tensor(name, old)` gives every parameter and buffer of it.
+
+    A result that is no Parameter becomes a plain attribute in a parameter's place: it is neither trained nor moved.
+    """
+    desk = Desk()
+    layers = model.get_submodule(path)
+    stand_ins = nn.ModuleList(StandIn(layer, k, desk) for k, layer in enumerate(layers.children()))
+    memo: dict[int, Any] = {id(layers): stand_ins, id(model.config): model.config}
+    plain: list[tuple[str, Tensor]] = []
+    for name, old in outside(model, path):
+        if id(old) not in memo:
+            memo[id(old)] = tensor(name, old)
+        if isinstance(old, nn.Parameter) and not isinstance(memo[id(old)], nn.Parameter):
+            plain.append((name, memo[id(old)]))
+    for module in model.modules():  # configs are shared, not copied
+        config = getattr(module, "config", None)
+        if config is not None and not isinstance(config, nn.Module):
+            memo[id(config)] = config
+    shell = copy.deepcopy(model, memo)
+    for name, value in plain:
+        owner, _, attribute = name.rpartition(".")
+        home = shell.get_submodule(owner)
+        home._parameters.pop(attribute, None)
+        object.__setattr__(home, attribute, value)
+    return shell, desk
+
+
+def outside(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that belong to no layer, tied ones under each of their names."""
+    both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for named in both:
+        yield from ((name, value) for name, value in named if not name.startswith(f"{path}."))
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """A layer's arguments flattened; an empty container is a leaf."""
+    return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, dict | list) and not (x or x is kwargs))
+
+
+def hidden_leaf(leaves: list[Any]) -> int:
+    """The hidden state is the first floating tensor of a layer's arguments."""
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return i
+    raise Refused("its layers take no hidden state")
+
+
+def collect(
+    shell: nn.Module, desk: Desk, stop: int, returns: int, inputs: Mapping[str, Any]
+) -> list[tuple[list[Any], Any, int]]:
+    """The arguments of the layers before `stop`, as the shell's forward makes them: leaves, structure, and where
+    the hidden state is among them. Layers pass their input on."""
+    got: list[tuple[list[Any], Any, int]] = []
+
+    def visit(k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = leaves_of(args, kwargs)
+        at = hidden_leaf(leaves)
+        got.append((leaves, structure, at))
+        if k == stop - 1:
+            raise Stop
+        return as_layer_returns(leaves[at], returns)
+
+    desk.visit = visit
+    try:
+        shell(**inputs, use_cache=False)
+    except Stop:
+        return got
+    raise OctoPipeError(f"{type(shell).__name__}: its forward ended before layer {stop - 1}")
+
+
+class Spared(TorchFunctionMode):
+    """A model is built without memory for its parameters, but with the values its constructors compute: what they
+    leave uninitialised, or fill with a constant over a large shape, is on meta, everything else is real."""
+
+    LARGE = 1 << 22
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _UNFILLED or (func in _FILLED and func(*args, **{**kwargs, "device": "meta"}).numel() > self.LARGE):
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+_UNFILLED = {torch.empty, torch.empty_strided}
+
+
+_FILLED = {torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+
+
+def real_buffer(old: Tensor, device: torch.device | str) -> Tensor:
+    """A buffer to be filled (see `fill_buffers`), or a copy of a real one."""
+    if old.device.type != "meta":
+        return old.to(device, copy=True)
+    new = torch.zeros_like(old, device=device)
+    new.unfilled = True  # type: ignore[attr-defined]
+    return new
+
+
+def unfilled(buffer: Tensor | None) -> bool:
+    return getattr(buffer, "unfilled", False)
+
+
+def fill_buffers(model: nn.Module, shell: nn.Module) -> None:
+    """Give a shell's buffers their values where the model itself is on meta; parameters stay as they are."""
+    for module in shell.modules():
+        if type(module) is StandIn or not any(unfilled(b) for b in module._buffers.values()):
+            continue
+        aside = dict(module._parameters)
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+        try:
+            for name, value in {**aside, **plain}.items():
+                if value is not None:
+                    module._parameters.pop(name, None)
+                    object.__setattr__(module, name, torch.empty_like(value, device="meta"))
+            initialise(shell, module)
+        finally:
+            for name in {**aside, **plain}:
+                vars(module).pop(name, None)
+            module._parameters.update(aside)
+            for name, value in plain.items():
+                object.__setattr__(module, name, value)
+
+
+def initialise(owner: nn.Module, module: nn.Module) -> None:
+    """The family's own initialisation of one module (not of its children)."""
+    from transformers import initialization
+
+    before = torch.get_default_dtype()
+    try:  # tables are computed in the model's own precision, as where transformers builds it
+        torch.set_default_dtype(getattr(owner, "dtype", before))
+        with torch.no_grad(), initialization.guard_torch_init_functions():
+            owner._init_weights(module)  # type: ignore[operator]
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,239 @@
+"""Weights of single pieces: drawn so that every plan draws the same, or read from safetensors by name.
+
+Knows: the family's own initialisation, applied module by module under a seed made of the module's name; and the
+family's own conversion of checkpoint names. Does not know: pieces' forwards, pipelines.
+
+A parameter that is tied to another one's is made as that one is, wherever it lies: ranks need not tell each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.errors import OctoPipeError
+from octopipe.files import shown
+from octopipe.huggingface.shell import StandIn, initialise
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter's name -> the first name of the same Parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def allocated(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Memory for a parameter or buffer: with its value where its constructor gave it one, else with no number."""
+    if tensor.device.type != "meta":
+        value = tensor.detach().to(device, copy=True)
+    elif tensor.is_floating_point():
+        value = torch.full_like(tensor, float("nan"), device=device)
+    else:
+        value = torch.zeros_like(tensor, device=device)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+class Weights:
+    """Fills pieces of one model that was built on `meta`."""
+
+    def __init__(self, model: nn.Module, *, seed: int, device: torch.device, folder: Path | None):
+        self._model, self._seed, self._device = model, seed, device
+        self._first = first_names(model)
+        self._store = None if folder is None else _Store(model, folder)
+
+    def fill(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
+        """Draw or read all of a piece. Module `x` of the piece is `prefix + x` of the model; `names` are the model's
+        parameters in it. Call it with parameters allocated."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            for name, module in _children_first(piece):
+                self._draw(f"{prefix}{name}".rstrip("."), module)
+            self._draw_tied(piece, prefix, names)
+        if self._store is not None:
+            self._read(piece, prefix, names)
+        for name, value in piece.state_dict().items():
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise OctoPipeError(
+                    f"{prefix}{name}: the model's own code gives it no first value; load a checkpoint (give its folder)"
+                )
+
+    def _draw(self, name: str, module: nn.Module) -> None:
+        torch.manual_seed((self._seed * 0x9E3779B1 + zlib.crc32(name.encode())) & (2**63 - 1))
+        if hasattr(module, "reset_parameters") and any(_empty(p) for p in module.parameters(recurse=False)):
+            module.reset_parameters()  # type: ignore[operator]
+        elif type(module).__name__ == "Conv1D" and _empty(module.weight):  # transformers' own: drawn as it is made
+            nn.init.normal_(module.weight, std=0.02)  # type: ignore[arg-type]
+            nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        initialise(_owner(self._model, name), module)
+
+    def _draw_tied(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
+        """Parameters whose first name is another module's: drawn as that module is."""
+        for name in names:
+            source = self._first[name]
+            if source == name or source in names:
+                continue
+            owner, _, attribute = source.rpartition(".")
+            origin = self._model.get_submodule(owner)
+            memo = {id(t): allocated(t, self._device) for t in (*origin.parameters(), *origin.buffers())}
+            twin = copy.deepcopy(origin, {**memo, id(self._model.config): self._model.config})
+            for inner, module in _children_first(twin):
+                self._draw(f"{owner}.{inner}".rstrip("."), module)
+            with torch.no_grad():
+                _parameter(piece, prefix, name).copy_(getattr(twin, attribute))
+
+    def _read(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
+        assert self._store is not None
+        buffers = [f"{prefix}{n}" for n in piece.state_dict() if f"{prefix}{n}" not in self._first]
+        wanted = {self._first[n] for n in names} | set(buffers)
+        found = self._store.read(wanted)
+        with torch.no_grad():
+            for name in (*names, *buffers):
+                value = found.get(self._first.get(name, name))
+                if value is None:
+                    if name in self._first:
+                        raise OctoPipeError(f"{self._store.where}: no weights of {name}; is the checkpoint complete?")
+                    continue
+                target = _parameter(piece, prefix, name)
+                if target.shape != value.shape:
+                    raise OctoPipeError(
+                        f"{self._store.where}: {name} has shape {tuple(value.shape)}, the config says "
+                        f"{tuple(target.shape)}; use the checkpoint's own config"
+                    )
+                target.copy_(value)
+
+
+class _Store:
+    """A folder of safetensors, read by the model's own parameter names."""
+
+    def __init__(self, model: nn.Module, folder: Path):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        self.where = shown(folder)
+        self._model, self._folder = model, folder
+        self._file_of = _file_of_keys(folder)
+        self._mapping: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+        renamings = [m for m in self._mapping if isinstance(m, WeightRenaming)]
+        converters = [m for m in self._mapping if isinstance(m, WeightConverter)]
+        state = model.state_dict()
+        first = first_names(model)
+        targets_of = {p: c.target_patterns for c in converters for p in c.source_patterns}
+        self._sources: dict[str, list[str]] = {}
+        for key in self._file_of:
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)  # type: ignore[arg-type]
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)  # type: ignore[arg-type]
+            targets = [name]
+            if pattern is not None and len(targets_of[pattern]) > 1:  # one tensor that becomes several parameters
+                heads = targets_of[pattern]
+                targets = [name.replace(heads[0], other) for other in heads]
+            for target in targets:
+                self._sources.setdefault(first.get(target, target), []).append(key)
+
+    def read(self, names: set[str]) -> dict[str, Tensor]:
+        """These parameters and buffers, as far as they are there."""
+        from safetensors import safe_open
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        keys = {key for name in names for key in self._sources.get(name, ())}
+        if not keys:
+            return {}
+        # The model's own loader fills the model on meta; what it put there is taken out again.
+        before = _state(self._model)
+        with contextlib.ExitStack() as stack, _quiet():
+            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {self._file_of[k] for k in keys}}
+            slices = {key: files[self._file_of[key]].get_slice(key) for key in keys}
+            config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
+            try:
+                info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)  # type: ignore[arg-type]
+                after = _state(self._model)
+                found = {n: t.detach() for n, t in after.items() if t.device.type != "meta"}
+            finally:
+                for name, tensor in before.items():
+                    owner, _, attribute = name.rpartition(".")
+                    home = self._model.get_submodule(owner)
+                    slots: Any = home._parameters if attribute in home._parameters else home._buffers
+                    slots[attribute] = tensor
+        wrong = getattr(info, "mismatched_keys", None) or getattr(info, "conversion_errors", None)
+        if wrong:
+            raise OctoPipeError(f"{self.where}: {str(next(iter(wrong)))[:160]} does not fit the config; use its own")
+        first = first_names(self._model)
+        return {first.get(name, name): tensor for name, tensor in found.items()}
+
+
+def _empty(parameter: Any) -> bool:
+    return parameter.numel() > 0 and bool(parameter.flatten()[0].isnan())
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _file_of_keys(folder: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    try:
+        if (folder / INDEX).exists():
+            index: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            return {key: str(folder / file) for key, file in index.items()}
+        with safe_open(folder / SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), str(folder / SINGLE))
+    except Exception as error:  # safetensors raises its own kinds
+        why = " ".join(str(error).split())[:120]
+        raise OctoPipeError(f"{shown(folder)}: its safetensors cannot be read ({why}); download them again") from None
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / INDEX).exists() or (folder / SINGLE).exists()
+
+
+def _parameter(piece: nn.Module, prefix: str, name: str) -> Tensor:
+    owner, _, attribute = name[len(prefix) :].rpartition(".")
+    return getattr(piece.get_submodule(owner), attribute)  # type: ignore[no-any-return]
+
+
+def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for key, child in module.named_children():
+        if type(child) is not StandIn:
+            yield from _children_first(child, f"{name}.{key}" if name else key)
+    yield name, module
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The innermost model that a module belongs to: its `_init_weights` counts."""
+    parts, best, at = name.split("."), model, model
+    for part in parts:
+        at = getattr(at, part, None)  # type: ignore[assignment]
+        if at is None:
+            break
+        if hasattr(at, "_init_weights"):
+            best = at
+    return best
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the loader's progress bars: every rank would show one per layer."""
+    from transformers.utils import logging
+
+    shown_before: Any = getattr(logging, "is_progress_bar_enabled", lambda: True)()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown_before:
+            logging.enable_progress_bar()

@@ -1,0 +1,101 @@
+"""What all ranks must have in common before the first step: one plan, one channel model, one program.
+
+Knows: how to compare what ranks would run, and to name the first difference. Does not know: how any of it runs.
+
+A rank's instructions depend on the costs it lowered with, and two ranks whose costs differ by a few per cent (each has
+measured its own) would queue their transfers in different orders and wait for each other for ever. So a pipeline that
+lowers its plan itself runs rank 0's instructions on every rank; programs that were lowered elsewhere must be equal.
+Data-parallel pipelines may lower differently: nothing travels between them but gradients (see `replicas`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from octopipe.errors import OctoPipeError
+from octopipe.lowering import Program, prove_deadlock_free, with_instructions
+from octopipe.plan import Plan
+from octopipe.runtime.world import World
+
+
+def agreed_program(world: World, program: Program, *, lowered_here: bool, prove: bool = True) -> Program:
+    """The program that every rank of the pipeline runs, proven to end (collective over the pipeline).
+
+    `lowered_here`: made by this pipeline from its plan, so that rank 0's may take its place; otherwise a program that
+    differs from rank 0's is an error. Not `prove`: for transports that exist to show deadlocks.
+    """
+    said = world.gather((_plan_parts(program.plan), program.channel, lowered_here, _digest(program)))
+    for rank, (parts, channel, here, _) in enumerate(said):
+        plans, channels, made = said[0][:3]
+        if parts != plans:
+            what = next(name for name, digest in parts.items() if plans.get(name) != digest)
+            raise OctoPipeError(
+                f"rank {rank} runs another plan than rank 0: they differ in {what}; give all ranks the same plan"
+            )
+        if channel != channels:
+            raise OctoPipeError(
+                f"rank {rank} has the channel model {channel!r}, rank 0 {channels!r}; give all ranks the same"
+            )
+        if here != made:
+            raise OctoPipeError(
+                f"rank {rank} was given a {'plan' if here else 'program'}, rank 0 a {'plan' if made else 'program'}; "
+                "give all ranks the same"
+            )
+    if any(digest != said[0][3] for *_, digest in said):
+        program = _reconciled(world, program, lowered_here)
+    if prove:
+        prove_deadlock_free(program)
+    return program
+
+
+def _reconciled(world: World, program: Program, lowered_here: bool) -> Program:
+    lists = (program.instr_kind, program.instr_id, program.instr_offsets)
+    everybody = world.gather(lists)
+    if lowered_here:
+        return with_instructions(program, *everybody[0])
+    other = next(r for r, theirs in enumerate(everybody) if _differ(everybody[0], theirs))
+    raise OctoPipeError(
+        f"rank {other} runs another program than rank 0: {_difference(program, everybody[0], everybody[other])}; lower "
+        "the plan with the same costs on all ranks, or give the Pipeline the plan instead of a program"
+    )
+
+
+def _differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return any(not np.array_equal(x, y) for x, y in zip(a, b))
+
+
+def _difference(program: Program, first: Sequence[Any], other: Sequence[Any]) -> str:
+    """Where two ranks' ideas of the instruction lists part, in words."""
+    one, two = (with_instructions(program, *lists) for lists in (first, other))
+    for rank in range(program.plan.num_ranks):
+        a, b = one.instructions(rank), two.instructions(rank)
+        for k, (x, y) in enumerate(zip(a, b)):
+            if x != y:
+                return f"instruction {k} of rank {rank} is {y} there and {x} here"
+    return "their lists have different lengths"
+
+
+def _plan_parts(plan: Plan) -> dict[str, str]:
+    """What a plan decides, part by part, short enough to send around."""
+    parts: dict[str, Any] = {
+        "the number of layers, ranks or micro-batches": (plan.num_layers, plan.num_ranks, plan.num_micro_batches),
+        "the stages": plan.stages,
+        "the routes": (plan.routes, plan.route_of_micro_batch),
+    }
+    for rank, order in enumerate(plan.orders):
+        parts[f"the order of rank {rank}"] = ",".join(map(str, order))
+    return {name: _short(repr(part).encode()) for name, part in parts.items()}
+
+
+def _digest(program: Program) -> str:
+    """Equal for programs that execute alike: transfers, and every rank's instructions."""
+    arrays = (program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id)
+    return _short(b"".join(np.ascontiguousarray(a, np.int32).tobytes() + b"|" for a in arrays))
+
+
+def _short(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=12).hexdigest()

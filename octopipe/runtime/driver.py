@@ -1,0 +1,78 @@
+"""The calls of libcuda that torch does not offer, or not without holding Python's lock.
+
+Knows: raw handles and addresses. Does not know: what they stand for.
+
+Called through ctypes, which lets go of the interpreter's lock. torch's own `Event.query` keeps it, and the driver makes
+a query wait while another thread's launch waits for room in a full queue: a watchdog that asked through torch would
+stand still with the lock in its hands, and with it every thread that could say what is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+NOT_READY = 600
+
+
+class Driver:
+    """Those that queue something take a raw stream handle."""
+
+    WAIT_GEQ = 0
+    PORTABLE = 1
+
+    def __init__(self) -> None:
+        lib = ctypes.CDLL("libcuda.so.1")
+        pointer, u32, size = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
+        stream = ctypes.c_void_p
+        self._write = _typed(lib.cuStreamWriteValue32_v2, stream, pointer, u32, ctypes.c_uint)
+        self._wait = _typed(lib.cuStreamWaitValue32_v2, stream, pointer, u32, ctypes.c_uint)
+        # Tells from the addresses where memory is.
+        self._copy = _typed(lib.cuMemcpyAsync, pointer, pointer, size, stream)
+        self._pin = _typed(lib.cuMemHostRegister_v2, pointer, size, ctypes.c_uint)
+        self._unpin = _typed(lib.cuMemHostUnregister, pointer)
+        self._stream_query = _typed(lib.cuStreamQuery, stream)
+        self._event_query = _typed(lib.cuEventQuery, ctypes.c_void_p)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        _succeed(self._write(stream, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        _succeed(self._wait(stream, address, value & 0xFFFFFFFF, self.WAIT_GEQ), "cuStreamWaitValue32")
+
+    def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        _succeed(self._copy(target, source, nbytes, stream), "cuMemcpyAsync")
+
+    def pin(self, memory: Tensor) -> None:
+        """Let the GPU's copy engines at this host memory, until `unpin`."""
+        _succeed(self._pin(memory.data_ptr(), memory.nbytes, self.PORTABLE), "cuMemHostRegister")
+
+    def unpin(self, memory: Tensor) -> None:
+        _succeed(self._unpin(memory.data_ptr()), "cuMemHostUnregister")
+
+    def stream_done(self, stream: int) -> bool:
+        """Whether everything queued has ended."""
+        return _ready(self._stream_query(stream), "cuStreamQuery")
+
+    def event_done(self, event: int) -> bool:
+        """Whether the device has come past an event (one that was never recorded is no event: 0)."""
+        return not event or _ready(self._event_query(event), "cuEventQuery")
+
+
+def _typed(function: Any, *arguments: Any) -> Any:
+    function.argtypes = arguments
+    return function
+
+
+def _ready(code: int, name: str) -> bool:
+    if code == NOT_READY:
+        return False
+    _succeed(code, name)
+    return True
+
+
+def _succeed(code: int, name: str) -> None:
+    if code:
+        raise RuntimeError(f"{name} failed with CUDA error {code}")

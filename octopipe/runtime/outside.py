@@ -1,0 +1,52 @@
+"""The batch's own gradient: where a module outside the pipeline has computed the batch.
+
+Knows: which parts of a batch take a gradient, and how it gets back into the graph they come from. Does not know: how
+stages run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.values import flatten
+
+
+class Outside:
+    """Gradients of one step's batch, until the step is over."""
+
+    def __init__(self) -> None:
+        self._leaves: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def clear(self) -> None:
+        self._leaves, self._gradients = [], []
+
+    def keep(self, value: Any, gradients: Sequence[Tensor | None]) -> None:
+        """The gradients of one micro-batch, leaf by leaf."""
+        leaves: list[Any] = []
+        flatten(value, leaves)
+        for leaf, gradient in zip(leaves, gradients):
+            if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._leaves.append(leaf)
+                self._gradients.append(gradient)
+
+    def backward(self) -> None:
+        """Into the graph outside, all at once: micro-batches are parts of one batch, and share it."""
+        if self._leaves:
+            leaves, gradients = self._leaves, self._gradients
+            self.clear()
+            torch.autograd.backward(leaves, gradients)
+
+
+def wants_gradient(value: Any) -> list[bool] | None:
+    """Leaf by leaf, which parts of a batch were computed with a graph; None where none was."""
+    if isinstance(value, Tensor):
+        return [True] if value.requires_grad else None
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    return wanted if True in wanted else None

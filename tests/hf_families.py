@@ -1,0 +1,112 @@
+"""Tiny configs of the causal language models transformers has: any family, shrunk by the names of its keys."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "embedding_size": 32, "word_embed_proj_dim": 32,
+    "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "decoder_ffn_dim": 48,
+    "shared_intermediate_size": 24, "moe_intermediate_size": 24, "expert_ffn_hidden_size": 24, "d_inner": 48,
+    "shared_expert_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+    "prefix_dense_intermediate_size": 48,
+    "dense_intermediate_size": 48, "expert_intermediate_size": 24,
+    "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4, "decoder_layers": 4,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "attention_head_dim": 8, "rotary_dim": 4,
+    "kv_channels": 8, "d_kv": 8,
+    "vocab_size": 96, "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64, "max_seq_len": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2,
+    "moe_top_k": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "qk_head_dim": 12,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64,
+    "mamba_d_state": 8, "ssm_state_size": 8, "state_size": 8, "mamba_n_groups": 2, "n_groups": 2, "mamba_ngroups": 2,
+    "mamba_expand": 2, "expand": 2, "mamba_dt_rank": 4, "time_step_rank": 4, "mamba_chunk_size": 8, "chunk_size": 8,
+    "n_mamba_heads": 1, "num_heads": 4, "mamba_d_conv": 4, "conv_kernel": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "sliding_window": 4, "attention_window": 4, "block_size": 8, "lru_width": 32, "logits_soft_cap": 30.0,
+    "full_attention_interval": 2, "sliding_window_pattern": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "attention_window_size": 4, "type_vocab_size": 2, "rope_local_base_freq": 100.0,
+    "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 4, "laurel_rank": 4, "num_kv_shared_layers": 0,
+    "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "use_mems_train": False,
+    "num_mem_blocks": 1, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
+    "adapter_rank": 4, "max_window_layers": 2,
+}  # fmt: skip
+"""By key. A family's config gets those of its own keys."""
+ZERO = ("dropout", "pdrop", "_drop", "jitter", "layerdrop")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "num_hidden_layers": None},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "zamba2": {"n_mamba_heads": 4, "mamba_headdim": 16, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "bert": {"is_decoder": True}, "roberta": {"is_decoder": True},
+    "bart": {"is_decoder": True, "is_encoder_decoder": False},
+}
+"""What the sizes alone do not say."""
+
+
+def every_family() -> list[str]:
+    return [k for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if k in transformers.CONFIG_MAPPING]
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """The family's config at tiny size, without dropout."""
+    cls = transformers.CONFIG_MAPPING[model_type]
+    default = cls()
+    known = default.to_dict()
+    count = known.get("num_hidden_layers") or known.get("n_layer") or getattr(default, "num_hidden_layers", None)
+    given: dict[str, Any] = {}
+    for key, value in known.items():
+        if key == "pad_token_id":
+            given[key] = value if isinstance(value, int) and 0 <= value < 96 else None
+        elif key == "head_dim" and "qk_rope_head_dim" in known:
+            given[key] = SIZES["qk_rope_head_dim"]
+        elif key == "num_key_value_heads" and "kv_lora_rank" in known:
+            given[key] = SIZES["num_attention_heads"]
+        elif key in SIZES and value is not None and not isinstance(value, dict):
+            given[key] = SIZES[key]
+        elif isinstance(value, float) and any(z in key for z in ZERO):
+            given[key] = 0.0
+        elif isinstance(value, list) and count and len(value) == count and key != "layer_types":
+            given[key] = value[:4]
+        elif isinstance(value, dict) and key.endswith("_config") and key not in ("text_config", "vision_config"):
+            given[key] = {k: SIZES.get(k, v) for k, v in value.items() if v is not None}
+    kinds = known.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) >= 4:
+        each = list(dict.fromkeys(kinds))
+        given["layer_types"] = (each * 4)[:4]
+    for key in ("num_hidden_layers", "n_layer"):
+        if key in getattr(cls, "attribute_map", {}):
+            given.pop(key, None)
+    given |= FAMILIES.get(model_type, {})
+    given |= changes
+    given = {k: v for k, v in given.items() if not (k == "num_hidden_layers" and v is None)}
+    config = cls(**given)
+    config.use_cache = False
+    return config
+
+
+def awake(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Every parameter away from the zeros and ones it starts with, so that no gradient vanishes by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype))
+    return model

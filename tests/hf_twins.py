@@ -1,0 +1,165 @@
+"""A family's unsplit model beside its layers, on one process or in a pipeline of ranks: the same numbers or not."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import Any
+
+import torch
+from hf_families import tiny_config
+from torch import Tensor, nn
+
+from octopipe import Pipeline
+from octopipe.huggingface import LayerList, layers, micro_batches
+from octopipe.huggingface.source import model_class
+from octopipe.huggingface.weights import first_names
+
+ROWS, TOKENS = 4, 12
+
+
+def stir(name: str, parameter: Tensor) -> None:
+    """Away from zeros and ones, by the parameter's name: no gradient vanishes by chance, and everybody agrees."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    with torch.no_grad():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def cut(config: Any) -> LayerList:
+    return layers(copy.deepcopy(config), dtype=torch.float64)
+
+
+def make(parts: LayerList, k: int) -> nn.Module:
+    """Layer k in double precision, stirred."""
+    module = parts[k]() if not isinstance(parts[k], nn.Module) else parts[k]  # type: ignore[operator]
+    first = first_names(parts._cut.model)
+    for name, parameter in module.named_parameters():
+        stir(first[parts.name_in_model(k, name)], parameter)
+    return module
+
+
+def whole(config: Any, modules: list[nn.Module], parts: LayerList) -> nn.Module:
+    """The unsplit model, built by transformers, with the layers' weights."""
+    cls = model_class(config)
+    model = cls._from_config(copy.deepcopy(config), dtype=torch.float64, experts_implementation="eager")
+    with torch.no_grad():
+        for k, module in enumerate(modules):
+            for name, parameter in module.named_parameters():
+                model.get_parameter(parts.name_in_model(k, name)).copy_(parameter)
+            for name, buffer in module.named_buffers():
+                assert torch.equal(model.get_buffer(parts.name_in_model(k, name)), buffer), name
+    return model.train()
+
+
+def batch(config: Any, *, padded: bool, right: bool = False) -> dict[str, Tensor]:
+    """Tokens and labels; padded on the left (or right), with labels ignored there, where asked."""
+    vocab = config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(3, vocab, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    if not padded:
+        return {"input_ids": ids, "labels": labels}
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((3, 0, 1, 2)):
+        there = slice(TOKENS - count, TOKENS) if right else slice(0, count)
+        mask[row, there] = 0
+        labels[row, there] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def finite(value: float) -> float:
+    """A difference; one that is no number is infinite."""
+    return value if value == value else float("inf")
+
+
+def grads_of(named: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def worst(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest entry; parameters without a gradient must be the same ones."""
+    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+    assert all(torch.isfinite(g).all() for g in theirs.values())
+    return max(finite(float((mine[n] - g).abs().max() / (g.abs().max() + 1e-3))) for n, g in theirs.items())
+
+
+def chained(model_type: str, **changes: Any) -> float:
+    """The largest difference of logits, loss and gradients: layers one after another against the unsplit model."""
+    config = tiny_config(model_type, **changes)
+    parts = cut(config)
+    modules = [make(parts, k) for k in range(len(parts))]
+    model = whole(config, modules, parts)
+    first = first_names(model)
+    off = 0.0
+    for padded in (False, True):
+        given = batch(config, padded=padded)
+        out = model(**given, use_cache=False)
+        if not torch.isfinite(out.logits).all():  # some families know no rows that see nothing at all
+            given = batch(config, padded=True, right=True)
+            out = model(**given, use_cache=False)
+        out.loss.backward()
+        value: Any = {k: v for k, v in given.items() if k != "labels"}
+        for module in modules:
+            value = module(value)
+        loss = parts.loss_fn(value, given["labels"])
+        loss.backward()
+        logits = value if isinstance(value, Tensor) else value[0]
+        seen = given.get("attention_mask", torch.ones(ROWS, TOKENS)).bool()
+        off = max(off, finite(float((logits - out.logits).detach()[seen].abs().max())))
+        off = max(off, finite(abs(float((loss - out.loss).detach()))))
+        total: dict[str, Tensor] = {}
+        for k, module in enumerate(modules):
+            for name, grad in grads_of(module.named_parameters()).items():
+                key = first[parts.name_in_model(k, name)]
+                total[key] = total[key] + grad if key in total else grad
+        off = max(off, worst(total, grads_of(model.named_parameters())))
+        for module in (model, *modules):
+            module.zero_grad()
+    return off
+
+
+def pipelined(world: Any, model_type: str, plans: dict[str, Any], padded: bool) -> dict[str, tuple[float, dict]]:
+    """On a rank: loss and this rank's gradients by name, under every plan."""
+    torch.set_num_threads(1)
+    config = tiny_config(model_type)
+    inputs = batch(config, padded=padded)
+    parts = cut(config)
+    out = {}
+    for name, plan in plans.items():
+        made = [_maker(parts, k) for k in range(len(parts))]
+        with Pipeline(made, plan, parts.loss_fn, group=world, timeout_s=60.0) as pipe:
+            loss = pipe.step(*micro_batches(inputs, plan.num_micro_batches))
+            named = {}
+            for key, p in pipe.named_parameters():
+                k, own = key.split(".", 1)
+                named[parts.name_in_model(int(k), own)] = p
+            out[name] = (float(loss.detach()), grads_of(named.items()))  # type: ignore[arg-type]
+    return out
+
+
+def _maker(parts: LayerList, k: int) -> Any:
+    return lambda: make(parts, k)
+
+
+def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, padded: bool) -> dict[str, float]:
+    """Per plan: the largest difference of the pipeline's loss and gradients from the unsplit model's."""
+    config = tiny_config(model_type)
+    parts = cut(config)
+    model = whole(config, [make(parts, k) for k in range(len(parts))], parts)
+    first = first_names(model)
+    given = batch(config, padded=padded)
+    total = (given["labels"][:, 1:] != -100).sum()
+    # Row by row, as micro-batches of one row are: a router's choice must not depend on the rows beside it.
+    loss = sum(
+        model(**{k: v[row : row + 1] for k, v in given.items()}, num_items_in_batch=total, use_cache=False).loss
+        for row in range(ROWS)
+    )
+    loss.backward()  # type: ignore[union-attr]
+    theirs = grads_of(model.named_parameters())
+    found = ranks.run(pipelined, model_type, plans, padded)
+    out = {}
+    for name in plans:
+        mine: dict[str, Tensor] = {}
+        for rank in found:
+            mine |= {first[key]: grad for key, grad in rank[name][1].items()}
+        out[name] = max(worst(mine, theirs), abs(found[0][name][0] - float(loss.detach())))  # type: ignore[arg-type]
+    return out

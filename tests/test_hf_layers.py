@@ -1,0 +1,403 @@
+"""Transformers models cut into layers: the unsplit model's logits, losses and gradients, whatever the plan."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from hf_families import tiny_config  # noqa: E402
+from hf_twins import ROWS, batch, chained, cut, make, pipeline_differences, whole  # noqa: E402
+from random_plans import random_plan  # noqa: E402
+from ranks import shared_ranks  # noqa: E402
+from torch import nn  # noqa: E402
+
+from octopipe import CostTable, OctoPipeError, build_plan  # noqa: E402
+from octopipe.huggingface import layers, micro_batches  # noqa: E402
+
+FAMILIES = """
+    llama qwen2 qwen3 mixtral qwen3_moe nemotron_h jamba gpt2 gpt_neox gemma2 gemma3_text deepseek_v3 gpt_oss
+    bamba granite granitemoe granitemoehybrid falcon_h1 qwen3_next olmo2 phi3 mistral bloom opt glm4 glm4_moe
+    minimax cohere starcoder2 stablelm mamba2 zamba2
+""".split()  # noqa: SIM905
+IN_RANKS = ("nemotron_h", "gemma3_text", "zamba2", "gpt2", "falcon_h1")
+"""One of hybrid layers, of windows and ties, of tensors beside the hidden state, of learned positions, of tuples;
+`benchmarks/bench_families.py` runs every family."""
+
+
+def plans(num_layers: int = 6, micro_batches: int = ROWS) -> dict[str, Any]:
+    """A plan of every kind on two ranks."""
+    costs = CostTable.uniform(num_layers=num_layers, p2p_ms=0.05)
+    irregular = random_plan(
+        random.Random(5), num_ranks=2, num_layers=num_layers, num_micro_batches=micro_batches, routes=1
+    )
+    named = {name: build_plan(name, costs, 2, micro_batches) for name in ("1f1b", "zb-v", "interleaved")}
+    return {**named, "irregular": irregular}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_one_after_another_are_the_model(family: str) -> None:
+    assert chained(family) < 1e-6
+
+
+@pytest.mark.parametrize("family", IN_RANKS)
+def test_pipelines_give_the_unsplit_models_loss_and_gradients(family: str) -> None:
+    found = pipeline_differences(shared_ranks(2), family, plans(), padded=family != "nemotron_h")
+    assert max(found.values()) < 1e-6, found
+
+
+def test_router_losses_travel_to_the_head() -> None:
+    assert chained("mixtral", output_router_logits=True, router_aux_loss_coef=0.5) < 1e-6
+
+
+def test_tied_embeddings_are_found_and_drawn_alike_everywhere() -> None:
+    parts = cut(tiny_config("llama", tie_word_embeddings=True))
+    first, last = parts[0](), parts[-1]()
+    name = next(iter(first.tied_to))
+    assert set(last.tied_to.values()) == set(first.tied_to.values()) == {"model.embed_tokens.weight"}
+    # The head's rank draws what the embedding's rank draws, without a message.
+    assert torch.equal(first.get_parameter(name), last.get_parameter(name))
+
+
+def test_weights_depend_on_the_seed_and_not_on_the_order_of_building() -> None:
+    config = tiny_config("jamba")
+    a, b, c = (layers(copy.deepcopy(config), seed=seed) for seed in (3, 3, 4))
+    late = [b[k]() for k in reversed(range(len(b)))][::-1]
+    for k, module in enumerate(late):
+        twin, other = a[k]().state_dict(), c[k]().state_dict()
+        assert all(torch.equal(v, twin[n]) for n, v in module.state_dict().items())
+        assert any(not torch.equal(v, other[n]) for n, v in module.state_dict().items())
+
+
+def test_only_the_layers_that_are_built_take_memory() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=60)  # 12 billion parameters
+    parts = layers(config)
+    assert len(parts) == 62 and parts.parameters > 1.2e10
+    small = layers(tiny_config("llama"))
+    block = small[2]()
+    held = sum(p.numel() for p in block.parameters())
+    assert held < small.parameters / 4 and all(p.device.type == "cpu" for p in block.parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "gemma3_text", "deepseek_v3"])
+def test_weights_load_by_name_from_safetensors(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")  # several files; experts are written one by one
+    parts = layers(tmp_path)
+    found = {}
+    for k, factory in enumerate(parts):
+        found |= {parts.name_in_model(k, n): p for n, p in factory().named_parameters()}
+    theirs = dict(model.named_parameters())
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(p, theirs[n]) for n, p in found.items())
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    transformers.AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {k: v for k, v in load_file(file).items() if "layers.2.mlp.up_proj" not in k}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(OctoPipeError, match=r"no weights of model\.layers\.2\.mlp\.up_proj"):
+        layers(tmp_path)[3]()
+
+
+class Lora(nn.Module):
+    """What PEFT puts in a linear's place."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(0.1 * torch.randn(2, base.in_features, dtype=torch.float64))
+        self.up = nn.Parameter(0.1 * torch.randn(base.out_features, 2, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def test_frozen_and_lora_parameters_of_a_given_model_stay_what_they_are() -> None:
+    config = tiny_config("qwen2", tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
+    given = batch(config, padded=True)
+    reference = copy.deepcopy(model)
+    reference(**given).loss.backward()
+    parts = layers(model)
+    value: Any = {k: v for k, v in given.items() if k != "labels"}
+    for module in parts:
+        value = module(value)
+    parts.loss_fn(value, given["labels"]).backward()
+    theirs = {n: p.grad for n, p in reference.named_parameters()}
+    assert {n for n, g in theirs.items() if g is not None} == {n for n in theirs if n.endswith((".down", ".up"))}
+    for name, parameter in model.named_parameters():  # the very parameters that were given
+        grad = theirs[name]
+        assert (parameter.grad is None) == (grad is None)
+        assert grad is None or torch.allclose(parameter.grad, grad, atol=1e-9)
+
+
+def test_micro_batches_weigh_as_the_whole_batch() -> None:
+    config = tiny_config("llama")
+    parts = cut(config)
+    modules = [make(parts, k) for k in range(len(parts))]
+    model = whole(config, modules, parts)
+    given = batch(config, padded=True)
+    given["labels"][0, :-1] = -100  # one micro-batch with a single label
+    inputs, targets = micro_batches(given, 3)  # uneven: 2, 1 and 1 rows
+    losses = []
+    for value, target in zip(inputs, targets):
+        for module in modules:
+            value = module(value)
+        losses.append(float(parts.loss_fn(value, target).detach()))
+    assert sum(losses) / 3 == pytest.approx(float(model(**given).loss.detach()), abs=1e-6)
+    with pytest.raises(OctoPipeError, match="4 sequences for 5 micro-batches"):
+        micro_batches(given, 5)
+
+
+def test_positions_and_packed_sequences_are_the_models_own() -> None:
+    config = tiny_config("mistral")
+    parts = cut(config)
+    modules = [make(parts, k) for k in range(len(parts))]
+    model = whole(config, modules, parts)
+    ids = batch(config, padded=False)["input_ids"]
+    positions = torch.cat((torch.arange(5), torch.arange(7))).expand(ROWS, -1)
+    value: Any = {"input_ids": ids, "position_ids": positions}
+    for module in modules:
+        value = module(value)
+    wanted = model(input_ids=ids, position_ids=positions).logits
+    assert not torch.allclose(wanted, model(input_ids=ids).logits)
+    assert torch.allclose(value, wanted, atol=1e-9)
+
+
+def test_changing_shapes_and_masks_are_recorded_anew() -> None:
+    config = tiny_config("gemma3_text")
+    parts = cut(config)
+    modules = [make(parts, k) for k in range(len(parts))]
+    model = whole(config, modules, parts)
+    given = batch(config, padded=True)
+    all_ids, other = given["input_ids"], given["attention_mask"].flip(0)
+    for ids, mask in ((all_ids, other), (all_ids[:2, 3:], None), (all_ids, torch.ones_like(other))):
+        value: Any = {"input_ids": ids, "attention_mask": mask}
+        for module in modules:
+            value = module(value)
+        seen = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        assert torch.allclose(value[seen], model(input_ids=ids, attention_mask=mask).logits[seen], atol=1e-9)
+
+
+REFUSALS = {
+    "a vision tower": ({"model_type": "llava", "text_config": {}, "vision_config": {"depth": 8}}, "vision_config"),
+    "qwen2-vl, flat": ({"model_type": "qwen2_vl", "hidden_size": 8, "vision_config": {"depth": 2}}, "vision_config"),
+    "an encoder": ({"model_type": "bert"}, "encoder"),
+    "an encoder-decoder": ({"model_type": "t5"}, "encoder-decoder"),
+    "no such family": ({"model_type": "nonesuch"}, "knows no model type"),
+    "a body that is no list of layers": ({"model_type": "xlnet"}, "cannot be cut"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_cut_says_why_in_one_line(case: str, tmp_path: Path) -> None:
+    data, why = REFUSALS[case]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(OctoPipeError, match=why) as error:
+        layers(path)
+    assert "\n" not in str(error.value)
+
+
+def test_layers_that_hand_something_on_besides_the_hidden_state_are_refused() -> None:
+    """Stand-in for families whose layers share keys or indices: never cut in silence."""
+
+    class Sharing(transformers.LlamaForCausalLM):
+        pass
+
+    class Body(type(transformers.LlamaForCausalLM(tiny_config("llama")).model)):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, **_: Any) -> Any:
+            hidden = self.embed_tokens(input_ids)
+            shared: dict[int, Any] = {}
+            for layer in self.layers:
+                hidden = layer(hidden, shared)
+            return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    model = Sharing(tiny_config("llama"))
+    model.model = Body(model.config)
+    with pytest.raises(OctoPipeError, match="share a container that one fills and another reads"):
+        layers(model)
+
+    class Summing(Body):
+        def forward(self, input_ids: Any = None, **_: Any) -> Any:
+            hidden = self.embed_tokens(input_ids)
+            for layer in self.layers:
+                hidden = hidden + layer(hidden)
+            return transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    model.model = Summing(model.config)
+    with pytest.raises(OctoPipeError, match="changes the hidden state between layers 0 and 1"):
+        layers(model)
+
+
+def test_the_example_of_labels_holds() -> None:
+    import doctest
+
+    from octopipe.huggingface import labels
+
+    assert doctest.testmod(labels) == (0, 4)
+
+
+def test_batches_with_unknown_entries_are_refused() -> None:
+    embed = cut(tiny_config("llama"))[0]()
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(OctoPipeError, match="labels as the target"):
+        embed({"input_ids": ids, "labels": ids})
+    with pytest.raises(OctoPipeError, match="token_type_ids"):
+        embed({"input_ids": ids, "token_type_ids": ids})
+
+
+def test_layers_are_named_and_counted() -> None:
+    parts = layers(tiny_config("nemotron_h"))
+    assert parts.class_name == "NemotronHForCausalLM" and len(parts) == len(parts.kinds) == 6
+    assert parts.kinds[0] == "embedding" and "Mamba" in parts.kinds[1]
+    assert parts.groups == (0, 1, 2, 3, 4, 5)
+    assert layers(tiny_config("llama")).groups == (0, 1, 1, 1, 1, 2)
+    name = parts.name_in_model(1, next(n for n, _ in parts[1]().named_parameters()))
+    assert name.startswith("model.layers.0.")
+
+
+
+
+# -- the verbs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny config on disk."""
+    tiny_config("qwen3").save_pretrained(tmp_path / "tiny-qwen")
+    return tmp_path / "tiny-qwen"
+
+
+def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octopipe.cli import main
+
+    flags = ["--nproc", "1", "--steps", "2", "--seq", "8", "--no-measure", "--json", "--micro-batches", "2"]
+    assert main(["train", str(folder / "config.json"), *flags]) == 0
+    mine = json.loads(capsys.readouterr().out)
+    assert mine["layers"] == "transformers' Qwen3ForCausalLM, fresh weights"
+    assert main(["train", str(folder), *flags, "--own-layers"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert own["layers"] == "octopipe's own layers"
+    # The first loss is the unsplit model's own on the same tokens.
+    from octopipe.training.data import micro_batches as tokens
+    from octopipe.training.data import open_tokens
+
+    parts = layers(folder)
+    modules = [factory() for factory in parts]
+    model = transformers.AutoModelForCausalLM.from_config(parts.config)
+    for k, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            model.get_parameter(parts.name_in_model(k, name)).data.copy_(parameter)
+    inputs, targets = tokens(open_tokens(None, vocab=parts.vocab, seq=8, seed=0), 0, 2, 1)
+    with torch.no_grad():
+        losses = [float(model(input_ids=a, labels=a, shift_labels=b).loss) for a, b in zip(inputs, targets)]
+    assert mine["losses"][0] == pytest.approx(sum(losses) / 2, abs=1e-5)
+
+
+def test_train_says_what_it_cannot_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octopipe.cli import main
+
+    assert main(["train", str(folder), "--scale", "0.5"]) == 2
+    assert "--scale shrinks octopipe's own layers" in capsys.readouterr().err
+    assert main(["train", "llama3-8b", "--own-layers"]) == 2
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    for verb in (["train"], ["profile"], ["simulate", "--pp", "2"], ["tune", "--pp", "2"]):
+        assert main([verb[0], str(folder), *verb[1:]]) == 2
+        assert "encoder" in capsys.readouterr().err
+
+
+def test_without_transformers_train_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(OctoPipeError, match=r"pip install \"octopipe\[hf\]\""):
+        layers(folder)
+
+
+def test_profiles_name_the_models_layers_and_kernels(folder: Path, tmp_path: Path) -> None:
+    from octopipe.measure.trial import profile_workload
+    from octopipe.profile_file import load_profile
+    from octopipe.runtime.world import World
+    from octopipe.verbs.profile import workload_of
+
+    work = workload_of({"model": str(folder), "tokens": 8, "own_layers": False})
+    profile = profile_workload(work, World(None), repeats=1, warm_up=0)
+    profile.save(tmp_path / "profile.json")
+    about = load_profile(tmp_path / "profile.json").about
+    assert about["layers"][0] == "embedding" and "Qwen3DecoderLayer" in about["layers"][1]
+    assert len(about["layers"]) == profile.costs.num_layers == 6
+    assert set(about["kernels"]) == {"attention", "packages"}
+    assert profile.costs.static_bytes[1] == pytest.approx(profile.costs.static_bytes[2])
+
+
+# -- kernels --------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_chosen_by_device_and_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octopipe.nn import kernels
+
+    there: set[str] = set()
+    monkeypatch.setattr(kernels, "installed", lambda *names: set(names) <= there)
+    assert kernels.choose("cpu") == kernels.Kernels(scan="eager", delta="eager")
+    assert kernels.choose("cuda").scan == "eager"  # nothing to compile with
+    there |= {"triton"}
+    assert kernels.choose("cuda").scan == "compiled"
+    assert kernels.choose("cuda", compiled=False).scan == "eager"
+    there |= {"mamba_ssm", "causal_conv1d", "fla"}
+    assert kernels.choose("cuda") == kernels.Kernels(scan="mamba_ssm", delta="fla")
+    assert kernels.choose("cuda", compiled=True).scan == "compiled"
+    assert kernels.choose("cpu").scan == "eager"
+
+
+def test_installed_scan_kernels_are_called_as_their_packages_define_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with the packages' signatures, in plain torch: the mixer's result stays the same."""
+    import sys
+    import types
+
+    import torch.nn.functional as F
+
+    from octopipe.mixers import Mamba2
+    from octopipe.nn import kernels
+    from octopipe.nn.mamba import _ssd_scan, mamba2_mix
+
+    def conv(x: Any, weight: Any, bias: Any, activation: str) -> Any:
+        assert activation == "silu"
+        taps, channels = weight.shape[1], weight.shape[0]
+        return F.silu(F.conv1d(F.pad(x, (taps - 1, 0)), weight[:, None], bias, groups=channels))
+
+    def scan(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any, dt_bias: Any, dt_softplus: bool) -> Any:
+        assert dt_softplus
+        dt = F.softplus(dt + dt_bias)
+        return _ssd_scan(x * dt[..., None], dt * A, B, C, chunk_size) + x * D[:, None]
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(causal_conv1d_fn=conv))
+    name = "mamba_ssm.ops.triton.ssd_combined"
+    for package in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(mamba_chunk_scan_combined=scan))
+    layer = Mamba2(hidden=16, heads=4, head_dim=8, state=6, groups=2, conv=4, chunk=4)
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    given = (
+        draw(2, 10, layer.projection_width), draw(layer.conv_width, 4), draw(layer.conv_width), draw(4), draw(4),
+        draw(4), draw(layer.inner),
+    )  # fmt: skip
+    assert torch.allclose(kernels.mamba_ssm_mix()(layer, 1e-5, *given), mamba2_mix(layer, 1e-5, *given), atol=1e-9)
