@@ -178,6 +178,8 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     """The file that writing to `path` would create or replace: links followed, a regular file or nothing yet."""
     name = shown(path)
     try:
+        if _through_a_device(path):
+            raise OctoPipeError(f"{name} is a device and is left alone; name a file")
         target = Path(os.path.realpath(path, strict=False))
         if os.fspath(path) == "" or target.is_dir():
             raise OctoPipeError(f"{name} is a folder; name a file")
@@ -188,6 +190,18 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError) as error:
         raise OctoPipeError(f"{name}: cannot be written ({_why(error)}); check the folder") from None
     return target
+
+
+def _through_a_device(path: str | os.PathLike[str]) -> bool:
+    """Does the path, or a link it leads through, lie where devices and open files have their names?"""
+    at = os.path.abspath(path)
+    for _ in range(40):  # as many links as the kernel follows
+        if at.startswith(("/dev/", "/proc/", "/sys/")) and not at.startswith("/dev/shm/"):
+            return True
+        if not os.path.islink(at):
+            return False
+        at = os.path.abspath(os.path.join(os.path.dirname(at), os.readlink(at)))
+    return True
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:

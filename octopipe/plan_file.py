@@ -14,7 +14,7 @@ from octopipe.cost import CostTable
 from octopipe.cost_record import record_of
 from octopipe.errors import OctoPipeError, PlanError
 from octopipe.files import check_format, decode_json, plain, read_bytes, shown, write_whole
-from octopipe.limits import MAX_OPS, MAX_PLAN_BYTES, over
+from octopipe.limits import MAX_OPS, MAX_PLAN_BYTES, MAX_RANKS, MAX_STAGES, over
 from octopipe.plan import Plan, Stage, parse_orders
 
 FORMAT = "octopipe.plan/1"
@@ -59,7 +59,11 @@ def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:
         file = msgspec.convert(raw, _PlanFile)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise OctoPipeError(f"{where}: not a valid plan file: {_one_line(error)}") from None
-    too_many = over("ops in orders", sum(map(len, file.orders)), MAX_OPS)
+    too_many = [
+        *over("ranks", len(file.orders), MAX_RANKS),
+        *over("stages", len(file.stages), MAX_STAGES),
+        *over("ops in orders", sum(map(len, file.orders)), MAX_OPS),
+    ]
     if too_many:
         raise PlanError([f"{where}: {too_many[0]}"])
     try:
