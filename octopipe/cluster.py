@@ -57,6 +57,10 @@ class Network:
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """Measured links of single (source, destination) pairs; they win over intra and inter."""
 
+    def __post_init__(self) -> None:
+        if not (finite(self.ranks_per_node) or 0) >= 1:
+            raise OctoPipeError(f"ranks_per_node is {brief(self.ranks_per_node)}; give a whole number >= 1")
+
     @classmethod
     def constant(cls, latency_ms: float) -> Network:
         """Every transfer between two ranks takes `latency_ms`, whatever its size."""

@@ -23,7 +23,7 @@ from octopipe.cluster import Link, Network
 from octopipe.display import one_line
 from octopipe.errors import OctoPipeError
 from octopipe.files import brief
-from octopipe.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_TIME_MS, finite, over
+from octopipe.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.setup import Setup
 
 Array = NDArray[np.float64]
@@ -115,6 +115,12 @@ class CostTable:
             raise OctoPipeError(
                 f"{self.model}: layer {i} ({self.symbols[i]}) stashes more than its activation; stash is a part of it"
             )
+        for name in ("tokens_per_micro_batch", "data_parallel", "gpus_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 1 <= (finite(value) or 0) <= MAX_SIZE):
+                raise OctoPipeError(f"{self.model}: {name} is {brief(value)}; give a whole number >= 1")
+        if self.model_flops is not None and not (-1.0 if finite(self.model_flops) is None else self.model_flops) >= 0:
+            raise OctoPipeError(f"{self.model}: model_flops is {brief(self.model_flops)}; give a finite number >= 0")
         for name, most in (("rank_slowdown", MAX_RATIO), ("rank_memory_bytes", MAX_BYTES)):
             if any(not 0 < (finite(v) or 0.0) <= most for v in getattr(self, name)):
                 raise OctoPipeError(

@@ -80,6 +80,13 @@ def _use_timeline(path: Path) -> object:
     return timeline.critical_path(), finite_numbers(timeline.summary()), timeline.to_json()
 
 
+def _use_report(path: Path) -> object:
+    from octopipe.report.load import load_entries
+    from octopipe.report.page import report_html
+
+    return report_html(load_entries([path], {}))
+
+
 def _use_costs(path: Path) -> object:
     profile = load_profile(path)
     costs, ranks = profile.costs, min(2, profile.costs.num_layers)
@@ -209,9 +216,11 @@ def readers() -> tuple[Reader, ...]:
     setup = {**SETTING, "pp": 2, "micro_batches": 4, "nodes": nodes["nodes"][:1]}
     as_json = (json.dumps(x).encode() for x in (PROFILE, LAYER_TIMES, nodes, setup))
     profile, layer_times, cluster, plain_setup = as_json
+    plans, timelines = _plan_files(), _timelines()
     return (
-        Reader(name="plan", suffix=".json", valid=_plan_files(), use=_use_plan),
-        Reader(name="timeline", suffix=".json", valid=_timelines(), use=_use_timeline),
+        Reader(name="plan", suffix=".json", valid=plans, use=_use_plan),
+        Reader(name="timeline", suffix=".json", valid=timelines, use=_use_timeline),
+        Reader(name="report", suffix=".json", valid=(*timelines, plans[1], plans[3]), use=_use_report),
         Reader(name="profile", suffix=".json", valid=(profile,), use=_use_costs),
         Reader(name="layer-times", suffix=".json", valid=(layer_times,), use=_use_costs),
         Reader(name="config", suffix=".json", valid=CONFIGS, use=_use_config),

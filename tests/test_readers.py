@@ -291,6 +291,26 @@ def test_a_name_that_is_no_text_can_still_be_told(tmp_path: Path) -> None:
         costs_of_plan(plan_from_json(_plan_text(setting={"model": "x"})), {"model": str(path)})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": ["x"]}, {"symbols": 5}, {"data_parallel": 0}, {"data_parallel": 10**400}, {"gpus_per_rank": True},
+        {"gpus_per_rank": 0.5}, {"tokens_per_micro_batch": -1}, {"model_flops": 10**400}, {"forward_ms": "x"},
+        {"network": {"intra": {}, "inter": {}, "ranks_per_node": 0}}, {"network": []},
+        {"reduction": {"latency_ms": "1"}},
+        {"micro_batch_factor": [[[1.0]]]}, {"rank_slowdown": [0.0]}, {"unheard": 1},
+    ],
+)  # fmt: skip
+def test_costs_beside_a_plan_are_refused_where_they_cannot_be(wrong: dict[str, object]) -> None:
+    text = next(d for d in ALL["plan"].valid if b'"cost_table"' in d)
+    raw = json.loads(text)
+    costs_of_plan(plan_from_json(text))
+    plan = plan_from_json(json.dumps({**raw, "cost_table": {**raw["cost_table"], **wrong}}))
+    with pytest.raises(OctoPipeError) as caught:
+        costs_of_plan(plan)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 # -- keys and versions ---------------------------------------------------------------------------------
 
 TWICE = {
@@ -399,6 +419,20 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     with pytest.raises(OctoPipeError, match="not a regular file"):
         read_bytes(tmp_path / "pipe.json")
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+def test_a_name_with_escape_codes_and_markup_stays_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[31m[bold]x[/bold][/][link=http://a]y"
+    path, plan = tmp_path / "[red]times.json", tmp_path / "[dim]plan.json"
+    path.write_text(json.dumps({**PROFILE, "model": name}))
+    assert main(["simulate", str(path), "--system", "1f1b", "--pp", "2", "-o", str(plan)]) == 0
+    assert main(["export", str(plan), "--to", "svg", "-o", str(tmp_path / "[bold]a.svg")]) == 0
+    said = capsys.readouterr()
+    assert "[31m[bold]x[/bold][/][link=http://a]y" in "".join(said.out.split("\n")) and "\x1b" not in said.out
+    assert "[bold]a.svg: svg" in said.err and "\x1b" not in said.err
 
 
 # -- seeds ---------------------------------------------------------------------------------------------

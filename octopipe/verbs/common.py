@@ -322,6 +322,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
+BRACKET = "\ue000"
+"""Stands for a "[" that is a letter, wherever it may look like the start of a tag."""
+
+
+def named(text: object) -> str:
+    """A name or path of a user's inside a line of ours: none of its brackets is a tag of ours."""
+    return str(text).replace("[", BRACKET)
+
+
 def print_json(value: Any) -> None:
     """One JSON object on stdout; numbers that are not finite become null."""
     import msgspec

@@ -12,7 +12,15 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, seed_number, whole_number
+from octopipe.verbs.common import (
+    add_model_arguments,
+    console,
+    named,
+    non_negative,
+    print_json,
+    seed_number,
+    whole_number,
+)
 from octopipe.verbs.runnable import model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
@@ -246,9 +254,9 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     name = str(result.plan.extra.get("system") or args.plan or "plan")
     out.print(
         f"[bold]loss {first.loss:.4f} -> {last.loss:.4f}[/] in steps {first.step} to {last.step}: "
-        f"{name}, {job.nproc} ranks"
+        f"{named(name)}, {job.nproc} ranks"
     )
-    out.print(f"{job.spec.name}: {told(job.spec)}", soft_wrap=True)
+    out.print(f"{named(job.spec.name)}: {told(job.spec)}", soft_wrap=True)
     out.print(
         f"{result.parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
         f"{job.micro_batch_size} x {job.seq} tokens"
@@ -266,7 +274,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
         ("measured timeline", args.timeline),
     ):
         if path:
-            out.print(f"{text}: {path}", soft_wrap=True)
+            out.print(f"{text}: {named(path)}", soft_wrap=True)
 
 
 def _finite(value: float) -> float | None:
