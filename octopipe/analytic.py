@@ -1,8 +1,7 @@
 """The analytic cost model: (ModelSpec, Setup) -> CostTable.
 
-Knows: how long a layer's products, cores, memory passes and collectives take on one GPU of a set-up, and what
-happens once per step (gradient reduction, optimizer). Does not know: FLOP formulas (`flops.py`), bytes held
-(`footprint.py`), what collectives cost (`traffic.py`), the calibrated rates (`calibration.py`) or plans.
+Knows: how layers' costs make a table, which of them are checkpointed, and what happens once per step (gradient
+reduction, optimizer). Does not know: what one layer costs (`layer_pricing.py`) or plans.
 
 Everything is per GPU. Measured layer times (`layer_times.py`) replace all of it where there are any.
 
@@ -17,36 +16,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from octopipe.calibration import Rates, rates_of
+from octopipe.calibration import Rates
 from octopipe.cluster import Cluster, Link
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.flops import CORE_BACKWARD, Flops, Product, Work, layer_flops, model_flops, part_work
-from octopipe.footprint import (
-    STATE_BYTES,
-    WEIGHT_BYTES,
-    Weights,
-    gathered_bytes,
-    held_bytes,
-    shards_of,
-    stashed_bytes,
-    static_bytes,
-    stream_share,
-    weights_of,
-    workspace_bytes,
-)
-from octopipe.model import Embedding, Head, Layer, ModelSpec, Moe, Mtp
+from octopipe.flops import Flops, layer_flops, model_flops
+from octopipe.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of
+from octopipe.layer_pricing import LayerCost, Pricing, priced
+from octopipe.model import Layer, ModelSpec, Moe
 from octopipe.setup import Setup
-from octopipe.traffic import exchange_ms, pass_round_ms, ring_ms
+from octopipe.traffic import ring_ms
 
 __all__ = [
-    "SCAN_SHARE",
     "STATE_BYTES",
     "Flops",
     "LayerCost",
@@ -56,207 +43,12 @@ __all__ = [
     "setup_costs",
 ]
 
-LOSS_BYTES = 20.0
-"""Memory traffic of the cross-entropy per logit (our estimate: bf16 and fp32 passes over the logits)."""
-SCATTER_BYTES = 12.0
-"""Traffic of an embedding's weight gradient per table entry (our estimate: a bf16 table zeroed, scattered
-into and added to the fp32 gradient)."""
-OPTIMIZER_BYTES = 26.0
-"""Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
-weight written."""
-KERNELS, MOE_KERNELS = 6, 24
-"""Kernels of a part beside two per product (norm, residual, activation, casts), and those that routing adds."""
-
-SCAN_SHARE: Mapping[str, float] = MappingProxyType(
-    {
-        # Share of the bf16 peak that cores other than softmax attention reach. Our choice: a compiled Mamba-2 scan
-        # was measured on an H200 at 0.02 of peak; fused kernels are taken as twice that.
-        "mamba1": 0.01,
-        "mamba2": 0.04,
-        "gated_delta_net": 0.04,
-        "kimi_delta_attention": 0.04,
-        "lightning_attention": 0.15,
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """One layer and one micro-batch on one GPU of a pipeline rank."""
-
-    forward_ms: float
-    input_ms: float
-    weight_ms: float
-    activation_bytes: float
-    stash_bytes: float
-    static_bytes: float
-    gradient_bytes: float
-    boundary_bytes: float
-    workspace_bytes: float
-    optimizer_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pricing:
-    """What every formula below needs to know of the run."""
-
-    setup: Setup
-    cluster: Cluster
-    rates: Rates
-    plain: Rates
-    """Rates of what stays in bf16."""
-
-    @classmethod
-    def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None) -> _Pricing:
-        cluster = setup.cluster()
-        found = rates or {name: rates_of(cluster.gpu, name) for name in {setup.precision, "bf16"}}
-        return cls(setup=setup, cluster=cluster, rates=found[setup.precision], plain=found["bf16"])
-
-    @property
-    def bytes_per_ms(self) -> float:
-        return self.cluster.gpu.hbm_bytes_per_ms * self.rates.hbm
-
-    def flops_per_ms(self, precision: str) -> float:
-        return self.cluster.gpu.peak_flops_per_ms(precision) * self.cluster.gpu.clock
-
-
-class _Products:
-    """Time of a part's matrix products: the same in F, I and W but for the weights' traffic."""
-
-    def __init__(self, work: Work, pricing: _Pricing):
-        self.forward_ms = self.weight_ms = 0.0
-        self.cast_in = self.cast_out = 0.0
-        setup = pricing.setup
-        for product in work.products:
-            rows, inner, outer, weights = _share(product, work.tokens, pricing)
-            low = setup.precision == "fp8" and product.low_precision
-            rates = pricing.rates if low else pricing.plain
-            share = rates.product_share(rows / max(weights, 1.0), inner, outer)
-            took = 2.0 * rows * inner * outer / (pricing.flops_per_ms("fp8" if low else "bf16") * share)
-            elements = weights * inner * outer
-            self.forward_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
-            # W adds into the gradient: one read, one write.
-            self.weight_ms += max(took, 2 * setup.gradient_bytes * elements / pricing.bytes_per_ms)
-            if low:
-                self.cast_in += rows * inner
-                self.cast_out += rows * outer
-
-
-def _share(product: Product, tokens: float, pricing: _Pricing) -> tuple[float, float, float, float]:
-    """Rows, sides and number of weights of one GPU's part of a product."""
-    cluster = pricing.cluster
-    rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp
-    if product.experts:
-        # Balanced routing: a GPU computes as many rows as it sends, over its own experts.
-        weights, tp = product.experts / cluster.ep, cluster.expert_tp
-        rows *= tp / cluster.tp
-    inner = product.inner / tp if product.cut == "inner" else float(product.inner)
-    outer = product.outer / tp if product.cut == "outer" else float(product.outer)
-    return rows, inner, outer, weights
-
-
-def _part_ms(part: Layer, work: Work, pricing: _Pricing) -> tuple[float, float, float]:
-    """F, I and W time of one part."""
-    setup, cluster, rates = pricing.setup, pricing.cluster, pricing.rates
-    tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
-    products = _Products(work, pricing)
-    cast_ms = [rates.cast_bytes * n / pricing.bytes_per_ms for n in (products.cast_in, products.cast_out)]
-    launch_ms = rates.launch_ms * (KERNELS + 2 * len(work.products) + MOE_KERNELS * isinstance(part, Moe))
-
-    # Collectives of the stream, in F and in I: an all-gather and a reduce-scatter (or an all-reduce, which moves as
-    # much). W's own all-gather overlaps with the product of I that precedes it and is not charged.
-    stream_bytes = 2.0 * tokens * part.hidden
-    tp_ms = 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link)
-    match part:
-        case Embedding():
-            lookup_ms = 2 * stream_bytes * stream_share(setup) / pricing.bytes_per_ms
-            table = sum(weights_of(part, cluster))
-            return lookup_ms + tp_ms + launch_ms, 0.0, SCATTER_BYTES * table / pricing.bytes_per_ms + launch_ms
-        case Head():
-            loss_ms = LOSS_BYTES * part.predictions * tokens * part.vocab / tp / pricing.bytes_per_ms
-            forward = products.forward_ms + tp_ms + launch_ms
-            return forward + loss_ms, forward, products.weight_ms + launch_ms
-
-    core = SCAN_SHARE.get(part.kind, pricing.plain.core)
-    core_ms = work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core)
-    # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
-    width = work.stream_width * stream_share(setup) + work.inner_width / tp
-    stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
-    routed_ms = 0.0
-    if work.routed_width:
-        routed = 2.0 * tokens * work.routed_width * stream_share(setup)
-        routed_ms = rates.moe_passes * routed / pricing.bytes_per_ms
-        size = cluster.ep * cluster.expert_tp
-        if cluster.ep > 1:
-            copies = max(1, round(work.routed_width / getattr(part, "expert_width", part.hidden)))
-            routed_ms += 2 * exchange_ms(cluster, routed, size, copies=copies, share=rates.link)
-    ring = pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
-    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
-    backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
-    backward += tp_ms + routed_ms + launch_ms
-    if setup.recompute == "selective":
-        again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)
-        backward += 2 * again / pricing.bytes_per_ms
-        backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
-    return forward, backward, products.weight_ms + rates.launch_ms * len(work.products)
-
-
-def _gather_ms(weights: Weights, pricing: _Pricing) -> tuple[float, float]:
-    """ZeRO-3, per micro-batch: gathering a layer's weights, and dividing its gradient."""
-    setup, cluster = pricing.setup, pricing.cluster
-    if setup.zero < 3:
-        return 0.0, 0.0
-    gather = reduce = 0.0
-    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
-    for count, copies, stride in zip(weights, shards_of(setup, cluster), strides, strict=True):
-        gather += ring_ms(cluster, WEIGHT_BYTES * count, int(copies), stride, share=pricing.rates.link)
-        reduce += ring_ms(cluster, setup.gradient_bytes * count, int(copies), stride, share=pricing.rates.link)
-    return gather, reduce
-
-
-def _priced(layer: Layer, pricing: _Pricing) -> tuple[LayerCost, Weights]:
-    setup, cluster = pricing.setup, pricing.cluster
-    assert setup.seq is not None
-    forward = backward = weight = activation = stash = workspace = 0.0
-    held = Weights(0.0, 0.0)
-    for part in layer.parts:
-        work = part_work(part, seq=setup.seq, micro_batch_size=setup.micro_batch_size)
-        part_f, part_i, part_w = _part_ms(part, work, pricing)
-        forward, backward, weight = forward + part_f, backward + part_i, weight + part_w
-        activation += held_bytes(work, setup)
-        stash += stashed_bytes(work, setup)
-        mine = weights_of(part, cluster)
-        held = Weights(held.dense + mine.dense, held.experts + mine.experts)
-        workspace = max(workspace, workspace_bytes(part, work, setup))
-    # FSDP fetches the next layer's weights while this one computes; only what takes longer than that shows.
-    gather, reduce = _gather_ms(held, pricing)
-    forward = max(forward, gather)
-    weight = max(weight, gather + reduce - backward)
-    shards = shards_of(setup, cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
-    updated = sum(count / n for count, n in zip(held, shards, strict=True))
-    # The head hands nothing on; a prediction module hands on two hidden states.
-    tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
-    tokens = setup.seq * setup.micro_batch_size / setup.cp
-    cost = LayerCost(
-        forward_ms=forward,
-        input_ms=backward,
-        weight_ms=weight,
-        activation_bytes=activation,
-        stash_bytes=min(stash, activation),
-        static_bytes=static_bytes(held, setup, cluster),
-        gradient_bytes=setup.gradient_bytes * sum(held),
-        boundary_bytes=tensors * 2.0 * tokens * layer.hidden * stream_share(setup),
-        workspace_bytes=workspace + gathered_bytes(held, setup, cluster),
-        optimizer_ms=updated * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms,
-    )
-    return cost, held
-
 
 def layer_cost(
     layer: Layer, cluster: Cluster, *, rates: Mapping[str, Rates] | None = None, **options: Any
 ) -> LayerCost:
     """What one layer costs on one GPU of a pipeline rank; options as in `analytic_costs`."""
-    return _priced(layer, _Pricing.of(_setup_of(cluster, **options), rates))[0]
+    return priced(layer, Pricing.of(_setup_of(cluster, **options), rates))[0]
 
 
 def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
@@ -341,8 +133,8 @@ def setup_costs(
     check_divides(spec, setup.tp, setup.ep)
     if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
         raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
-    pricing = _Pricing.of(setup, rates)
-    costs, weights = _price_all(spec, pricing)
+    pricing = Pricing.of(setup, rates)
+    costs, weights = _price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in LayerCost.__dataclass_fields__}
     exposed_ms = _exposed_reduction_ms(columns, weights, pricing)
     reduction, total = Link(), float(columns["gradient_bytes"].sum())
@@ -380,21 +172,54 @@ def setup_costs(
         gpus_per_rank=setup.gpus_per_rank,
         data_parallel=setup.dp,
         reduction=reduction,
-        model_flops=model_flops(spec.layers, seq=setup.seq, micro_batch_size=setup.micro_batch_size),
+        model_flops=_model_flops(spec.layers, setup.seq) * setup.micro_batch_size,
         setup=setup,
         **columns,  # type: ignore[arg-type]
     )
 
 
-def _price_all(spec: ModelSpec, pricing: _Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    known: dict[Layer, tuple[LayerCost, Weights]] = {}
-    for layer in spec.layers:
-        if layer not in known:
-            known[layer] = _priced(layer, pricing)
-    return [known[layer][0] for layer in spec.layers], [known[layer][1] for layer in spec.layers]
+def _price_all(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
+    kinds, number = _kinds(spec.layers)
+    found = [priced(layer, pricing) for layer in kinds]
+    return [found[k][0] for k in number], [found[k][1] for k in number]
 
 
-def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: _Pricing) -> float:
+@lru_cache(maxsize=64)
+def _kinds(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
+    """The different layers of a model, and which of them stands where: most are alike, and priced once."""
+    known: dict[Layer, int] = {}
+    number = tuple(known.setdefault(layer, len(known)) for layer in layers)
+    return tuple(known), number
+
+
+@lru_cache(maxsize=64)
+def _model_flops(layers: tuple[Layer, ...], seq: int) -> float:
+    return model_flops(layers, seq=seq)
+
+
+def _price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
+    """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
+    setup, inner = pricing.setup, spec.num_layers - 2
+    if setup.recompute != "full":
+        return _price_all(spec, pricing)
+    count = inner if setup.recompute_layers is None else min(setup.recompute_layers, inner)
+    whole, weights = _price_all(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
+    rest = replace(setup, recompute="none" if count == inner else "selective", recompute_layers=None)
+    costs, _ = _price_all(spec, replace(pricing, setup=rest))
+    for i in range(1, inner + 1):
+        if i * count // inner > (i - 1) * count // inner:
+            layer, kept = whole[i], whole[i - 1].boundary_bytes
+            costs[i] = replace(
+                layer,
+                input_ms=layer.input_ms + layer.forward_ms,
+                activation_bytes=min(kept, layer.activation_bytes),
+                stash_bytes=min(kept, layer.stash_bytes),
+                workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
+            )
+    return costs, weights
+
+
+def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
     """What shows of the gradient reduction at the end of a step, over all layers.
 
     Gradients are reduced (ZeRO-1, 2: reduce-scattered, and updated weights gathered) while the last backward and the
@@ -408,16 +233,19 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)
     behind = columns["forward_ms"] + columns["input_ms"] + columns["weight_ms"]
     second = setup.gradient_bytes if setup.zero == 0 else WEIGHT_BYTES
+    known: dict[Weights, float] = {}
     for i, held in enumerate(weights):
-        took = 0.0
-        for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True):
-            for size in (setup.gradient_bytes, second):
-                took += ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
-        exposed += max(took - float(behind[i]), took / layers_per_rank)
+        if held not in known:
+            known[held] = sum(
+                ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
+                for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True)
+                for size in (setup.gradient_bytes, second)
+            )
+        exposed += max(known[held] - float(behind[i]), known[held] / layers_per_rank)
     return exposed
 
 
-def _over_all_ranks(columns: dict[str, np.ndarray], pricing: _Pricing) -> dict[str, np.ndarray]:
+def _over_all_ranks(columns: dict[str, np.ndarray], pricing: Pricing) -> dict[str, np.ndarray]:
     """Embedding and head divided over the pipeline ranks: each keeps 1/pp, the rest is spread over the layers between,
     as an even partition spreads it over ranks; the last hidden states go to every rank and back."""
     pp, out = pricing.setup.pp, {name: values.copy() for name, values in columns.items()}

@@ -182,7 +182,7 @@ def compare(
     num_micro_batches: int | None = None,
     *,
     names: Sequence[str] | None = None,
-    split_backward: bool = True,
+    split_backward: bool = False,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     channel: Channel = "directed",
     processes: int | None = None,

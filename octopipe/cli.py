@@ -19,14 +19,18 @@ from typing import Any, NoReturn
 from octopipe.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError
 
 VERBS = {
+    "plan": "how to split a model over a whole cluster, and what one gets",
     "models": "list the model presets, or show one layer by layer",
+    "gpus": "list the GPU presets",
     "simulate": "predict step time, bubbles and memory of a system or a plan",
     "check": "say everything that is wrong with a plan file",
     "systems": "list the published systems; --check re-derives their closed forms",
     "compare": "run every system on a model, side by side",
     "tune": "find a faster plan: partition, placement and order together",
+    "scale": "weak and strong scaling of one split over more and more GPUs",
     "report": "one self-contained HTML page about plans and timelines",
     "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
+    "import": "what PyTorch, torchtitan or Megatron run today, as a plan",
     "serve": "a local page to tune and look at plans",
     "train": "train a model with a plan, for real",
     "profile": "measure the layers of a model on this machine",
@@ -49,6 +53,9 @@ EXTRAS = {"torch": "torch", "ortools": "exact", "transformers": "hf", "resvg_py"
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM: what Ctrl-C stops in good order stops so too."""
+
+MODULES = {"import": "import_plan"}
+"""Verbs whose module cannot have their name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +111,7 @@ def _run(words: list[str], debug: bool) -> int:
         if verb.startswith("-"):
             raise OctoPipeError(f"{verb[:60]!r} stands before a verb; write `octopipe VERB {verb[:60]} ...`")
         raise OctoPipeError(f"unknown verb {verb[:60]!r}{_did_you_mean(verb, list(VERBS))} (see `octopipe --help`)")
-    module = importlib.import_module(f"octopipe.verbs.{verb}")
+    module = importlib.import_module(f"octopipe.verbs.{MODULES.get(verb, verb)}")
     parser = parser_of(verb, module)
     args = parser.parse_args(words[1:])
     from octopipe.verbs.screen import make_streams_safe

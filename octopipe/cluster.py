@@ -15,6 +15,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 from octopipe.errors import OctoPipeError
@@ -38,6 +39,7 @@ class Link:
                 raise OctoPipeError(f"link {name} is {brief(value)}; give a finite number >= 0 up to {MAX_TIME_MS:g}")
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of_bandwidth(cls, gb_per_s: float, latency_ms: float = 0.0) -> Link:
         """A link of `gb_per_s` (10^9 bytes a second) in each direction."""
         return cls(latency_ms=latency_ms, ms_per_byte=1e3 / (gb_per_s * 1e9))

@@ -23,7 +23,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.lowering import Channel
 from octopipe.plan import Plan
-from octopipe.recompute import plan_under
+from octopipe.recompute import Price, plan_under
 from octopipe.setup import Setup
 from octopipe.simulator import simulate
 from octopipe.systems.bpipe import balanced_peak_bytes
@@ -107,7 +107,7 @@ def compare(
     names: Sequence[str] | None = None,
     split_backward: bool = False,
     recompute: str = "none",
-    prices: Mapping[str, CostTable] | None = None,
+    price: Price | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     channel: Channel = "directed",
     processes: int | None = None,
@@ -116,7 +116,7 @@ def compare(
     """Run the named systems (all, if none are named) on every core.
 
     `split_backward` splits B into I and W for systems that do not (the paper compares so). `recompute` full or auto
-    adds recomputation to plans that have none, with `prices` for "none" and "selective" (`recompute.py`). `options`
+    recomputes for systems that do not decide it themselves, with `price` for the costs of every mode. `options`
     holds the options of single systems: {"tessel": {"time_limit_s": 5}}.
     """
     wanted = list(dict.fromkeys(systems() if names is None else names))
@@ -125,7 +125,7 @@ def compare(
     # Systems that search for seconds start first, so that no core waits for them at the end.
     queue = sorted(dict.fromkeys([*wanted, REFERENCE]), key=lambda name: name not in LONGEST_FIRST)
     settings = {name: dict((options or {}).get(name, {})) for name in queue}
-    task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel, recompute, dict(prices or {}))
+    task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel, recompute, price or _Fixed(costs))
     done: dict[str, Result] = {}
     for result in _run_all(task, settings, processes):
         done[result.system] = result
@@ -156,6 +156,16 @@ def _with_speedup(result: Result, reference: Result) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fixed:
+    """One price for every mode."""
+
+    costs: CostTable
+
+    def __call__(self, mode: str, layers: int | None = None, /) -> CostTable:
+        return self.costs
+
+
+@dataclass(frozen=True, slots=True)
 class _Task:
     costs: CostTable
     num_ranks: int
@@ -163,7 +173,7 @@ class _Task:
     split_backward: bool
     channel: Channel
     recompute: str
-    prices: Mapping[str, CostTable]
+    price: Price
 
     def build(self, name: str, options: Mapping[str, Any], costs: CostTable) -> Plan:
         split = self.split_backward or None
@@ -176,7 +186,7 @@ class _Task:
             plan, costs = plan_under(
                 self.recompute,
                 lambda table: self.build(name, options, table),
-                lambda mode: self.prices.get(mode, self.costs),
+                self.price,
             )
             took = time.perf_counter() - began
             timeline = simulate(plan, costs, channel=self.channel)

@@ -16,6 +16,7 @@ Flops(forward=655360.0, input=655360.0, weight=655360.0)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -307,7 +308,8 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 tokens=tokens,
                 products=(Product(h, part.vocab, rows=n, low_precision=False),),
                 stream_width=n * 2 * h,
-                inner_width=n * 3 * part.vocab,
+                # The logits; a fused cross-entropy writes their gradient over them.
+                inner_width=n * part.vocab,
                 stash_stream_width=n * h,
                 stash_inner_width=n * part.vocab,
                 collectives=0.5 * n,
@@ -343,4 +345,8 @@ def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
 
 def model_flops(layers: Iterable[Layer], *, seq: int, micro_batch_size: int = 1) -> float:
     """What utilisation is measured by: three times the forward FLOPs, nothing that is computed again."""
-    return 3.0 * sum(layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward for layer in layers)
+    counts = Counter(layers)
+    return 3.0 * sum(
+        count * layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward
+        for layer, count in counts.items()
+    )

@@ -59,7 +59,7 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
     for count, copies in zip(weights, shards_of(setup, cluster), strict=True):
         n = copies if setup.zero >= 1 else 1.0
         gradient = setup.gradient_bytes / (copies if setup.zero >= 2 else 1.0)
-        if setup.zero == 3 and copies > 1:
+        if setup.zero == 3:
             total += count * (setup.gradient_bytes + STATE_BYTES) / copies
         else:
             total += count * (WEIGHT_BYTES + gradient + STATE_BYTES / n)
@@ -71,7 +71,11 @@ def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
     if setup.zero < 3:
         return 0.0
     copies = shards_of(setup, cluster)
-    return sum((2 * WEIGHT_BYTES + setup.gradient_bytes) * w for w, n in zip(weights, copies, strict=True) if n > 1)
+    total = 0.0
+    for count, n in zip(weights, copies, strict=True):
+        # A weight without copies is not gathered, but its bf16 form exists only while it is used all the same.
+        total += (2 * WEIGHT_BYTES + setup.gradient_bytes if n > 1 else WEIGHT_BYTES) * count
+    return total
 
 
 def stream_share(setup: Setup) -> float:

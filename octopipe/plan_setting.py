@@ -20,8 +20,8 @@ from octopipe.plan import Plan
 SETTING, COST_TABLE, COSTS = "setting", "cost_table", "costs"
 KEYS = (
     "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute",
-    "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds", "rank_speed",
-    "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
+    "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",
+    "rank_speed", "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
 )  # fmt: skip
 """Keys of a setting, beside its model, that price a plan; others are ignored."""
 log = logging.getLogger("octopipe.plan")
@@ -59,7 +59,7 @@ def _resolved(model: str, plan: Plan, known: Mapping[str, Any], where: str) -> C
 
     numbers = {key: known[key] for key in KEYS if known.get(key) is not None}
     speeds = numbers.pop("speeds", None) or numbers.pop("rank_speed", None)
-    if numbers.get("recompute") in ("auto", "full"):
+    if numbers.get("recompute") == "auto":
         del numbers["recompute"]  # which layers are computed again stands in the plan itself
     try:
         if speeds:

@@ -1,14 +1,14 @@
-"""Recomputation added to a finished plan: all of it, or no more than makes it fit.
+"""How much must be recomputed: in the prices of a set-up, or as R ops in a finished plan.
 
-Knows: how R ops are put into orders, and how many layers a rank must recompute until its memory suffices. Does not
-know: selective recomputation, which is part of a set-up's prices (`footprint.py`), or systems that decide it
-themselves.
+Knows: how many layers must be recomputed until memory suffices, and how R ops are put into orders. Does not know: what
+recomputation costs (`analytic.py`, `price.py`), or systems that decide it themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from octopipe.cost import CostTable
 from octopipe.plan import Op, Plan
@@ -82,25 +82,39 @@ def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
     return recomputing(plan, dict(enumerate(high)))
 
 
-def plan_under(
-    mode: str, build: Callable[[CostTable], Plan], price: Callable[[str], CostTable]
-) -> tuple[Plan, CostTable]:
+class Price(Protocol):
+    """Costs under a mode of recomputation (none, selective, full) and, with full, a number of layers."""
+
+    def __call__(self, mode: str, layers: int | None = None, /) -> CostTable: ...
+
+
+def plan_under(mode: str, build: Callable[[CostTable], Plan], price: Price) -> tuple[Plan, CostTable]:
     """A system's plan under a mode of recomputation, and the costs to price it with.
 
-    `price` gives the costs under `none` or `selective`. `auto` takes the first that fits: nothing recomputed,
-    selective recomputation, and beyond it as few whole layers as do.
+    Whole layers are recomputed one at a time inside the backward, as Megatron, FSDP and Hugging Face do it: a matter
+    of prices, not of the plan's ops. `auto` takes the first that fits: nothing, selective recomputation, beyond it as
+    few whole layers as do, then all. A plan that recomputes by itself is left alone.
     """
-    if mode in ("none", "selective"):
+    if mode != "auto":
         costs = price(mode)
         return build(costs), costs
-    if mode == "full":
-        costs = price("none")
-        plan = build(costs)
-        return plan if recomputes(plan) else recomputing(plan), costs
-    plan, costs = plan_under("none", build, price)
     for step in ("none", "selective"):
-        if step != "none":
-            plan, costs = plan_under(step, build, price)
-        if simulate(plan, costs, check=False).fits:
+        costs = price(step)
+        plan = build(costs)
+        if recomputes(plan) or simulate(plan, costs, check=False).fits:
             return plan, costs
-    return least_recomputing(plan, costs), costs
+    layers = plan.num_layers - 2
+    costs = price("full")
+    plan = build(costs)
+    if layers < 2 or not simulate(plan, costs, check=False).fits:
+        return plan, costs
+    low, high, found = 0, layers, (plan, costs)
+    while high - low > 1:
+        middle = (low + high) // 2
+        costs = price("full", middle)
+        plan = build(costs)
+        if simulate(plan, costs, check=False).fits:
+            high, found = middle, (plan, costs)
+        else:
+            low = middle
+    return found

@@ -153,6 +153,7 @@ def resolve_costs(
     precision: str = "bf16",
     gradients: str | None = None,
     recompute: str = "none",
+    recompute_layers: int | None = None,
     sequence_parallel: bool = True,
     vocab_parallel: bool = False,
     reserve_gib: float | None = None,
@@ -205,6 +206,7 @@ def resolve_costs(
         precision=precision,  # type: ignore[arg-type]
         gradients=gradients,  # type: ignore[arg-type]
         recompute=recompute,  # type: ignore[arg-type]
+        recompute_layers=recompute_layers,
         sequence_parallel=sequence_parallel,
         vocab_parallel=vocab_parallel,
         reserve_gib=reserve_gib,

@@ -64,6 +64,10 @@ class Setup:
     gradients: Gradients | None = None
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is fp8."""
     recompute: Recompute = "none"
+    """selective: outputs of norms, activation functions and latent up-projections again; full: whole layers again, one
+    at a time, from their inputs; auto: as much of both as it takes to fit."""
+    recompute_layers: int | None = None
+    """With full: so many layers, spread evenly over the model, the rest selectively; None: all."""
     sequence_parallel: bool = True
     """With tp: norms and the residual stream divided over the group as well."""
     vocab_parallel: bool = False
@@ -94,6 +98,10 @@ class Setup:
         for name, known in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
                 raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; one of {', '.join(known)}")
+        if self.recompute_layers is not None:
+            _whole("recompute_layers", self.recompute_layers)
+            if self.recompute != "full":
+                raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
         if self.gradients not in (None, *get_args(Gradients)):
             raise OctoPipeError(f"gradients is {brief(self.gradients)}; one of {', '.join(get_args(Gradients))}")
         for name in ("reserve_gib", "p2p_ms"):
@@ -192,10 +200,16 @@ class Setup:
         how = []
         if self.gpu is not None:
             how = [self.precision] + ([f"ZeRO-{self.zero}"] if self.dp * self.cp > 1 else [])
-            how += [f"{self.recompute} recomputation"] * (self.recompute != "none")
+            how += [self.recompute_words()] * (self.recompute != "none")
             how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
             how += ["vocabulary parallel"] * self.vocab_parallel
         return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
+
+    def recompute_words(self) -> str:
+        """`none`, `selective recomputation`, `12 layers recomputed`."""
+        if self.recompute_layers is not None:
+            return f"{self.recompute_layers} layers recomputed"
+        return "none" if self.recompute == "none" else f"{self.recompute} recomputation"
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values; `setup_from` reads it back."""

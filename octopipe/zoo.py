@@ -1,6 +1,6 @@
 """The preset models: the paper's Table II, the two of its Figure 3 and current heterogeneous models.
 
-Knows: layer patterns and dimensions, by name. Does not know: config files (`huggingface.py`) or costs.
+Knows: layer patterns and dimensions, by name. Does not know: config files (`readers/`) or costs.
 
 Dimensions come from the published configs or papers unless a comment says otherwise. Hybrid models count
 mixer and feed-forward as separate layers, as the paper does; the others are partitioned block by block
@@ -90,13 +90,38 @@ def nemotron_h(
     return _model(name, *(kinds[symbol] for symbol in pattern), vocab=131072)
 
 
-def llama(name: str, *, blocks: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
-    """A LLaMA 3 of these dimensions."""
+def llama(
+    name: str,
+    *,
+    blocks: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int = 8,
+    theta: float = 5e5,
+    vocab: int = 128256,
+) -> ModelSpec:
+    """A LLaMA 3, or with the right vocabulary a LLaMA 2, of these dimensions."""
     block = Block(
-        mixer=Attention(hidden=hidden, heads=heads, kv_heads=8, head_dim=128, rope_theta=500000.0),
+        mixer=Attention(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=128, rope_theta=theta),
         ffn=Mlp(hidden=hidden, ffn=ffn),
     )
-    return _model(name, *[block] * blocks, vocab=128256)
+    return _model(name, *[block] * blocks, vocab=vocab)
+
+
+def nemotron_4(name: str, *, blocks: int, hidden: int, ffn: int, heads: int) -> ModelSpec:
+    """Nemotron-4: squared ReLU without a gate, layer norms, grouped attention."""
+    attention = Attention(hidden=hidden, heads=heads, kv_heads=8, head_dim=hidden // heads, norm="layer")
+    block = Block(mixer=attention, ffn=Mlp(hidden=hidden, ffn=ffn, activation="relu2", norm="layer"))
+    vocab = 256000
+    return _model(name, *[block] * blocks, vocab=vocab, head=Head(hidden=hidden, vocab=vocab, norm="layer"))
+
+
+def qwen3_moe(name: str, *, blocks: int, hidden: int, heads: int, expert_ffn: int) -> ModelSpec:
+    """Qwen3 with experts in every block: grouped attention with normed queries and keys, 8 of 128 experts."""
+    attention = Attention(hidden=hidden, heads=heads, kv_heads=4, head_dim=128, rope_theta=1e6, qk_norm=True)
+    block = Block(mixer=attention, ffn=Moe(hidden=hidden, experts=128, top_k=8, ffn=expert_ffn))
+    return _model(name, *[block] * blocks, vocab=151936, norm_eps=1e-6)
 
 
 def gpt(name: str, *, blocks: int, hidden: int, heads: int, positions: int) -> ModelSpec:
@@ -300,6 +325,15 @@ def _presets() -> Mapping[str, Preset]:
     # The paper's 32B is not a released LLaMA: these dimensions are our inference from its size.
     add("llama3-32b", dense, llama, blocks=64, hidden=6144, ffn=21504, heads=48)
     add("llama3-70b", dense, llama, blocks=80, hidden=8192, ffn=28672, heads=64)
+    add("llama3.1-405b", dense, llama, blocks=126, hidden=16384, ffn=53248, heads=128)
+    two = {"theta": 1e4, "vocab": 32000}
+    add("llama2-7b", dense, llama, blocks=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, **two)
+    add("llama2-13b", dense, llama, blocks=40, hidden=5120, ffn=13824, heads=40, kv_heads=40, **two)
+    add("llama2-70b", dense, llama, blocks=80, hidden=8192, ffn=28672, heads=64, **two)
+    # GPT-3 5B is NVIDIA's benchmark model; 175B is the paper's. Nemotron-4: its technical report.
+    add("gpt3-5b", dense, gpt, blocks=24, hidden=4096, heads=32, positions=2048)
+    add("gpt3-175b", dense, gpt, blocks=96, hidden=12288, heads=96, positions=2048)
+    add("nemotron-340b", dense, nemotron_4, blocks=96, hidden=18432, ffn=73728, heads=96)
     # From memory of the GPT-3 13B row; 4096 positions are our choice (the paper trains on 4k tokens).
     add("gpt-13b", dense, gpt, blocks=40, hidden=5120, heads=40, positions=4096)
 
@@ -319,6 +353,8 @@ def _presets() -> Mapping[str, Preset]:
     add("gpt-oss-120b", "sliding and full attention, experts", gpt_oss, blocks=36, experts=128)
     add("gpt-oss-20b", "sliding and full attention, experts", gpt_oss, blocks=24, experts=32)
     add("qwen3-next-80b", "gated delta net and attention, experts", qwen3_next, units=12)
+    add("qwen3-30b-a3b", "attention and experts", qwen3_moe, blocks=48, hidden=2048, heads=32, expert_ffn=768)
+    add("qwen3-235b-a22b", "attention and experts", qwen3_moe, blocks=94, hidden=4096, heads=64, expert_ffn=1536)
     # MiniMax-01 and Gemma 3 come from secondary sources.
     add("minimax-01", "lightning and softmax attention, experts", minimax, units=10)
     gemma = {"blocks": 62, "hidden": 5376, "ffn": 21504, "heads": 32, "kv_heads": 16}

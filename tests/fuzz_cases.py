@@ -112,10 +112,26 @@ def _use_cluster(path: Path) -> object:
     return network_of(ranks_on(read_cluster(path), 2, 1))
 
 
-def _use_csv(path: Path) -> object:
+def _text(path: Path) -> str:
     from octopipe.files import read_bytes
 
-    return orders_from_csv(read_bytes(path).decode("utf-8", "replace"))
+    return read_bytes(path).decode("utf-8", "replace")
+
+
+def _use_csv(path: Path) -> object:
+    return orders_from_csv(_text(path))
+
+
+def _use_torch_csv(path: Path) -> object:
+    from octopipe.readers.torch_csv import read_torch_csv
+
+    return read_torch_csv(_text(path), path.name)
+
+
+def _use_megatron(path: Path) -> object:
+    from octopipe.readers.megatron_text import read_megatron
+
+    return read_megatron(_text(path))
 
 
 def _gpu() -> Any:
@@ -200,6 +216,11 @@ LAYER_TIMES = {
     "stash_gib": dict.fromkeys("EM-*L", 0.5), "params_gib": dict.fromkeys("EM-*L", 0.5), "boundary_gib": 0.01,
     "workspace_gib": 0.1, "tokens": 4096,
 }  # fmt: skip
+TORCH_CSVS = (
+    b"0F0,0F1,0B0,,0B1\n1F0,1B0,1F1,1B1\n",
+    b"0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,(1F0;1B0)OVERLAP_F_B,1SEND_B0\n",
+)
+MEGATRON_TEXTS = (b"Et*3|(tt|)*2,m|L", b"M-M*|-ME/M*/M*", b"E|(t|)*30L")
 
 
 def _timelines() -> tuple[bytes, ...]:
@@ -227,6 +248,8 @@ def readers() -> tuple[Reader, ...]:
         Reader(name="setup", suffix=".json", valid=(plain_setup,), use=_use_setup),
         Reader(name="cluster.json", suffix=".json", valid=(cluster,), use=_use_cluster),
         Reader(name="cluster.toml", suffix=".toml", valid=(toml,), use=_use_cluster),
+        Reader(name="torch.csv", suffix=".csv", valid=TORCH_CSVS, use=_use_torch_csv),
+        Reader(name="megatron", suffix=".txt", valid=MEGATRON_TEXTS, use=_use_megatron),
         Reader(name="csv", suffix=".csv", valid=(b"0F0,0F1,0B0,,0B1\n1F0,1B0,1F1,1B1\n",), use=_use_csv),
     )
 

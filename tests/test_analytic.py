@@ -20,7 +20,7 @@ MAMBA = Mamba2(hidden=H, heads=256, head_dim=64, state=256)
 MOE = Moe(hidden=H, experts=16, top_k=2, ffn=4096, shared_ffn=1024)
 HEAD = Head(hidden=H, vocab=V)
 # Products of any shape at half of the peak, kernels that start at once: what is left is arithmetic.
-PLAIN = {"bf16": Rates(gemm=0.5, half=0.0, core=0.5, launch_ms=0.0)}
+PLAIN = {"bf16": Rates(gemm=0.5, half=0.0, core=0.5, launch_ms=0.0, link=0.8)}
 
 
 def test_flops_follow_the_published_counter():
@@ -78,7 +78,7 @@ def test_activations_follow_the_formulas(tp, batch):
         MAMBA: 2 * t * (2 * H + (2 * di + 2 * gn + nh) + (di + 2 * gn) + 2 * di)
         + batch * 4 * (S // 128) * nh * 64 * n,
         Moe(hidden=H, experts=16, top_k=2, ffn=4096): 2 * t * (2 * H + 2 * (2 * H + 3 * 4096)) + 4 * t * 16,
-        HEAD: 4 * t * H + 6 * t * V,
+        HEAD: 4 * t * H + 2 * t * V,
     }
     for layer, nbytes in expected.items():
         cost = layer_cost(layer, cluster, seq=S, micro_batch_size=batch)
@@ -154,7 +154,8 @@ def test_a_prediction_module_hands_on_two_states_and_doubles_the_head():
     spec = preset("deepseek-v3")
     with_mtp, without = analytic_costs(spec, cluster), analytic_costs(spec.without_mtp(), cluster)
     assert with_mtp.boundary_bytes[-2] == 2 * with_mtp.boundary_bytes[-3]
-    assert with_mtp.forward_ms[-1] == pytest.approx(2 * without.forward_ms[-1], rel=0.03)
+    # Kernels start once for both.
+    assert 1.8 * without.forward_ms[-1] < with_mtp.forward_ms[-1] <= 2 * without.forward_ms[-1]
 
 
 def test_micro_batches_of_different_length_scale_layer_kinds_differently():
@@ -164,7 +165,7 @@ def test_micro_batches_of_different_length_scale_layer_kinds_differently():
     assert factor.shape == (3, spec.num_layers) and np.allclose(factor[0], 1)
     mlp, attention = spec.pattern.index("-"), spec.pattern.index("*")
     assert factor[1, mlp] == pytest.approx(2, rel=0.05) and factor[1, attention] > factor[1, mlp] + 0.03
-    assert factor[2, mlp] < 0.3
+    assert 0.25 < factor[2, mlp] < 0.35
     assert table.tokens_per_micro_batch == round((4096 + 8192 + 1024) / 3)
     for i, seq in enumerate([4096, 8192, 1024]):
         exact = analytic_costs(spec, Cluster(gpu=H800), seq=seq).layer_ms

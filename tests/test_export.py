@@ -20,15 +20,19 @@ import pytest
 from octopipe.cli import main
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.export.megatron import megatron_arguments
+from octopipe.export.megatron import megatron_arguments, megatron_layout
 from octopipe.export.perfetto import trace_bytes, trace_events
 from octopipe.export.png import timeline_png
-from octopipe.export.pytorch import pytorch_csv
+from octopipe.export.pytorch import pytorch_csv, pytorch_csv_with_communication
 from octopipe.export.scene import LEFT, RIGHT
 from octopipe.export.style import BUBBLES, COLOURS, shade, ticks
 from octopipe.export.svg import timeline_svg
 from octopipe.export.table import timeline_csv
+from octopipe.foreign_plan import megatron_plan
 from octopipe.plan import KINDS, Op, Plan, Stage, orders_from_csv
+from octopipe.plan_file import save_plan
+from octopipe.readers.megatron_text import read_megatron
+from octopipe.readers.torch_csv import read_torch_csv
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Timeline
@@ -280,8 +284,88 @@ def test_megatron_gets_a_hybrid_pattern_for_hybrids() -> None:
 
 def test_megatron_refuses_placements_it_cannot_say() -> None:
     costs = _costs()
-    with pytest.raises(OctoPipeError, match="cyclic"):
+    with pytest.raises(OctoPipeError, match="embedding and loss are both on rank 0"):
         megatron_arguments(build_plan("zb-v", costs, 4, 8), costs.symbols)
+
+
+def _placed(sizes: list[int], ranks: list[int]) -> Plan:
+    """One micro-batch through stages of these sizes on these ranks."""
+    edges = [0, *itertools.accumulate(sizes)]
+    pairs = enumerate(zip(itertools.pairwise(edges), ranks))
+    stages = tuple(Stage(first=a, stop=b, rank=r) for _, ((a, b), r) in pairs)
+    orders = tuple(
+        tuple(Op(s, "F", 0) for s, at in enumerate(ranks) if at == r)
+        + tuple(Op(s, "B", 0) for s, at in reversed(list(enumerate(ranks))) if at == r)
+        for r in range(max(ranks) + 1)
+    )
+    return Plan(
+        num_layers=edges[-1], num_ranks=max(ranks) + 1, num_micro_batches=1, stages=stages, orders=orders
+    ).check()
+
+
+def test_megatron_carries_other_placements_with_empty_stages_and_renamed_ranks() -> None:
+    found = megatron_layout(_placed([2, 1, 1, 1, 2], [0, 2, 1, 2, 1]), "ETTTTTL")
+    assert found.ranks == (0, 2, 1)
+    assert found.text.stages == ("Et", "t", "t", "", "t", "tL")
+    assert any("renamed" in note for note in found.notes) and any("empty" in note for note in found.notes)
+    # Read back, the stages lie where the plan had them.
+    back = megatron_plan(found.text, pp=3, num_micro_batches=3).plan
+    assert [found.ranks[s.rank] for s in back.stages] == [0, 2, 1, 2, 1]
+    assert back.partition == (2, 1, 1, 1, 2)
+
+
+def test_megatron_joins_neighbours_on_one_rank() -> None:
+    found = megatron_layout(_placed([2, 1, 2], [0, 0, 1]), "EM-*L")
+    assert found.text.text() == "M-|*"
+
+
+def test_megatron_pattern_has_delta_nets_latent_attention_and_predictions() -> None:
+    assert megatron_layout(_placed([3, 3], [0, 1]), "EDM@#L").text.text() == "GM|+E"
+    with pytest.raises(OctoPipeError, match="not both"):
+        megatron_layout(_placed([3, 3], [0, 1]), "E*M@#L")
+    plan = megatron_plan(read_megatron("M-|*E/M*/M*"), pp=2, num_micro_batches=2).plan
+    assert megatron_layout(plan, "EM-*#PPL").text.text() == "M-|*E/M*/M*"
+
+
+def test_megatron_refuses_predictions_where_megatron_does() -> None:
+    with pytest.raises(OctoPipeError, match="last stage of its rank"):
+        megatron_layout(_placed([2, 1, 1, 1], [0, 1, 0, 1]), "ETTPL")
+
+
+def test_torch_csv_renames_micro_batches_the_last_stage_runs_out_of_order(tmp_path: Path, capsys) -> None:
+    order = (0, 2, 1)
+    stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
+    orders = (
+        tuple(Op(0, "F", m) for m in order) + tuple(Op(0, "B", m) for m in order),
+        tuple(op for m in order for op in (Op(1, "F", m), Op(1, "B", m))),
+    )
+    plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=3, stages=stages, orders=orders).check()
+    assert pytorch_csv(plan).splitlines()[1] == "1F0,1B0,1F1,1B1,1F2,1B2"
+    path = tmp_path / "plan.json"
+    save_plan(plan, path)
+    assert main(["export", str(path), "--to", "torch-csv"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0].startswith("0F0,0F1,0F2")
+    assert "renamed" in captured.err
+
+
+@pytest.mark.parametrize("system", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_torch_csv_with_communication_is_what_pytorchs_own_simulator_accepts(system: str) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    plan, _ = _case(system)
+    text = pytorch_csv_with_communication(plan)
+    rows = [[schedules._Action.from_str(c) for c in row] for row in csv.reader(text.splitlines())]
+    unmoving = ("SHARD", "REDUCE")
+    moves = {rank: [a for a in row if not any(u in str(a) for u in unmoving)] for rank, row in enumerate(rows)}
+    home = {i: s.rank for i, s in enumerate(plan.stages)}
+    # Its simulator raises where an action waits for ever.
+    schedules._simulate_comms_compute(moves, lambda s: home[s], len(plan.stages))
+    for rank, row in enumerate(rows):
+        words = [str(a) for a in row]
+        for s in plan.stages_of_rank(rank):
+            assert words.count(f"{s}REDUCE_GRAD") == 1
+            assert words.count(f"{s}UNSHARD") == words.count(f"{s}RESHARD") >= 1
+    assert read_torch_csv(text).rows == tuple(tuple(map(str, order)) for order in plan.orders)
 
 
 # -- Perfetto ------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ ROOMS = [
     ["readers"],
     ["cluster", "cluster_file", "setup"],
     [
-        *("cost", "cost_record", "flops", "calibration", "traffic", "footprint", "analytic", "layer_times"),
-        *("profile_file", "resolve"),
+        *("cost", "cost_record", "flops", "calibration", "traffic", "footprint", "layer_pricing", "analytic"),
+        *("layer_times", "profile_file", "resolve"),
     ],
     ["plan", "plan_file", "plan_setting", "price"],
     ["_engine"],
@@ -23,20 +23,23 @@ ROOMS = [
     ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "recompute", "comparison"],
+    ["foreign_plan"],
     ["tuner"],
-    ["planner"],
     ["runtime"],
     ["huggingface"],
     ["nn"],
     ["measure"],
     ["training"],
     ["export", "report"],
+    ["planner"],
+    ["torch_engine", "megatron"],
+    ["torchtitan"],
     ["reproduce"],
     ["api"],
     ["verbs", "cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training"}
+TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training", "torch_engine", "torchtitan", "megatron"}
 
 
 def room_of(path: Path) -> str:

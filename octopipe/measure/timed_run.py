@@ -57,7 +57,8 @@ class Trial:
 
 
 class TimedRun:
-    """A plan ready to be stepped; gradients exist throughout, as between optimizer updates.
+    """A plan ready to be stepped; gradients exist throughout, as between optimizer updates. `optimizer`: "adamw" has
+    its state in memory and updates (by nothing) after every step, outside the pipeline's time.
 
     `channel="blocking"` on a shared GPU really blocks: a rank's computation waits for each of its transfers.
     """
@@ -70,6 +71,7 @@ class TimedRun:
         profile: Profile,
         *,
         channel: Channel = "directed",
+        optimizer: str = "none",
         timeout_s: float = 120.0,
     ):
         self.plan, self.world, self.device = plan, world, work.place(world.rank)
@@ -90,6 +92,11 @@ class TimedRun:
         self._target = work.batch(self.device, plan.num_micro_batches, step=1)
         for p in self.pipe.parameters():
             p.grad = torch.zeros_like(p)
+        # Run where its state is to be counted: a prediction with it and a run without it are not alike.
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer == "adamw":
+            trained = [p for p in self.pipe.parameters() if p.requires_grad]
+            self._optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=self._cuda or None)
         self.timelines: list[Timeline] = []
         self._wall_ms: list[float] = []
         self._loss = float("nan")
@@ -107,6 +114,8 @@ class TimedRun:
         barrier(self.world)
         began = time.perf_counter()
         value = self.pipe.step(self._batch, self._target, reduce_loss=np.isnan(self._loss))
+        if self._optimizer is not None:
+            self._optimizer.step()
         if value is not None:
             self._loss = float(value)
         if self._cuda:
@@ -144,10 +153,12 @@ def run_plan(
     steps: int = 5,
     warm_up: int = 2,
     channel: Channel = "directed",
+    optimizer: str = "none",
     timeout_s: float = 120.0,
 ) -> Trial:
     """Run a plan and time its steps (see `TimedRun`)."""
-    with closing(TimedRun(work, plan, world, profile, channel=channel, timeout_s=timeout_s)) as run:
+    made = TimedRun(work, plan, world, profile, channel=channel, optimizer=optimizer, timeout_s=timeout_s)
+    with closing(made) as run:
         for k in range(warm_up + steps):
             run.step(timed=k >= warm_up)
         return run.trial()

@@ -64,6 +64,12 @@ class ValidateJob:
     warm_up: int
     channel: Channel
     profile_again: bool
+    optimizer: str = "none"
+    """Whose state the profile counts: the run has it too."""
+
+
+STATE_FACTOR = {"adamw": 2.0, "none": 0.0}
+"""Bytes of an optimizer's state per byte of parameters."""
 
 
 def profile_workload(
@@ -294,8 +300,18 @@ def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profi
         del ring
         free(job.work.place(world.rank))
     if job.profile_again:
-        profile = profile_workload(job.work, world, state_factor=0.0, about=dict(profile.about))
-    trial = run_plan(job.work, job.plan, world, profile, steps=job.steps, warm_up=job.warm_up, channel=job.channel)
+        factor = STATE_FACTOR[job.optimizer]
+        profile = profile_workload(job.work, world, state_factor=factor, about=dict(profile.about))
+    trial = run_plan(
+        job.work,
+        job.plan,
+        world,
+        profile,
+        steps=job.steps,
+        warm_up=job.warm_up,
+        channel=job.channel,
+        optimizer=job.optimizer,
+    )
     return trial, profile
 
 

@@ -103,6 +103,9 @@ def add_training_arguments(parser: Any) -> None:
         help="activations computed again: none, cheap ones, all, or what it takes to fit (default: none)",
     )
     parser.add_argument(
+        "--recompute-layers", type=whole_number, metavar="N", help="with full: so many layers only (default: all)"
+    )
+    parser.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -154,6 +157,7 @@ SETUP_FLAGS = {
     "precision": "precision",
     "gradients": "gradients",
     "recompute": "recompute",
+    "recompute_layers": "recompute_layers",
     "sequence_parallel": "sequence_parallel",
     "vocab_parallel": "vocab_parallel",
     "reserve_gib": "reserve_gib",
@@ -173,9 +177,11 @@ OF_A_MODEL = (
     "precision",
     "gradients",
     "recompute",
+    "recompute_layers",
     "sequence_parallel",
     "vocab_parallel",
     "gpus_per_node",
+    "gpus",
     "cluster",
 )
 """Flags that change nothing where layer times were measured: they are in the times already."""
@@ -210,8 +216,7 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
     for name in OF_A_MODEL:
         if getattr(args, name, None) is not None:
             raise OctoPipeError(
-                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out, or "
-                "name a model"
+                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
@@ -280,9 +285,19 @@ def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     given = setting_from(args)
     given.pop("model")
     given["rank_speed"] = given.pop("speeds", ())
-    if given.get("recompute") in ("auto", "full"):
-        given["recompute"] = "none"  # a matter of the plan, not of the prices
+    if given.get("recompute") == "auto":
+        given["recompute"] = "none"  # the first step of it
     return resolve_costs(model, pp=args.pp, micro_batches=args.micro_batches, **(given | changes))
+
+
+class PriceFrom:
+    """The costs that the flags describe, under any mode of recomputation."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+
+    def __call__(self, mode: str, layers: int | None = None, /) -> CostTable:
+        return costs_from(self.args, recompute=mode, recompute_layers=layers)
 
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:

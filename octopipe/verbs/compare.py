@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import (
     DOES_NOT_FIT,
+    PriceFrom,
     add_model_arguments,
     add_setting_arguments,
     console,
@@ -53,10 +54,6 @@ def run(args: argparse.Namespace) -> int:
         if not names:
             raise OctoPipeError("--systems names no system; give some, separated by commas: 1f1b,zb-v")
     costs = costs_from(args)
-    price = None
-    if args.recompute in ("auto", "full"):
-        selective = costs_from(args, recompute="selective") if args.recompute == "auto" else costs
-        price = {"none": costs, "selective": selective}
     with _progress() as progress:
         result = compare(
             costs,
@@ -64,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
             micro_batches_from(args),
             names=names,
             split_backward=bool(args.split_backward),
-            recompute=args.recompute if price else "none",
-            prices=price,
+            recompute="auto" if args.recompute == "auto" else "none",
+            price=PriceFrom(args) if args.recompute == "auto" else None,
             options={name: {"time_limit_s": args.time_limit} for name in SOLVERS},
             progress=progress,
         )

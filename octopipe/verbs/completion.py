@@ -50,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 def described() -> dict[str, Verb]:
     """Every verb as its own parser describes it."""
-    from octopipe.cli import VERBS, parser_of
+    from octopipe.cli import MODULES, VERBS, parser_of
     from octopipe.systems.registry import systems
     from octopipe.zoo import names
 
     models, policies = tuple(names()), tuple(systems())
     out = {}
     for verb in VERBS:
-        parser = parser_of(verb, importlib.import_module(f"octopipe.verbs.{verb}"))
+        parser = parser_of(verb, importlib.import_module(f"octopipe.verbs.{MODULES.get(verb, verb)}"))
         flags: list[Flag] = []
         words: tuple[str, ...] = ()
         for action in parser._actions:

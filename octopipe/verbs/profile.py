@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
     parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
     parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
-    parser.add_argument("--num-layers", type=whole_number, help="keep only so many layers, embedding and head included")
+    parser.add_argument(
+        "--layers", dest="num_layers", type=whole_number, help="keep so many layers, embedding and head included"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
     parser.add_argument(
         "--compile-scans",
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with needs_torch():
-        from octopipe.measure.trial import ProfileJob, on_ranks, profile_task
+        from octopipe.measure.trial import STATE_FACTOR, ProfileJob, on_ranks, profile_task
 
     recipe = {
         "model": absolute(args.model),
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         work=work,
         repeats=args.repeats,
         warm_up=3,
-        state_factor=2.0 if args.optimizer == "adamw" else 0.0,
+        state_factor=STATE_FACTOR[args.optimizer],
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
     profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octopipe.verbs.common import (
     DOES_NOT_FIT,
     SETUP_FLAGS,
+    PriceFrom,
     add_model_arguments,
     add_setting_arguments,
     console,
@@ -96,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
 
 def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
     """The plan that the flags name, and the costs to price it with."""
-    from octopipe.errors import OctoPipeError
     from octopipe.recompute import plan_under
     from octopipe.systems import build_plan
 
@@ -109,16 +109,12 @@ def plan_and_costs(args: argparse.Namespace) -> tuple[Plan, CostTable]:
         name, split = args.system or "1f1b", args.split_backward
         return build_plan(name, table, args.pp, micro_batches_from(args), split_backward=split, **options)
 
-    def price(mode: str) -> CostTable:
-        return costs if mode == "none" else costs_from(args, recompute=mode)
-
-    if args.recompute in (None, "none", "selective"):
-        plan = build(costs)
+    if args.recompute == "auto":
+        plan, costs = plan_under("auto", build, PriceFrom(args))
+        if costs.setup is not None:
+            args.recompute, args.recompute_layers = costs.setup.recompute, costs.setup.recompute_layers
     else:
-        plan, costs = plan_under(args.recompute, build, price)
-        args.recompute = costs.setup.recompute if costs.setup is not None else args.recompute
-    if not plan.extra.get("system"):
-        raise OctoPipeError(f"{args.system} gave a plan without a name")
+        plan = build(costs)
     return plan.with_extra(**provenance(args, costs)), costs
 
 
@@ -135,7 +131,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
         given = getattr(args, flag[2:].replace("-", "_"))
         if given is not None and given != value:
             raise OctoPipeError(f"{args.plan} has {flag[2:]} {value}, not {given}; leave {flag} out")
-    for name in ("chunks", "split_backward", "recompute", "gpus", "global_batch"):
+    for name in ("chunks", "split_backward", "recompute", "recompute_layers", "gpus", "global_batch"):
         if getattr(args, name) is not None:
             raise OctoPipeError(f"--{name.replace('_', '-')} is decided by {args.plan}; leave it out")
     args.pp, args.micro_batches = plan.num_ranks, plan.num_micro_batches

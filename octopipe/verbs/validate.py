@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         warm_up=args.warm_up,
         channel=args.channel,
         profile_again=args.fresh,
+        optimizer="adamw" if profile.about.get("optimizer") == "adamw" else "none",
     )
     trial, profile = on_ranks(validate_task, plan.num_ranks, job, device=work.device)[0]
     name = str(plan.extra.get("system", "")) or "plan"

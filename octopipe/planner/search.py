@@ -1,0 +1,363 @@
+"""The search: every split bounded, the promising ones judged, the best few simulated and tuned.
+
+Knows: how one budget is spent. Does not know: how results are shown (verbs/plan.py).
+
+A split cannot be faster than its work divided evenly over all pipeline ranks, plus the shortest way of filling the
+pipeline; splits are judged in the order of that bound until it exceeds the worst of the splits kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from octopipe.cost import CostTable
+from octopipe.errors import DoesNotFitError, OctoPipeError
+from octopipe.model import ModelSpec, Moe
+from octopipe.plan import Plan
+from octopipe.planner.estimate import Estimate, estimate
+from octopipe.planner.splits import RUNTIMES, Runtime, Split, finer, least_state_bytes, splits
+from octopipe.recompute import plan_under
+from octopipe.resolve import costs_of_setup
+from octopipe.setup import Setup
+from octopipe.simulator import simulate
+from octopipe.systems import build_plan
+from octopipe.timeline import GIB, Timeline
+
+KEPT, SIMULATED, TUNED = 24, 8, 2
+TUNABLE_OPS = 40_000
+"""Above so many ops a budget of seconds finds nothing that (interleaved) 1F1B does not have."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A split with its numbers: estimated, simulated, or tuned."""
+
+    split: Split
+    setup: Setup
+    how: str
+    """estimated, 1f1b, interleaved or tuned."""
+    step_ms: float
+    tokens_per_gpu_per_second: float
+    mfu: float | None
+    bubble: float
+    peak_gib: float
+    limit_gib: float
+    fits: bool
+    recompute: str
+    plan: Plan | None = None
+    costs: CostTable | None = None
+    timeline: Timeline | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
+        more = ("how", "step_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits")
+        return {
+            **{n: getattr(self.split, n) for n in names},
+            **{n: getattr(self, n) for n in more},
+            "recompute": self.recompute,
+            "setup": self.setup.as_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The ranking, and how much of the space was looked at."""
+
+    best: Candidate
+    ranked: tuple[Candidate, ...]
+    today: Candidate | None
+    splits: int
+    judged: int
+    seconds: float
+
+
+class Pricer:
+    """Costs of splits, each priced once."""
+
+    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int):
+        self.spec, self.base, self.global_batch = spec, base, global_batch
+        parts = [part for layer in spec for part in layer.parts]
+        self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
+        self.dense = float(spec.training_parameters) - self.experts
+        self._known: dict[Setup, CostTable] = {}
+        self._work: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
+        setup = split.setup(self.base, self.global_batch)
+        setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
+        if setup not in self._known:
+            self._known[setup] = costs_of_setup(self.spec, setup)
+        return self._known[setup]
+
+    def bound_ms(self, split: Split) -> float:
+        """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        # Without ZeRO-3 a layer's time does not depend on how many ranks and replicas there are.
+        # ZeRO-3's gathers can only add to it.
+        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
+        if key not in self._work:
+            costs = self.costs(replace(split, zero=0))
+            self._work[key] = float(costs.layer_ms.sum()), float(min(costs.slowdown(r) for r in range(split.pp)))
+        work, fastest = self._work[key]
+        return fastest * (m * work / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+
+    def may_fit(self, split: Split) -> bool:
+        """Is there room for the state alone?"""
+        limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
+        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes) < limit
+
+    def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes)
+        return self._candidate(split, self.costs(split), "estimated", found)
+
+    def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        rate = costs.throughput(split.pp, m, found.step_ms)
+        assert costs.setup is not None
+        return Candidate(
+            split=split,
+            setup=costs.setup,
+            how=how,
+            step_ms=found.step_ms,
+            tokens_per_gpu_per_second=float(rate["tokens_per_gpu_per_second"] or 0.0),
+            mfu=rate["mfu"],
+            bubble=found.bubble,
+            peak_gib=found.peak_gib,
+            limit_gib=found.limit_gib,
+            fits=found.fits,
+            recompute=found.recompute,
+        )
+
+    def simulated(self, split: Split, recompute: str = "auto") -> Candidate:
+        """The split under (interleaved) 1F1B, op by op."""
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        system = "interleaved" if split.vp > 1 else "1f1b"
+        options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
+
+        def build(costs: CostTable) -> Plan:
+            return build_plan(system, costs, split.pp, m, **options)
+
+        plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
+        return self.of_plan(split, plan, costs, system)
+
+    def of_plan(self, split: Split, plan: Plan, costs: CostTable, how: str) -> Candidate:
+        timeline = simulate(plan, costs, check=False)
+        rate = costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms)
+        full = int(np.argmax(timeline.peak_bytes))
+        assert costs.setup is not None
+        again = sum(len(s.recomputed_layers) for s in plan.stages) + (costs.setup.recompute_layers or 0)
+        mode = f"{again} layers" if again else costs.setup.recompute
+        return Candidate(
+            split=split,
+            setup=costs.setup,
+            how=how,
+            step_ms=timeline.step_ms,
+            tokens_per_gpu_per_second=float(rate["tokens_per_gpu_per_second"] or 0.0),
+            mfu=rate["mfu"],
+            bubble=timeline.bubble_ratio,
+            peak_gib=float(timeline.peak_bytes[full]) / GIB,
+            limit_gib=timeline.capacity_bytes[full] / GIB,
+            fits=timeline.fits,
+            recompute=mode,
+            plan=plan,
+            costs=costs,
+            timeline=timeline,
+        )
+
+
+def search(
+    spec: ModelSpec,
+    base: Setup,
+    *,
+    gpus: int,
+    global_batch: int,
+    fixed: Mapping[str, int] | None = None,
+    today: Mapping[str, int] | None = None,
+    runtime: Runtime = RUNTIMES["any"],
+    recompute: str = "auto",
+    budget_s: float = 30.0,
+    seed: int = 0,
+    say: Say | None = None,
+) -> Found:
+    """The best split of `gpus` GPUs for steps of `global_batch` sequences, `budget_s` seconds of tuning included."""
+    began = time.monotonic()
+    tell = say or (lambda words: None)
+    pricer = Pricer(spec, base, global_batch)
+    modes = {"auto": ("none", "selective", "full"), "full": ("full",)}.get(recompute, (recompute,))
+    every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
+    if not every:
+        given = ", ".join(f"{k} {v}" for k, v in (fixed or {}).items())
+        raise OctoPipeError(
+            f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
+            + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
+        )
+    kept, judged = judge(pricer, every, modes, tell, cpu_s=0.7 * budget_s)
+    if "vp" not in (fixed or {}):
+        kept = _refined(pricer, kept, modes)
+    if not kept:
+        raise DoesNotFitError(_nothing_fits(pricer, every, modes))
+    tell("simulating the best few")
+    simulated = [pricer.simulated(c.split, recompute) for c in _varied(kept, SIMULATED)]
+    fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
+    present = _today(pricer, base, gpus, today, runtime, recompute) if today else None
+    if not fitting:
+        raise DoesNotFitError(_nothing_fits(pricer, every, modes))
+    tuned: list[Candidate] = []
+    if runtime.tuned:
+        left = budget_s - (time.monotonic() - began)
+        worth = [c for c in fitting[:TUNED] if c.split.pp > 1 and c.plan is not None]
+        for i, candidate in enumerate(worth):
+            share = left / (len(worth) - i) if left > 1.0 else 0.0
+            began_one = time.monotonic()
+            tell(f"tuning {candidate.split.words()}")
+            better = tune_candidate(pricer, candidate, share, seed, runtime)
+            if better is not None:
+                tuned.append(better)
+            left -= time.monotonic() - began_one
+    best = min([*fitting, *tuned], key=simpler_first)
+    if present is not None and present.fits and present.step_ms < best.step_ms:
+        best = present
+    done = {c.split for c in simulated}
+    rest = [c for c in kept if c.split not in done]
+    ranked = sorted([*tuned, *simulated, *rest], key=lambda c: (c is not best, not c.fits, simpler_first(c)))
+    return Found(
+        best=best,
+        ranked=tuple(ranked),
+        today=present,
+        splits=len(every),
+        judged=judged,
+        seconds=time.monotonic() - began,
+    )
+
+
+def judge(
+    pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: Say, *, cpu_s: float = math.inf
+) -> tuple[list[Candidate], int]:
+    """The `KEPT` fastest splits that fit, by estimate; splits whose bound is above all of them are never judged, nor,
+    after `cpu_s` seconds of this process's own time, those whose bounds are the worst."""
+    until = time.process_time() + cpu_s
+    queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
+    kept: list[tuple[float, int, Candidate]] = []
+    judged = 0
+    for bound, split in queue:
+        if (len(kept) >= KEPT and bound >= -kept[0][0]) or (kept and time.process_time() > until):
+            break
+        judged += 1
+        if judged % 50 == 0:
+            tell(f"{judged} of {len(every)} splits judged")
+        found = pricer.candidate(split, modes)
+        if found.fits:
+            heapq.heappush(kept, (-found.step_ms, judged, found))
+            if len(kept) > KEPT:
+                heapq.heappop(kept)
+    return sorted((c for _, _, c in kept), key=simpler_first), judged
+
+
+def _refined(pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...]) -> list[Candidate]:
+    """The best splits with every number of stages per rank."""
+    splits_seen = {c.split for c in kept}
+    out = list(kept)
+    blocks = pricer.spec.num_layers - 2
+    for candidate in kept[:SIMULATED]:
+        m = pricer.global_batch // (candidate.split.dp * candidate.split.micro_batch_size)
+        for split in finer(candidate.split, blocks, m):
+            if split not in splits_seen:
+                splits_seen.add(split)
+                out.append(pricer.candidate(split, modes))
+    return sorted((c for c in out if c.fits), key=simpler_first)
+
+
+def simpler_first(candidate: Candidate) -> float:
+    """Step time, with a little more for every doubling of a group: of equals, the simpler split."""
+    s = candidate.split
+    return candidate.step_ms * (1 + 2e-3 * math.log2(s.tp * s.cp * s.cp) + 5e-4 * math.log2(s.pp * s.ep * s.vp))
+
+
+def _varied(kept: Sequence[Candidate], number: int) -> list[Candidate]:
+    """The best by estimate, but no more than two that differ in stages per rank alone."""
+    seen: dict[tuple[int, ...], int] = {}
+    out = []
+    for candidate in kept:
+        s = candidate.split
+        key = (s.tp, s.cp, s.ep, s.pp, s.dp, s.micro_batch_size, s.zero)
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] <= 2:
+            out.append(candidate)
+    return out[:number]
+
+
+def tune_candidate(
+    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime
+) -> Candidate | None:
+    """The candidate's split with partition, placement and order tuned; None where that found nothing faster."""
+    from octopipe.tuner import tune
+
+    plan, costs = candidate.plan, candidate.costs
+    assert plan is not None and costs is not None
+    if budget_s < 1.0 or sum(map(len, plan.orders)) > TUNABLE_OPS:
+        return None
+    try:
+        result = tune(
+            costs,
+            plan.num_ranks,
+            plan.num_micro_batches,
+            budget_s=budget_s,
+            seed=seed,
+            start=None if any(s.recompute for s in plan.stages) else plan,
+            copies=runtime.name in ("any", "octopipe"),
+        )
+    except OctoPipeError:
+        return None
+    if result.step_ms >= candidate.step_ms:
+        return None
+    return pricer.of_plan(candidate.split, result.plan, costs, "tuned")
+
+
+def _today(
+    pricer: Pricer,
+    base: Setup,
+    gpus: int,
+    today: Mapping[str, int],
+    runtime: Runtime,
+    recompute: str,
+) -> Candidate:
+    """What the user runs now, under the same model."""
+    sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
+    product = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    dp = sizes.pop("dp", 0) or gpus // product
+    if product * dp != gpus:
+        raise OctoPipeError(f"today's split makes {product * dp} GPUs, not {gpus}; check its sizes")
+    split = Split(dp=dp, **sizes)
+    if pricer.global_batch % (dp * split.micro_batch_size):
+        raise OctoPipeError(
+            f"today's dp {dp} and micro-batch size {split.micro_batch_size} do not divide the global batch "
+            f"{pricer.global_batch}"
+        )
+    return pricer.simulated(split, recompute)
+
+
+def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]) -> str:
+    """The leanest split and what it lacks."""
+    leanest = min(
+        every,
+        key=lambda s: (
+            least_state_bytes(s, pricer.dense, pricer.experts, pricer.base.gradient_bytes),
+            s.micro_batch_size,
+            s.vp,
+        ),
+    )
+    found = pricer.candidate(leanest, modes)
+    return (
+        f"no split of {leanest.tp * leanest.cp * leanest.pp * leanest.dp} GPUs fits {pricer.spec.name}: even "
+        f"{leanest.words()} needs {found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller "
+        "reserve or batch"
+    )

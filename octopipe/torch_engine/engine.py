@@ -1,0 +1,100 @@
+"""A plan inside PyTorch's pipeline runtime.
+
+Knows: how a plan's orders and our proven sends and receives become the actions that
+`_PipelineScheduleRuntime` walks, and what that runtime needs put right: micro-batches named in the last stage's
+order (`export/pytorch.py`), the mean over micro-batches taken at the loss (its own division after the step also
+divides what earlier steps left in `.grad`, and a tied parameter once per stage), ties added up. Does not know:
+what runs inside a stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.export.pytorch import communicating_rows, torch_order
+from octopipe.plan import Plan
+from octopipe.torch_engine.ties import TIES, OneSum
+
+
+class PlanSchedule(schedules._PipelineScheduleRuntime):
+    """PyTorch's runtime with a plan loaded: `step`, `eval` and the rest are PyTorch's own."""
+
+    notes: tuple[str, ...] = ()
+    """What differs from the plan as it was given, a line each."""
+    renamed: tuple[int, ...] = ()
+    """renamed[m]: the slice of the batch that the plan's micro-batch m is."""
+    mean: bool = True
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        loss = super()._maybe_get_loss(stage, mb_index)
+        return loss / self._n_microbatches if self.mean and isinstance(loss, Tensor) else loss
+
+    def _step_microbatches(self, *args: Any, **more: Any) -> None:
+        sums = OneSum(getattr(self._stages[0], TIES, ()))
+        training = self._has_backward
+        if training:
+            sums.begin()
+        super()._step_microbatches(*args, **more)
+        if training:
+            sums.end(self.rank, self._stages[0].group)
+
+
+def schedule(
+    plan: Plan,
+    stages: PipelineStage | Sequence[PipelineStage],
+    loss_fn: Callable[..., Tensor] | None,
+    *,
+    costs: CostTable | None = None,
+    scale_grads: bool = True,
+    **more: Any,
+) -> PlanSchedule:
+    """The plan as a schedule of torch.distributed.pipelining.
+
+    `stages`: this rank's (`make_stages`, or your own: one per stage of the plan on this rank, numbered along the
+    chain). `loss_fn(output, target)`; None: forward only, through `eval`. `costs` time the order of sends and
+    receives (default: equal layers). `scale_grads`: gradients of the mean over micro-batches (True) or of the sum.
+    `more` goes to PyTorch's runtime (`args_chunk_spec`, `output_merge_spec`, ...).
+
+    A batch is cut into the plan's number of micro-batches along dimension 0, as by any schedule of PyTorch's.
+    """
+    order = torch_order(plan)
+    mine = [stages] if isinstance(stages, PipelineStage) else sorted(stages, key=lambda s: s.stage_index)
+    if not mine:
+        raise OctoPipeError("no stages; PyTorch's runtime needs at least one on every rank: use fewer ranks")
+    _check_stages(order.plan, mine)
+    rows = communicating_rows(order.plan, costs)
+    out = PlanSchedule(mine, order.plan.num_micro_batches, loss_fn=loss_fn, scale_grads=False, **more)
+    out.mean, out.notes, out.renamed = scale_grads, order.notes, order.renamed
+    known = {kind.value for kind in schedules._ComputationType}
+    actions: dict[int, list[Any]] = {}
+    for rank, row in enumerate(rows):
+        words = [w for w in row if "REDUCE_GRAD" in known or not w.endswith("REDUCE_GRAD")]
+        actions[rank] = [schedules._Action.from_str(word) for word in words]
+    out.pipeline_order = {rank: [a for a in row if a.is_compute_op] for rank, row in actions.items()}
+    out._prepare_schedule_with_comms(actions, format="compute_comms")
+    for note in order.notes:
+        if "renamed" in note:
+            warnings.warn(f"octopipe: {note}", stacklevel=2)
+    return out
+
+
+def _check_stages(plan: Plan, stages: Sequence[PipelineStage]) -> None:
+    rank, size = stages[0].group_rank, stages[0].group_size
+    if size != plan.num_ranks:
+        raise OctoPipeError(f"the plan has {plan.num_ranks} ranks, the stages' group {size}; use as many")
+    wanted = list(plan.stages_of_rank(rank))
+    given = [s.stage_index for s in stages]
+    if given != wanted:
+        raise OctoPipeError(f"rank {rank} holds stages {wanted} of the plan but was given {given}; make those")
+    wrong = next((s for s in stages if s.num_stages != len(plan.stages)), None)
+    if wrong is not None:
+        raise OctoPipeError(
+            f"stage {wrong.stage_index} was made for {wrong.num_stages} stages, the plan has {len(plan.stages)}"
+        )

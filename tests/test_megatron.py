@@ -1,0 +1,355 @@
+"""Megatron-Core on the CPU under our plans, against its own result without a pipeline."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import megatron_models as mm  # noqa: E402
+from random_plans import random_plan  # noqa: E402
+from ranks import Ranks  # noqa: E402
+
+from octopipe import megatron  # noqa: E402
+from octopipe.cost import CostTable  # noqa: E402
+from octopipe.errors import OctoPipeError  # noqa: E402
+from octopipe.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.systems import build_plan  # noqa: E402
+
+LAYERS = mm.DECODERS + 2
+PATTERN = "M-*M-*"
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """Ranks of our own: what Megatron-Core needs on a CPU must not reach other tests' processes."""
+    made: list[Ranks] = []
+    yield made
+    for ranks in made:
+        ranks.close()
+
+
+@pytest.fixture
+def four(worlds) -> Ranks:
+    if not worlds or worlds[-1].broken:
+        worlds.append(Ranks(4))
+    return worlds[-1]
+
+
+# -- jobs: run on every rank ---------------------------------------------------------------------------
+
+
+def _model(kind, config, tied, **flags):
+    if kind == "hybrid":
+        layers = flags.pop("layers", range(LAYERS))
+        flags.pop("vp_stage", None)
+        pattern = "".join(PATTERN[k - 1] for k in layers if 1 <= k <= mm.DECODERS)
+        return mm.hybrid(config, pattern, tied=tied, **flags)
+    flags.pop("layers", None)
+    return mm.gpt(config, tied=tied, **flags)
+
+
+_REFERENCES = {}
+
+
+def reference(kind, count, tied, more):
+    """Losses, gradients and weights of Megatron's own schedule without a pipeline."""
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    key = kind, count, tied, tuple(sorted(more.items()))
+    if key not in _REFERENCES:
+        mm.start(1)
+        config = mm.gpt_config(1, None, None, kind=kind, **more)
+        torch.manual_seed(3)
+        model = _model(kind, config, tied, pre_process=True, post_process=True)
+        found = forward_backward_no_pipelining(
+            forward_step_func=mm.forward_step,
+            data_iterator=iter(mm.batches(count)),
+            model=model,
+            num_microbatches=count,
+            seq_length=mm.LENGTH,
+            micro_batch_size=2,
+        )
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        _REFERENCES[key] = [float(x["loss"]) for x in found], grads, weights
+    return _REFERENCES[key]
+
+
+def _expected(name, grads, weights):
+    """The whole model's entry for a chunk's parameter: a tied head is the embedding."""
+    if name == "output_layer.weight" and name not in weights:
+        name = "embedding.word_embeddings.weight"
+    return grads.get(name), weights[name]
+
+
+def run_plan(world, plan, kind="gpt", tied=False, ddp=None, steps=1, **more):
+    """(worst gradient error, worst loss error) of this rank under the drop-in."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    more = dict(more)
+    mtp = more.get("mtp_num_layers", 0)
+    losses, grads, weights = reference(kind, plan.num_micro_batches, tied, more)
+    plan = megatron.for_megatron(plan)
+    pp, virtual = plan.num_ranks, megatron.virtual_size(plan)
+    mm.start(pp, virtual=virtual, embedding_ranks=megatron.embedding_ranks(plan))
+    layout = None if kind == "hybrid" else megatron.placement(plan, mtp_layers=mtp)
+    config = mm.gpt_config(pp, virtual, layout, kind=kind, **more)
+    if kind == "hybrid":
+        mm.alone()
+
+    def provider(pre_process, post_process, vp_stage, layers):
+        more = {"layers": layers} if kind == "hybrid" else {}
+        return _model(kind, config, tied, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage, **more)
+
+    chunks = megatron.build_chunks(plan, provider)
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    firsts = [max(plan.stages[s].first - 1, 0) for s in plan.stages_of_rank(rank)]
+    for chunk, first in zip(chunks, firsts):
+        for name, p in chunk.named_parameters():
+            p.data.copy_(_expected(mm.global_name(name, first), grads, weights)[1])
+    models = chunks
+    if ddp is not None:
+        options = DistributedDataParallelConfig(
+            overlap_grad_reduce=ddp == "overlapped", use_distributed_optimizer=False, grad_reduce_in_fp32=False
+        )
+        models = [
+            DistributedDataParallel(config=config, ddp_config=options, module=c, disable_bucketing=k > 0)
+            for k, c in enumerate(chunks)
+        ]
+        config.finalize_model_grads_func = finalize_model_grads
+    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    batches = mm.batches(plan.num_micro_batches)
+    for _ in range(steps):
+        for m in models if ddp is not None else []:
+            m.zero_grad_buffer()
+        for c in chunks if ddp is None else []:
+            c.zero_grad(set_to_none=True)
+        found = step(
+            forward_step_func=mm.forward_step,
+            data_iterator=[iter(batches) for _ in models],
+            model=models,
+            num_microbatches=plan.num_micro_batches,
+            seq_length=mm.LENGTH,
+            micro_batch_size=2,
+        )
+    only = step(
+        forward_step_func=mm.forward_step,
+        data_iterator=[iter(batches) for _ in models],
+        model=models,
+        num_microbatches=plan.num_micro_batches,
+        seq_length=mm.LENGTH,
+        micro_batch_size=2,
+        forward_only=True,
+    )
+    step.close()
+    loss_error = max((abs(float(a["loss"]) - b) for a, b in zip(found, losses)), default=0.0)
+    loss_error = max([loss_error, *(abs(float(a["loss"]) - b) for a, b in zip(only, losses))])
+    assert len(found) == len(only) == (plan.num_micro_batches if rank == plan.stages[-1].rank else 0)
+    worst = 0.0
+    for chunk, first in zip(chunks, firsts):
+        for name, p in chunk.named_parameters():
+            want = _expected(mm.global_name(name, first), grads, weights)[0]
+            own = p.grad if ddp is None else p.main_grad
+            if want is None or own is None:
+                worst = max(worst, 0.0 if want is None and (own is None or not own.any()) else 1.0)
+                continue
+            # Without finalize_model_grads copies on two ranks keep their own part; that is Megatron's to add.
+            apart = plan.stages[0].rank != plan.stages[-1].rank
+            if tied and ddp is None and apart and name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                continue
+            worst = max(worst, float((own - want).abs().max() / want.abs().max().clamp_min(1e-30)))
+    return worst, loss_error
+
+
+def run_many(world, jobs):
+    return [run_plan(world, plan, **more) for plan, more in jobs]
+
+
+def _run(ranks, function, *args):
+    """Megatron-Core takes a while to be imported: more patience than for our own ops."""
+    ranks.start(function, *args)
+    results = ranks.results(timeout_s=400.0)
+    ranks.broken = not all(worked for worked, _ in results)
+    assert not ranks.broken, "\n".join(text for worked, text in results if not worked)
+    return [result for _, result in results]
+
+
+def _assert_equal(results, jobs):
+    for per_rank in results:
+        for (plan, more), (gradient, loss) in zip(jobs, per_rank):
+            assert gradient <= TOLERANCE, (more, [str(o) for o in plan.orders], gradient)
+            assert loss <= TOLERANCE, (more, loss)
+
+
+# -- plans ---------------------------------------------------------------------------------------------
+
+
+def _system(name, ranks, micro_batches=4, **more):
+    return build_plan(name, CostTable.uniform(num_layers=LAYERS, p2p_ms=0.1), ranks, micro_batches, **more)
+
+
+def _random(seed, ranks, **more):
+    rng = random.Random(seed)
+    while True:
+        plan = random_plan(
+            rng, num_ranks=ranks, num_layers=LAYERS, num_micro_batches=rng.randint(2, 4), routes=1, **more
+        )
+        if all(plan.orders) and all(isinstance(s.recompute, bool) for s in plan.stages):
+            return plan
+
+
+# -- equal to Megatron without a pipeline --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe", "hybrid"])
+def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(kind, four):
+    plans = [
+        _system("1f1b", 4),
+        _system("interleaved", 4, chunks=2),
+        _system("zb-v", 4),
+        _system("zb-h1", 2),
+        *(_random(seed, 4, recompute=False) for seed in range(3)),
+        _random(9, 2, recompute=False),
+    ]
+    jobs = [(plan, {"kind": kind}) for plan in plans]
+    _assert_equal(_run(four, run_many, jobs), jobs)
+
+
+def test_tied_embeddings_are_one_wherever_they_lie(four):
+    jobs = [
+        (_system("zb-v", 2), {"tied": True}),
+        (_system("zb-v", 4), {"tied": True, "ddp": "plain"}),
+        (_system("1f1b", 4), {"tied": True, "ddp": "plain"}),
+        (_system("interleaved", 2, chunks=2), {"tied": True, "ddp": "overlapped"}),
+        (_system("zb-v", 2), {"tied": True, "kind": "hybrid"}),
+    ]
+    _assert_equal(_run(four, run_many, jobs), jobs)
+
+
+@pytest.mark.parametrize("ddp", ["plain", "overlapped"])
+def test_data_parallel_reduction_with_and_without_overlap(ddp, four):
+    jobs = [(_system("zb-h1", 2), {"ddp": ddp, "steps": 3}), (_random(4, 2, recompute=False), {"ddp": ddp, "steps": 2})]
+    _assert_equal(_run(four, run_many, jobs), jobs)
+
+
+def test_recomputed_stages_give_the_same_gradients(four):
+    plans = [_random(seed, 4) for seed in range(20, 60)]
+    plans = [p for p in plans if any(s.recompute for s in p.stages)][:2]
+    own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    jobs = [*((plan, {}) for plan in plans), (_system("zb-h1", 4), own)]
+    _assert_equal(_run(four, run_many, jobs), jobs)
+
+
+def test_multi_token_prediction(four):
+    costs = CostTable.uniform(num_layers=LAYERS + 1)
+    jobs = [(build_plan(name, costs, 2, 4), {"mtp_num_layers": 1, "ddp": "plain"}) for name in ("1f1b", "zb-h1")]
+    _assert_equal(_run(four, run_many, jobs), jobs)
+
+
+# -- what it refuses -----------------------------------------------------------------------------------
+
+
+def test_ranks_are_renamed_so_that_megatron_finds_first_and_last():
+    stages = tuple(Stage(first=2 * k, stop=2 * k + 2, rank=r) for k, r in enumerate((2, 0, 1)))
+    orders = tuple((Op(s, "F", 0), Op(s, "B", 0)) for s in (1, 2, 0))
+    plan = Plan(num_layers=6, num_ranks=3, num_micro_batches=1, stages=stages, orders=orders).check()
+    named = megatron.for_megatron(plan)
+    assert [s.rank for s in named.stages] == [0, 1, 2]
+    named.check()
+    assert megatron.embedding_ranks(named)([4, 5, 6]) == [4, 6]
+    assert megatron.embedding_ranks(_system("zb-v", 2))([4, 5]) == [4]
+
+
+@pytest.mark.parametrize(("make", "why"), [
+    (lambda: _system("chimera", 4), "routes"),
+    (lambda: Plan(
+        num_layers=LAYERS, num_ranks=2, num_micro_batches=1, stages=(Stage(first=0, stop=LAYERS, rank=0),),
+        orders=((Op(0, "F", 0), Op(0, "B", 0)), ()),
+    ), "holds no stage"),
+    (lambda: Plan(
+        num_layers=LAYERS, num_ranks=1, num_micro_batches=1,
+        stages=(Stage(first=0, stop=LAYERS, rank=0, recompute=(1,)),),
+        orders=((Op(0, "F", 0), Op(0, "R", 0), Op(0, "B", 0)),),
+    ), "whole stages"),
+])  # fmt: skip
+def test_plans_megatron_cannot_run_are_refused_in_one_line(make, why):
+    with pytest.raises(OctoPipeError, match=why):
+        megatron.forward_backward_func(make())
+
+
+def wrong_chunks(world, plan):
+    mm.start(2)
+    step = megatron.forward_backward_func(plan)
+    call = partial(step, forward_step_func=None, data_iterator=None, seq_length=1, micro_batch_size=1)
+    said = []
+    for model, count in ((torch.nn.Linear(1, 1), plan.num_micro_batches), (torch.nn.Linear(1, 1), 3)):
+        try:
+            call(model=[model] * 5, num_microbatches=count)
+        except OctoPipeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_chunks_and_micro_batches_must_be_the_plans(four):
+    for said in _run(four, wrong_chunks, _system("1f1b", 2)):
+        assert "5 model chunks" in said[0]
+        assert "this step 3" in said[1]
+
+
+def test_layout_says_the_flags_or_why_not():
+    assert megatron.layout(_system("1f1b", 4)).arguments.endswith('"Et|tt|tt|tL"')
+    with pytest.raises(OctoPipeError, match="forward_backward_func"):
+        megatron.layout(_system("zb-v", 4))
+
+
+# -- Transformer Engine --------------------------------------------------------------------------------
+
+
+class Engine(torch.nn.Module):
+    """A layer that keeps its own queue of weight gradients, first in first out, as Transformer Engine's do."""
+
+    def __init__(self, delayed):
+        super().__init__()
+        self.config = type("Config", (), {"delay_wgrad_compute": delayed})()
+        self.waiting, self.done = [1, 2], []
+
+    def backward_dw(self):
+        self.done.append(self.waiting.pop(0))
+
+
+def test_transformer_engines_own_queue_is_emptied_by_w():
+    from octopipe.megatron.weights import Split
+    from octopipe.runtime.wgrad_ops import WeightQueue
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.eager = Engine(True), Engine(False)
+
+        def backward_dw(self):
+            raise AssertionError("the innermost module's is the one to call")
+
+    chunk = Outer()
+    split = Split(chunk)
+    split.weight(WeightQueue())
+    assert (chunk.inner.done, chunk.eager.done) == ([1], [])
+
+
+def test_transformer_engine_wants_w_in_the_order_of_i():
+    from octopipe.megatron.driver import PlanDriver
+
+    order = (Op(0, "F", 0), Op(0, "F", 1), Op(0, "I", 0), Op(0, "I", 1), Op(0, "W", 1), Op(0, "W", 0))
+    plan = Plan(
+        num_layers=2, num_ranks=1, num_micro_batches=2, stages=(Stage(first=0, stop=2, rank=0),), orders=(order,)
+    ).check()
+    driver = PlanDriver(plan, costs=None, channel="directed", transport=None, timeout_s=1.0)
+    with pytest.raises(OctoPipeError, match="first in, first out"):
+        driver._check_models([Engine(True)], 0)

@@ -1,0 +1,197 @@
+"""The search over whole-cluster splits: what is enumerated, how it is bounded, what it finds and says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octopipe.cli import main
+from octopipe.cluster import gpu
+from octopipe.errors import OctoPipeError
+from octopipe.plan_file import load_plan
+from octopipe.planner.estimate import estimate
+from octopipe.planner.search import Pricer, judge, search
+from octopipe.planner.splits import RUNTIMES, Split, parse_split, splits
+from octopipe.setup import Setup
+from octopipe.zoo import preset
+
+SMALL = {"gpus": 8, "global_batch": 16}
+MODES = ("none", "selective", "full")
+
+
+def base(kind: str = "h100", **more: Any) -> Setup:
+    return Setup(gpu=gpu(kind), **more)
+
+
+def test_splits_use_all_gpus_and_divide_everything() -> None:
+    spec = preset("qwen3-30b-a3b")
+    every = list(splits(spec, base(), gpus=16, global_batch=64))
+    assert len(every) == len(set(every)) > 50
+    for s in every:
+        assert s.tp * s.cp * s.pp * s.dp == 16
+        assert 64 % (s.dp * s.micro_batch_size) == 0
+        assert (s.tp * s.cp * s.dp) % s.ep == 0 and 128 % s.ep == 0
+        assert s.vp * s.pp <= 48 and (s.vp == 1 or 64 // (s.dp * s.micro_batch_size) % s.pp == 0)
+    assert {s.ep for s in every} == {1, 2, 4, 8, 16}
+    only = list(splits(spec, base(), gpus=16, global_batch=64, fixed={"tp": 2, "pp": 4, "zero": 1}))
+    assert {(s.tp, s.pp, s.zero) for s in only} == {(2, 4, 1)}
+
+
+def test_a_runtime_limits_the_splits() -> None:
+    spec = preset("llama3-8b")
+    ours = list(splits(spec, base(), runtime=RUNTIMES["octopipe"], **SMALL))
+    assert {(s.tp, s.cp, s.ep, s.zero) for s in ours} == {(1, 1, 1, 0)}
+    megatron = list(splits(spec, base(), runtime=RUNTIMES["megatron"], **SMALL))
+    assert all(s.pp == 1 for s in megatron if s.zero == 3)
+
+
+def test_the_bound_is_below_every_estimate_and_every_simulation() -> None:
+    pricer = Pricer(preset("llama3-8b"), base(), 16)
+    every = list(splits(pricer.spec, pricer.base, **SMALL))
+    for split in every[::7]:
+        bound = pricer.bound_ms(split)
+        assert bound <= pricer.candidate(split, ("none",)).step_ms * (1 + 1e-9), split
+        assert bound <= pricer.simulated(split, "none").step_ms * (1 + 1e-9), split
+
+
+def test_pruning_loses_nothing() -> None:
+    pricer = Pricer(preset("llama3-8b"), base(), 16)
+    every = list(splits(pricer.spec, pricer.base, **SMALL))
+    kept, judged = judge(pricer, every, MODES, lambda words: None)
+    fitting = [c for c in (pricer.candidate(s, MODES) for s in every) if c.fits]
+    assert judged < len(every)
+    assert min(c.step_ms for c in kept) == min(c.step_ms for c in fitting)
+
+
+@pytest.mark.parametrize("vp", [1, 2, 4])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_estimate_is_close_to_the_simulation(pp: int, vp: int) -> None:
+    pricer = Pricer(preset("llama3-8b"), base(), 64)
+    split = Split(tp=1, cp=1, ep=1, pp=pp, dp=8 // pp, vp=vp, micro_batch_size=1, zero=1)
+    quick, exact = pricer.candidate(split, ("none",)), pricer.simulated(split, "none")
+    assert quick.step_ms == pytest.approx(exact.step_ms, rel=0.05)
+    assert quick.peak_gib == pytest.approx(exact.peak_gib, rel=0.06)
+
+
+def test_the_estimate_of_one_rank_is_exact() -> None:
+    pricer = Pricer(preset("llama3-8b"), base(), 64)
+    split = Split(tp=1, cp=1, ep=1, pp=1, dp=8, vp=1, micro_batch_size=1, zero=1)
+    found = estimate(lambda *how: pricer.costs(split, *how), 1, 1, 8, modes=("none",))
+    assert found.step_ms == pytest.approx(pricer.simulated(split, "none").step_ms)
+
+
+def test_the_winner_is_at_least_as_fast_as_today() -> None:
+    found = search(preset("llama3-8b"), base(), today={"tp": 4, "pp": 2}, runtime=RUNTIMES["megatron"], **SMALL)
+    assert found.best.fits and found.today is not None
+    assert found.best.step_ms <= found.today.step_ms
+    assert found.best.plan is not None and found.best.peak_gib <= found.best.limit_gib
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "gpus", "batch"),
+    [
+        ("deepseek-v3", "h800", 2048, 15360),
+        ("kimi-k2", "h800", 1024, 2048),
+        ("gpt-oss-120b", "h100", 64, 512),
+        ("qwen3-next-80b", "h100", 256, 1024),
+        ("glm-4.5", "h100", 512, 1024),
+        ("minimax-01", "h800", 1024, 1024),
+    ],
+)
+def test_large_models_fit_the_clusters_they_are_trained_on(model: str, kind: str, gpus: int, batch: int) -> None:
+    # Their tensor- and pipeline-parallel sizes as published or usual; the rest is searched, and simulated.
+    spec = preset(model)
+    pricer = Pricer(spec, base(kind), batch)
+    pp = 16 if gpus >= 512 else 8 if gpus > 64 else 4
+    fixed = {"pp": pp, "tp": 1, "cp": 1, "zero": 1, "vp": 1, "micro_batch_size": 1}
+    every = list(splits(spec, pricer.base, gpus=gpus, global_batch=batch, fixed=fixed))
+    kept, _ = judge(pricer, every, MODES, lambda words: None)
+    assert kept, model
+    exact = pricer.simulated(kept[0].split)
+    assert exact.fits and exact.peak_gib <= exact.limit_gib < gpu(kind).memory_gib
+    assert exact.mfu is not None and 0.05 < exact.mfu < 0.7
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "fast=3"])
+def test_sizes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(OctoPipeError, match="write tp=4,pp=8,vp=5"):
+        parse_split(text)
+
+
+# -- the verbs ------------------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+PLAN = ("plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--for", "megatron")
+
+
+def test_plan_tells_the_winner_and_how_to_start_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, out, err = run(capsys, *PLAN, "--today", "tp=2,pp=2,vp=2", "-o", str(path), "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["fits"] and data["setup"]["gpus"] == 8 and data["speedup_over_today"] >= 1.0
+    best = data["best"]
+    assert best["step_ms"] == min(c["step_ms"] for c in data["candidates"] if c["fits"] and c["how"] != "estimated")
+    words = data["commands"]["megatron"].split()
+    sizes = {w: words[i + 1] for i, w in enumerate(words[:-1]) if w.startswith("--")}
+    assert words[0] == "torchrun" and sizes["--global-batch-size"] == "16"
+    assert sizes["--tensor-model-parallel-size"] == str(best["tp"])
+    assert any("what changed" in line for line in data["changes"])
+    plan = load_plan(path)
+    assert plan.num_ranks == best["pp"] and plan.extra["setup"]["dp"] == best["dp"]
+    code, out, _ = run(capsys, "simulate", "--plan", str(path), "--json")
+    assert code == 0 and json.loads(out)["step_ms"] == pytest.approx(best["step_ms"])
+
+
+def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *PLAN, "--pp", "2", "--zero", "1", "--today", "tp=2,pp=2", "--rows", "3")
+    assert code == 0 and "today" in out and "torchrun" in out and "tok/s" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "how many GPUs"),
+        (("plan", "llama3-8b", "--gpus", "8"), "how many sequences"),
+        ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
+        ((*PLAN, "--today", "tp=3"), "today's split makes"),
+        (("scale", "llama3-8b", "--pp", "2", "--tp", "1", "--gpus", "7"), "does not make 7 GPUs"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_model_too_large_for_its_gpus_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "plan", "llama3.1-405b", "--gpus", "8", "--gpu", "h100", "--global-batch", "8")
+    assert code == 3 and "no split of 8 GPUs fits" in err
+
+
+def test_scaling_weak_and_strong(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("scale", "llama3-8b", "--pp", "2", "--tp", "1", "--gpu", "h100", "--gpus", "8,...,32", "--global-batch")
+    code, out, err = run(capsys, *words, "64", "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    weak, strong = data["weak"], data["strong"]
+    assert [r["gpus"] for r in weak] == [8, 16, 32]
+    assert [r["global_batch"] for r in weak] == [64, 128, 256]
+    assert {r["global_batch"] for r in strong} == {64}
+    # The slowest of more pipelines is slower; a smaller share of the batch fills the pipeline worse.
+    assert weak[0]["step_ms"] < weak[1]["step_ms"] < weak[2]["step_ms"] < 1.1 * weak[0]["step_ms"]
+    assert strong[0]["efficiency"] > strong[1]["efficiency"] > strong[2]["efficiency"]
+    _, out, _ = run(capsys, *words, "64", "--jitter", "0", "--json")
+    calm = json.loads(out)["weak"]
+    assert calm[2]["step_ms"] == calm[2]["undisturbed_ms"] < weak[2]["step_ms"]
