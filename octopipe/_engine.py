@@ -7,7 +7,8 @@ lower.py build the arrays and give the results their names.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from octopipe._compile import njit
 
 
 @njit(cache=True)

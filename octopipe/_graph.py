@@ -8,8 +8,9 @@ Knows: integers. Does not know: what the nodes mean; callers turn a cycle into w
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from octopipe._compile import njit
 
 Ints = NDArray[np.int32]
 

@@ -7,7 +7,8 @@ served each other whenever they stand idle. Does not know: programs; `lowering` 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from octopipe._compile import njit
 
 CANDIDATES = 16
 """The most positions of a transfer that are compared on either rank."""

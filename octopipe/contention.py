@@ -22,7 +22,7 @@ from octopipe.lowering import Channel, Program, lower
 from octopipe.plan import B, Plan
 from octopipe.price import op_durations
 from octopipe.profile_file import Profile
-from octopipe.simulator import memory_curves
+from octopipe.simulator import after_pipeline, memory_curves
 from octopipe.timeline import Spans, Timeline, Transfers
 
 Floats = NDArray[np.float64]
@@ -56,6 +56,7 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
         spans=spans,
         transfers=transfers,
         memory=memory_curves(program, costs, spans, transfers),
+        extras=after_pipeline(plan, costs, spans),
         capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
         binding=binding,
         label=label or str(plan.extra.get("system", "")),

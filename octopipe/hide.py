@@ -1,7 +1,7 @@
 """Hiding transfers: of plans that take the same time, one whose ranks compute while their tensors travel.
 
 Knows: small changes of a rank's order, and that none may cost memory, or time beyond what is allowed. Does not know:
-how plans are searched (`tune/`). A search that minimises the step leaves the order open wherever there is slack; a
+how plans are searched (`tuner/`). A search that minimises the step leaves the order open wherever there is slack; a
 transfer that happens to lie in a gap there costs nothing as predicted, and is the first to cost something on a link
 that is slower.
 
@@ -22,9 +22,10 @@ from dataclasses import replace
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
-from octopipe.simulator import simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.timeline import Timeline
 
+ROUNDING = 1e-9
 REACH = (1, 1, 1, 2, 3)
 """By how many places an op moves; mostly by one."""
 
@@ -53,6 +54,9 @@ def hide_transfers(
         if other is None:
             continue
         try:
+            # Most moves cost time; timing the orders alone tells sooner than a whole timeline.
+            if makespan_ms(other, costs) > limit_ms * (1.0 + ROUNDING):
+                continue
             timeline = simulate(other, costs)
         except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
             continue

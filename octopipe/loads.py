@@ -7,8 +7,9 @@ times of ops. Exact: dynamic programming over how many layers of each kind are d
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from octopipe._compile import njit
 
 Array = NDArray[np.float64]
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from octopipe import _engine
+from octopipe._compile import njit
 from octopipe._graph import find_cycle, topological_order
 from octopipe.blocking import CANDIDATES, cheapest_positions, meetings
 from octopipe.cost import CostTable

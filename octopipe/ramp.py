@@ -31,9 +31,9 @@ copy only takes more. Recomputation beside copies: the limit is left out.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from octopipe._compile import njit
 from octopipe.cost import CostTable
 
 Array = NDArray[np.float64]

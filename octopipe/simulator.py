@@ -65,7 +65,7 @@ def simulate(
         spans=spans,
         transfers=transfers,
         memory=memory_curves(program, costs, spans, transfers),
-        extras=_after_pipeline(plan, costs, spans),
+        extras=after_pipeline(plan, costs, spans),
         capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
         binding=binding,
         label=label or str(plan.extra.get("system", "")),
@@ -177,7 +177,7 @@ def _all_reduce_ms(nbytes: float, members: int, link: Link) -> float:
     return 2 * math.ceil(math.log2(members)) * link.latency_ms + 2 * (members - 1) / members * nbytes * link.ms_per_byte
 
 
-def _after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
+def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
     """Reductions of each stage's gradients as soon as its last weight gradient is there, then the optimizer."""
     done = np.zeros(len(plan.stages))
     weights = (spans.kind == W) | (spans.kind == B)

@@ -95,6 +95,12 @@ class Overlap(NamedTuple):
     rate: float
     hidden_ms: float
     total_ms: float
+    overlappable: int = 0
+    """Ends of transfers during at least a part of which that rank was computing: what the paper counts."""
+
+    @property
+    def overlappable_rate(self) -> float:
+        return self.overlappable / self.communications if self.communications else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,15 +193,17 @@ class Timeline:
         t = self.transfers
         ends = 2 * t.source.size
         duration = t.end_ms - t.start_ms
-        hidden_total, overlapped = 0.0, 0
+        hidden_total, overlapped, overlappable = 0.0, 0, 0
         for rank_of_end in (t.source, t.destination):
             for rank in np.unique(rank_of_end):
                 mine = rank_of_end == rank
                 hidden = self._busy_until(int(rank), t.end_ms[mine]) - self._busy_until(int(rank), t.start_ms[mine])
                 hidden_total += float(hidden.sum())
-                overlapped += int(np.count_nonzero(hidden >= duration[mine] - 1e-9 * (1.0 + duration[mine])))
+                slack = 1e-9 * (1.0 + duration[mine])
+                overlapped += int(np.count_nonzero(hidden >= duration[mine] - slack))
+                overlappable += int(np.count_nonzero((hidden > slack) | (duration[mine] <= slack)))
         total = 2.0 * float(duration.sum())
-        return Overlap(ends, overlapped, overlapped / ends if ends else 1.0, hidden_total, total)
+        return Overlap(ends, overlapped, overlapped / ends if ends else 1.0, hidden_total, total, overlappable)
 
     def _busy_until(self, rank: int, times: Floats) -> Floats:
         """Compute time of a rank before each of `times`."""

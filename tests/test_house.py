@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
 
 ROOMS = [
-    ["errors", "limits", "files", "display", "_graph"],
+    ["errors", "limits", "files", "display", "_compile", "_graph"],
     ["layers", "mixers", "model", "zoo"],
     ["readers"],
     ["cluster", "cluster_file", "setup"],

@@ -9,9 +9,9 @@ from octopipe.cost import CostTable
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner import tune
-from octopipe.tuner.anneal import make_state
-from octopipe.tuner.follow import Polisher, follow, mean_step
-from octopipe.tuner.kernels import make_problem, make_scratch
+from octopipe.tuner.core.problem import make_problem, make_rng
+from octopipe.tuner.encode import arrays_of
+from octopipe.tuner.polish import Polisher
 from octopipe.tuner.robust import mean_jittered_ms, most_robust
 
 
@@ -41,35 +41,36 @@ def test_a_robust_search_reports_its_mean_and_never_strays_from_the_best() -> No
     assert simulate(robust.plan, costs).step_ms == robust.step_ms
 
 
-def polisher(costs: CostTable, ranks: int, micro_batches: int, factors: np.ndarray | None) -> Polisher:
-    """Of a state with one stage per layer, dealt round the ranks."""
-    layers = costs.num_layers
-    problem = make_problem(costs, ranks, micro_batches)
-    state = make_state(problem, layers)
-    state.size[0] = layers
-    state.bounds[:] = np.arange(layers + 1)
-    state.rank[:] = np.arange(layers) % ranks
-    state.glob[:] = [1, 1, 1, 1, -1e3, 0, 1, 0.05, 1e9, 0]
-    made = Polisher(problem, layers, make_scratch(problem, layers), np.zeros(ranks), (7,), factors)
-    assert made.begin(state)
+def polisher(costs: CostTable, factors: np.ndarray | None) -> Polisher:
+    problem = make_problem(costs, 3, 6)
+    plan = build_plan("interleaved", costs, 3, 6, split_backward=True)
+    made = Polisher(problem, 10, make_rng(7), *arrays_of(problem, 10, plan), factors=factors)
+    assert made.best_ms < np.inf
     return made
 
 
 def mean_of(p: Polisher, factors: np.ndarray) -> float:
-    assert follow(p.problem, p.best, p.best_orders, p.margin, np.inf, p.scratch) < np.inf
-    return float(mean_step(p.problem, p.best, p.best_orders, factors, p.scratch))
+    """Of what a polisher came to."""
+    return Polisher(p.problem, 10, make_rng(0), p.best, p.best_orders, factors=factors).best_ms
 
 
-def test_without_jitter_the_mean_is_the_step_time() -> None:
-    p = polisher(uneven(), 3, 5, None)
-    assert mean_of(p, np.ones((2, 2, 4, 10, 5))) == pytest.approx(p.best_ms)
+@pytest.mark.parametrize("extras", [False, True])
+def test_without_jitter_the_mean_is_the_step_time(extras: bool) -> None:
+    costs = uneven()
+    if extras:
+        costs = costs.replace(optimizer_ms=np.full(10, 2.0))
+    p = polisher(costs, None)
+    assert mean_of(p, np.ones((2, 2, 4, 10, 6))) == pytest.approx(p.best_ms)
 
 
-def test_polishing_for_the_mean_lowers_it_below_what_polishing_for_the_time_comes_to() -> None:
+@pytest.mark.parametrize("extras", [False, True])
+def test_polishing_for_the_mean_lowers_it_below_what_polishing_for_the_time_comes_to(extras: bool) -> None:
     costs, sigma = uneven(), 0.3
+    if extras:
+        costs = costs.replace(optimizer_ms=np.full(10, 2.0))
     rng = np.random.default_rng(0)
-    seen, unseen = (np.exp(rng.normal(-(sigma**2) / 2, sigma, (n, 2, 4, 10, 5))) for n in (160, 1000))
-    nominal, steady = polisher(costs, 3, 5, None), polisher(costs, 3, 5, seen)
+    seen, unseen = (np.exp(rng.normal(-(sigma**2) / 2, sigma, (n, 2, 4, 10, 6))) for n in (160, 1000))
+    nominal, steady = polisher(costs, None), polisher(costs, seen)
     before = steady.best_ms
     for p in (nominal, steady):
         for temperature in (1e-2, 1e-3, 1e-4):
@@ -78,3 +79,12 @@ def test_polishing_for_the_mean_lowers_it_below_what_polishing_for_the_time_come
     assert steady.best_ms == pytest.approx(mean_of(steady, seen))
     assert nominal.best_ms < steady.best_ms < mean_of(nominal, seen)
     assert mean_of(steady, unseen) < mean_of(nominal, unseen)
+
+
+def test_the_mean_counts_what_follows_the_pipeline() -> None:
+    costs = uneven()
+    plan = build_plan("zb-h1", costs, 2, 4, split_backward=True)
+    later = costs.replace(optimizer_ms=np.full(10, 3.0))
+    added = simulate(plan, later).step_ms - simulate(plan, costs).step_ms
+    assert added > 1.0
+    assert mean_jittered_ms(plan, later, seed=1) == pytest.approx(mean_jittered_ms(plan, costs, seed=1) + added)

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from octopipe._compile import njit
 from octopipe.plan import Plan
 from octopipe.systems.frontier import Floats, Ints, best_partition
 from octopipe.systems.layer_ranges import LayerRanges, layer_ranges, one_f_one_b_plan, within_memory

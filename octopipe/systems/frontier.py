@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from octopipe._compile import njit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from octopipe._compile import njit
 from octopipe.cost import CostTable
 from octopipe.plan import B, F, I, Op, Plan, R, W
 from octopipe.price import boundary_bytes, hop_times, stage_memory, stage_times

@@ -12,25 +12,32 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.hide import hide_transfers
 from octopipe.limits import checked_seed, refuse_too_large
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
-from octopipe.tuner.best import BestSearch
+from octopipe.timeline import Timeline
 from octopipe.tuner.exact import solve
 from octopipe.tuner.explain import explain
 from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
-from octopipe.tuner.result import Callback, Progress, Step, TuneResult
-from octopipe.tuner.robust import SIGMA, most_robust
+from octopipe.tuner.restricted import TARGETS, FixedSchedules, Target
+from octopipe.tuner.result import Callback, Found, Progress, Step, TuneResult
+from octopipe.tuner.robust import mean_jittered_ms, most_robust
+from octopipe.tuner.search import Search
+from octopipe.tuner.settings import SETTINGS
+from octopipe.tuner.warm import compile_search
 
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
 
-__all__ = ["METHODS", "PHASES", "Method", "PlanClass", "Progress", "Step", "TuneResult", "tune"]
+__all__ = [
+    "METHODS", "PHASES", "TARGETS", "Method", "PlanClass", "Progress", "Step", "Target", "TuneResult", "tune",
+]  # fmt: skip
 
 
 def tune(
@@ -49,19 +56,27 @@ def tune(
     recompute: bool = True,
     copies: bool | None = None,
     phases: Sequence[str] = PHASES,
+    target: Target = "octopipe",
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
     `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")? Left
     open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
-    are on (methods "octopipe" and "random"). `TuneResult.plans` says which plans the bound and `optimal` speak of.
-    `iterations` (moves per worker) instead of time makes the result depend on seed and workers alone.
+    are on (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only
+    what it can run is searched (see restricted.py), with method "best". `TuneResult.plans` says which plans the bound
+    and `optimal` speak of. `iterations` (moves per lane) instead of time makes the result depend on the seed alone, on
+    any machine.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
     if tuple(phases) != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     notes = []
+    if target != "octopipe":
+        if target not in TARGETS or method != "best" or robust:
+            known = f"one of {', '.join(TARGETS)}"
+            raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
+        recompute, copies = False, False
     if copies is None:
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
@@ -69,47 +84,38 @@ def tune(
     _compile(method)
     began = time.monotonic()
     setting = (costs, num_ranks, num_micro_batches)
-    plans = _class_of(start, PlanClass(recompute=recompute, copies=copies and method == "best"))
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best")
     bound_name, bound = lower_bound(*setting, *plans)
     optimal = False
+    common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
+    common["progress"] = progress
+    found: Found
     if method == "exact":
-        solved = solve(
-            *setting, budget_s=budget_s, seed=seed, workers=workers, start=start, recompute=recompute, progress=progress
-        )
+        solved = solve(*setting, workers=workers, **common)
         found, optimal = solved.found, solved.optimal
         if solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
+    elif target == "megatron":
+        del common["recompute"]
+        found = FixedSchedules(*setting, iterations=iterations, lower_bound_ms=bound, **common).run()
     elif method == "best":
-        found = BestSearch(
-            *setting,
-            budget_s=budget_s,
-            seed=seed,
-            workers=workers,
-            iterations=iterations,
-            start=start,
-            recompute=recompute,
-            copies=copies,
-            lower_bound_ms=bound,
-            progress=progress,
-            jitter=SIGMA if robust else 0.0,
-        ).run()
+        jitter = SETTINGS.jitter if robust else 0.0
+        found = Search(
+            *setting, workers=workers, iterations=iterations, copies=copies, lower_bound_ms=bound, jitter=jitter,
+            **common,
+        ).run()  # fmt: skip
     else:
         search = IterativeSearch if method == "octopipe" else RandomSearch
-        found = search(
-            *setting,
-            budget_s=budget_s,
-            seed=seed,
-            iterations=iterations,
-            start=start,
-            recompute=recompute,
-            lower_bound_ms=bound,
-            progress=progress,
-            phases=phases,
-        ).run()
-    chosen, timeline, mean_ms = found.plan, found.timeline, None
+        found = search(*setting, iterations=iterations, lower_bound_ms=bound, phases=phases, **common).run()
+    chosen, mean_ms = found.plan, None
     if robust:
-        chosen, mean_ms = most_robust(getattr(found, "finalists", []) or [chosen], costs, seed=seed)
-        timeline = simulate(chosen, costs)
+        chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
+    timeline = simulate(chosen, costs)
+    if target != "megatron" and not found.interrupted:  # its orders are what they are
+        hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
+        if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
+            chosen, timeline, mean_ms = hidden, after, hidden_ms
     step_ms = timeline.step_ms
     if (reached := _class_of(chosen, plans)) != plans:
         plans = reached
@@ -141,7 +147,25 @@ def tune(
         optimal=optimal,
         mean_jittered_ms=mean_ms,
         phase_iterations=found.phase_iterations,
+        hidden_share=timeline.overlap.rate,
+        overlappable_share=timeline.overlap.overlappable_rate,
     )
+
+
+def _hide(
+    plan: Plan, before: Timeline, costs: CostTable, budget_s: float, iterations: int | None, seed: int
+) -> tuple[Plan, Timeline]:
+    """The plan with transfers behind computation where that costs nothing, and its timeline."""
+    seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
+    try:
+        if iterations is not None:
+            better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
+        else:
+            better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
+    except KeyboardInterrupt:
+        return plan, before
+    after = simulate(better, costs)
+    return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
 
 
 def _class_of(plan: Plan | None, plans: PlanClass) -> PlanClass:
@@ -155,25 +179,12 @@ def _class_of(plan: Plan | None, plans: PlanClass) -> PlanClass:
 @cache
 def _compile(method: Method) -> None:
     """Make numba compile (or load) the search before the clock starts: a budget is for searching."""
+    if method == "best":
+        compile_search()
+        return
     tiny = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(rank_memory_bytes=(1e3,))
     lower_bound(tiny, 2, 2)
-    if method != "best":
-        IterativeSearch(tiny, 2, 2, budget_s=600.0, iterations=6).run()
-        return
-    BestSearch(
-        tiny,
-        2,
-        2,
-        budget_s=600.0,
-        seed=0,
-        workers=1,
-        iterations=8,
-        start=None,
-        recompute=True,
-        copies=True,
-        lower_bound_ms=0.0,
-        progress=None,
-    ).run()
+    IterativeSearch(tiny, 2, 2, budget_s=600.0, iterations=6).run()
 
 
 def _check(

@@ -20,11 +20,11 @@ simulator, and it is called optimal when the two meet.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from typing import Any, NamedTuple
 
+from octopipe._compile import usable_cores
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.plan import Op, Plan, Stage
@@ -98,7 +98,7 @@ def solve(
             _hint(stated, costs, start, given, unit_ms)
         solver = cp.CpSolver()
         solver.parameters.max_time_in_seconds = max(budget_s - (time.monotonic() - began), 0.01)
-        solver.parameters.num_workers = max(1, workers or _cores())
+        solver.parameters.num_workers = max(1, workers or usable_cores())
         solver.parameters.catch_sigint_signal = False
         solver.parameters.random_seed = seed
         status, stopped = _run(solver, stated.model, began, budget_s, given, progress)
@@ -122,11 +122,6 @@ def solve(
         f"{num_micro_batches} micro-batches) in {budget_s:g} s ({reached}); it is for small cases: use --method best, "
         "or a longer --budget"
     )
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run(

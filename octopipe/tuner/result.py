@@ -80,7 +80,7 @@ class Found:
     finalists: list[Plan] = field(default_factory=list)
     """Plans that fit and are close to the best; what a robust choice is made from."""
     systems: dict[str, float] = field(default_factory=dict)
-    """Step times of the published systems whose plans were built on the way and fit."""
+    """Step times of the published systems whose plans were built on the way; infinite where they do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,13 @@ class TuneResult:
     phase_iterations: dict[str, int] = field(default_factory=dict)
     """How many iterations each phase got."""
     systems: dict[str, float] = field(default_factory=dict)
-    """Step times of published systems in this setting, as far as the search built their plans."""
+    """Step times of published systems in this setting, as far as the search built them (infinite: does not fit)."""
     notes: tuple[str, ...] = ()
     """What a user should know of the setting: a default that was decided by what the costs lack."""
+    hidden_share: float = 1.0
+    """Sends and receives that run wholly behind their rank's computation, as a share of all."""
+    overlappable_share: float = 1.0
+    """The same as the paper counts: those that run behind computation at least in part."""
 
     def __repr__(self) -> str:
         plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"

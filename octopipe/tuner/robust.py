@@ -1,8 +1,8 @@
 """The robust choice: of the plans a search ends with, the one with the best mean over jittered layer times.
 
 Knows: the finalists and how to jitter them alike. Does not know: how they were found. A robust search walks on nominal
-times and then polishes the best orders for their mean under a few draws of jitter (`follow.mean_step`); finalists are
-those, and what the walks found within CLOSE of the best. Here they meet many draws that no search has seen.
+times and then polishes the best orders for their mean under a few draws of jitter (polish.py); finalists are those, and
+what the lanes found close to the best. Here they meet many draws that no search has seen.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Sequence
 from octopipe.cost import CostTable
 from octopipe.lowering import lower
 from octopipe.plan import Plan
-from octopipe.simulator import jitter_ms
+from octopipe.simulator import jitter_ms, simulate
+from octopipe.tuner.settings import SETTINGS
 
-SIGMA = 0.05
-"""Width of the log-normal every op and transfer is scaled by: two equal layers differ by about 6 % in the paper."""
 RUNS = 400
-CLOSE = 0.03
+"""Draws that finalists are compared by."""
 
 
 def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
-    """Mean makespan over jittered times; the same seed gives every plan its own but repeatable draw."""
-    return float(jitter_ms(lower(plan, costs), costs, sigma=SIGMA, runs=RUNS, seed=seed & 0x7FFFFFFF).mean())
+    """Mean step time over jittered times; the same seed gives every plan its own but repeatable draw. Reductions and
+    the optimizer, which follow the pipeline, are not jittered: they add what they add without jitter."""
+    program = lower(plan, costs)
+    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=RUNS, seed=seed & 0x7FFFFFFF)
+    timeline = simulate(program, costs)
+    return float(runs.mean()) + timeline.step_ms - timeline.makespan_ms
 
 
 def most_robust(plans: Sequence[Plan], costs: CostTable, *, seed: int) -> tuple[Plan, float]:

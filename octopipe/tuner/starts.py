@@ -1,44 +1,296 @@
-"""Where the search begins: balanced partitions on loops and waves, published systems, a plan of the user's.
+"""Where searches begin: structures and keys drawn at random, the best of them kept.
 
-Knows: how to make a walker's state from a shape or from a plan. Does not know: how states are improved.
+Knows: how to draw a structure (stages, the way round the ranks, sizes) and keys for it, and that shapes and keys which
+served one structure well are worth trying on the next. Does not know: annealing of what is kept.
 
-A shape is a number of stages and a way round the ranks. Its partition is balanced on what binds the step time
-from below: a rank's work plus the time until its first micro-batch arrives.
+What a walk comes to depends more on its start than on the walk: over hundreds of walks on the published layer times
+the step times of starts and of what became of them correlate by 0.78 to 0.95. Two things make good starts that a
+balanced partition in whole rounds does not have: stages of the first round that are small (every rank gets to work
+soon) and a last round that is cut short anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from octopipe.plan import Plan
-from octopipe.tuner.anneal import State, below, make_state, migrate, shift, uniform
-from octopipe.tuner.kernels import C_W, KIND_F, KIND_I, LOOK, NEVER, RHO, W_OVER, Problem, quick_bound
-
-LITTLE = 1.3
-"""How much longer than without any wait a micro-batch is assumed to be under way."""
-
-
-def key_presets(problem: Problem) -> Iterator[tuple[float, float, float, float, float]]:
-    """Priorities worth trying first: (A_F, B_F, A_I, B_I, C_I)."""
-    r = float(problem.num_ranks)
-    yield (1.0, r / 2, 1.0, r / 2, -1e3)
-    yield (1.0, r / 2, 1.0, r / 2, -r / 4)
-    yield (1.0, -r, 1.0, 0.0, -1e3)
-    yield (1.0, r, 1.0, r, -1e3)
-    yield (1.0, 0.0, 1.0, 0.0, 0.0)
-    yield (1.0, 2 * r, 1.0, 2 * r, -1e3)
-    yield (1.0, r, 1.0, r, r / 2)
+from octopipe.tuner.core.anneal import balance
+from octopipe.tuner.core.decode import NUM_KEYS
+from octopipe.tuner.core.problem import BOUNDS, RANK, REDO, SIZE, TOTAL, Problem, make_structure
+from octopipe.tuner.population import Judge, Start
+from octopipe.tuner.settings import SETTINGS
 
 
-def shapes(problem: Problem, max_stages: int) -> list[tuple[int, bool]]:
-    """(number of stages, wave instead of loop), from one stage a rank up to eight."""
-    ranks = problem.num_ranks
-    counts = sorted({max(1, round(ranks * f)) for f in (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8)})
-    counts = [c for c in counts if ranks <= c <= max_stages] or [min(max_stages, ranks)]
-    return [(c, wave) for c in counts for wave in ((False, True) if c > ranks else (False,))]
+class Shape(NamedTuple):
+    """What a structure is drawn from."""
+
+    way: tuple[int, ...]
+    """The ranks in the order in which a micro-batch visits them."""
+    parts: tuple[int, ...]
+    """How many stages, one after another on its rank, every visit consists of."""
+    kind: str
+    small_first: float = 0.0
+    """How much smaller than the others the very first visit is to be; this fades out within a round."""
+    small_last: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{sum(self.parts)} stages, {self.kind}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the stages."""
+        return tuple(rank for rank, parts in zip(self.way, self.parts) for _ in range(parts))
+
+    def sizes(self, num_ranks: int) -> np.ndarray:
+        """Work wanted of every stage, in proportion."""
+        at = np.arange(len(self.way))
+        first, last = np.maximum(0.0, 1.0 - at / num_ranks), np.maximum(0.0, 1.0 - at[::-1] / num_ranks)
+        visits = np.maximum(1.0 - self.small_first * first - self.small_last * last, SETTINGS.smallest)
+        return np.repeat(visits / self.parts, self.parts)
+
+
+def draw_shape(problem: Problem, max_stages: int, stages: int, kind: str, lot: np.random.Generator) -> Shape:
+    """A way round the ranks with stages of drawn sizes."""
+    small = lot.choice(SETTINGS.small, 2)
+    way = go_round(problem.ranks, min(max(stages, 1), max_stages), kind, lot)
+    shape = Shape(way, (1,) * len(way), kind, float(small[0]), float(small[1]))
+    while _wide(problem, shape) and lot.random() < SETTINGS.divided:
+        shape = divide(shape, max_stages, lot)
+    return shape
+
+
+def _wide(problem: Problem, shape: Shape) -> bool:
+    return problem.layers >= SETTINGS.wide * sum(shape.parts)
+
+
+def divide(shape: Shape, max_stages: int, lot: np.random.Generator) -> Shape:
+    """One visit in one part more."""
+    if sum(shape.parts) >= max_stages:
+        return shape
+    at = int(lot.integers(len(shape.way)))
+    return shape._replace(parts=tuple(parts + (i == at) for i, parts in enumerate(shape.parts)))
+
+
+def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tuple[int, ...]:
+    """Stages' ranks: rounds over all ranks, the last one cut short.
+
+    Loops begin every round at the same rank, turns go the last one back; waves always turn round, the first time
+    anywhere; mixed ones go up or down as it falls; some rounds of skip leave ranks out.
+    """
+    up, down = list(range(ranks)), list(range(ranks - 1, -1, -1))
+    out: list[int] = []
+    if kind == "wave":
+        first = int(lot.integers(2 * ranks)) if lot.random() < 0.5 else 0
+        out = [(up + down)[(first + s) % (2 * ranks)] for s in range(stages)]
+    while len(out) < stages:
+        through = up
+        if out and kind == "skip" and lot.random() < 0.5:
+            some = int(lot.integers(max(ranks // 2, 1), ranks + 1))
+            through = sorted(lot.choice(ranks, some, replace=False).tolist())
+        back = {"mixed": 0.5, "skip": 0.3, "turn": float(len(out) + ranks >= stages)}.get(kind, 0.0)
+        if out and lot.random() < back:
+            through = through[::-1]
+        out += through
+    out = out[:stages]
+    if len(set(out)) < min(ranks, stages):
+        out = [s % ranks for s in range(stages)]
+    return tuple(out)
+
+
+def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.Generator) -> Shape:
+    """A shape like this one: a few visits more or less, other parts, or other sizes."""
+    way, parts, visits = shape.way, shape.parts, len(shape.way)
+    if (_wide(problem, shape) or max(parts) > 1) and lot.random() < SETTINGS.divided:
+        if max(parts) == 1 or (_wide(problem, shape) and lot.random() < 0.6):
+            parts = divide(shape, max_stages, lot).parts
+        else:
+            at = int(lot.choice(np.flatnonzero(np.array(parts) > 1)))
+            parts = tuple(n - (i == at) for i, n in enumerate(parts))
+    elif lot.random() < 0.5:
+        most = max_stages - sum(parts) + visits
+        visits = min(max(visits + int(lot.integers(-2, 3)), min(problem.ranks, visits)), most)
+        way = (way + go_round(problem.ranks, visits, shape.kind, lot)[len(way) :])[:visits]
+        parts = (parts + (1,) * visits)[:visits]
+        if len(set(way)) < len(set(shape.way)):
+            way, parts = shape.way, shape.parts
+    elif lot.random() < 0.3:
+        way = go_round(problem.ranks, visits, shape.kind, lot)
+    small = np.array((shape.small_first, shape.small_last)) + lot.normal(0.0, 0.15, 2) * (lot.random(2) < 0.5)
+    first, last = np.clip(small, 0.0, 0.9)
+    return Shape(way, parts, shape.kind, float(first), float(last))
+
+
+def partition_evenly(
+    judge: Judge, ranks: tuple[int, ...], sizes: np.ndarray, *, even: float, tilt: float, rising: bool
+) -> np.ndarray:
+    """A structure of stages on these ranks: cut at equal work, then annealed on the imbalance.
+
+    `even` weighs stages that differ from their wanted sizes: ranks hand micro-batches on in step where stages take
+    equally long, and of all that was tried this made starts better by most; `tilt` is how much their I counts beside
+    their F. `rising`: early stages are taken to hold more micro-batches.
+    """
+    problem, stages = judge.problem, len(ranks)
+    st = make_structure(problem, judge.max_stages)
+    total = problem.whole[TOTAL]
+    share = total / max(total[-1], 1e-300)
+    wanted = np.asarray(sizes, np.float64) / np.sum(sizes)
+    reach = np.cumsum(wanted)
+    bounds = [0]
+    for s in range(1, stages):
+        cut = int(np.argmin(np.abs(share - reach[s - 1])))
+        bounds.append(min(max(cut, bounds[-1] + 1), problem.layers - (stages - s)))
+    st[SIZE, 0] = stages
+    st[BOUNDS, : stages + 1] = [*bounds, problem.layers]
+    st[RANK, :stages] = ranks
+    balance(
+        problem, st, judge.back, judge.scratch, judge.rng, SETTINGS.balance_moves, float(even), float(tilt),
+        bool(rising), wanted,
+    )  # fmt: skip
+    return st
+
+
+def structure_of(problem: Problem, max_stages: int, plan: Plan) -> np.ndarray:
+    """A plan's partition, placement and recomputation, where it has one route."""
+    st = make_structure(problem, max_stages)
+    stages = [plan.stages[s] for s in plan.routes[0]]
+    st[SIZE, 0] = len(stages)
+    st[BOUNDS, : len(stages) + 1] = [s.first for s in stages] + [plan.num_layers]
+    st[RANK, : len(stages)] = [s.rank for s in stages]
+    st[REDO, : len(stages)] = [bool(s.recompute) for s in stages]
+    return st
+
+
+class Starts:
+    """Draws starts and keeps the best few, of different sizes."""
+
+    def __init__(self, judge: Judge, seed: tuple[int, ...]) -> None:
+        self.judge, self.problem, self.max_stages = judge, judge.problem, judge.max_stages
+        self.lot = np.random.default_rng(seed)
+        self.keys: dict[int, list[tuple[float, np.ndarray]]] = {}
+        """By size, the best first."""
+        self.kept: list[Start] = []
+        self.draws = 0
+        self.deck: list[tuple[float, str]] = []
+        """Rounds and kinds still to be drawn."""
+        self.shapes: list[tuple[float, Shape]] = []
+        """The best shapes of every size."""
+
+    def draw(self, recompute: bool) -> Start | None:
+        """One structure under old and new keys."""
+        self.draws += 1
+        shape = self._shape()
+        structure = partition_evenly(
+            self.judge,
+            shape.ranks,
+            shape.sizes(self.problem.ranks),
+            even=float(self.lot.choice(SETTINGS.evenness)),
+            tilt=float(self.lot.choice(SETTINGS.tilts)),
+            rising=bool(self.lot.random() < SETTINGS.rising),
+        )
+        structure[REDO, : int(structure[SIZE, 0])] = recompute
+        start = self.keyed(shape.name, structure)
+        if start is not None:
+            self._remember(start.step_ms, shape)
+        return start
+
+    def first(self, rounds: float, wave: bool, recompute: bool) -> Start | None:
+        """One of the structures a search begins with: even stages, a loop or a wave, under more keys than later."""
+        stages = min(max(round(self.problem.ranks * rounds), 1), self.max_stages)
+        kind = "wave" if wave else "loop"
+        shape = Shape(tuple(place(stages, self.problem.ranks, wave)), (1,) * stages, kind)
+        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), even=4.0, tilt=1.0, rising=True)
+        structure[REDO, :stages] = recompute
+        return self.keyed(shape.name, structure, SETTINGS.keys_first)
+
+    def keyed(self, name: str, structure: np.ndarray, drawn: int = SETTINGS.keys_drawn) -> Start | None:
+        """A structure under the best of known keys, some like them and some new ones; kept if it is good."""
+        size = self._size(int(structure[SIZE, 0]))
+        alike = [s for s in self.kept if self.size(s) == size]
+        bar = alike[-1].step_ms if len(alike) >= SETTINGS.starts_kept else np.inf
+        known = self._known_keys(size)
+        near = SETTINGS.keys_near if known else 0
+        population = np.zeros((len(known) + near + drawn, NUM_KEYS))
+        population[: len(known)] = known or 0.0
+        values = np.full(len(population), np.inf)
+        step_ms = self.judge.breed(
+            structure, population, values, known=len(known), near=near, drawn=drawn, limit_ms=bar
+        )
+        if not step_ms < bar:
+            return None
+        keys = next((k for k in known if np.array_equal(k, population[0])), population[0].copy())
+        self._learn_keys(step_ms, keys, size)
+        start = Start(step_ms, name, structure, keys[None].copy())
+        self._keep(start)
+        return start
+
+    def size(self, start: Start) -> int:
+        """Half rounds over the ranks."""
+        return self._size(int(start.structure[SIZE, 0]))
+
+    def _size(self, stages: int) -> int:
+        return 2 * stages // self.problem.ranks
+
+    def _shape(self) -> Shape:
+        """A new shape, or one like those that did well; the best most of all."""
+        if self.shapes and self.lot.random() < SETTINGS.again * self.draws / (self.draws + SETTINGS.spread):
+            chosen = self.shapes[int(self.lot.random() ** 2 * len(self.shapes))][1]
+            return near_shape(self.problem, self.max_stages, chosen, self.lot)
+        if not self.deck:
+            self.deck = [(rounds, kind) for rounds in SETTINGS.rounds for kind in SETTINGS.kinds]
+            self.lot.shuffle(self.deck)
+        rounds, kind = self.deck.pop()
+        low = high = round(self.problem.ranks * rounds)
+        if rounds % 1.0:
+            low, high = low - self.problem.ranks // 16, high + self.problem.ranks // 16
+        return draw_shape(self.problem, self.max_stages, int(self.lot.integers(low, high + 1)), kind, self.lot)
+
+    def _known_keys(self, size: int) -> list[np.ndarray]:
+        """The best keys for structures of this size, and of all."""
+        every = sorted((x for known in self.keys.values() for x in known), key=lambda x: x[0])
+        found: list[np.ndarray] = []
+        for _, keys in self.keys.get(size, []) + every[: SETTINGS.keys_kept]:
+            if all(keys is not k for k in found):
+                found.append(keys)
+        return found
+
+    def _learn_keys(self, step_ms: float, keys: np.ndarray, size: int) -> None:
+        known = self.keys.get(size, [])
+        before = min((v for v, k in known if k is keys), default=np.inf)
+        others = [x for x in known if x[1] is not keys]
+        self.keys[size] = sorted([*others, (min(step_ms, before), keys)], key=lambda x: x[0])[: SETTINGS.keys_kept]
+
+    def learn(self, other: Starts) -> None:
+        """Remember what another found good."""
+        for step_ms, shape in list(other.shapes):
+            if all(shape is not s for _, s in self.shapes):
+                self._remember(step_ms, shape)
+        for size, known in dict(other.keys).items():
+            for step_ms, keys in known:
+                self._learn_keys(step_ms, keys, size)
+
+    def _remember(self, step_ms: float, shape: Shape) -> None:
+        size = self._size(len(shape.ranks))
+        alike = [x for x in self.shapes if self._size(len(x[1].ranks)) == size] + [(step_ms, shape)]
+        others = [x for x in self.shapes if self._size(len(x[1].ranks)) != size]
+        best = sorted(alike, key=lambda x: x[0])[: SETTINGS.shapes_kept]
+        self.shapes = sorted(others + best, key=lambda x: x[0])
+
+    def take(self) -> list[Start]:
+        """What was kept, which is then forgotten."""
+        taken, self.kept = self.kept, []
+        return taken
+
+    def _keep(self, start: Start) -> None:
+        """Keep the best few of every size."""
+        if any(s.step_ms == start.step_ms for s in self.kept):
+            return
+        size = self.size(start)
+        alike = sorted([s for s in self.kept if self.size(s) == size] + [start], key=lambda s: s.step_ms)
+        others = [s for s in self.kept if self.size(s) != size]
+        self.kept = sorted(others + alike[: SETTINGS.starts_kept], key=lambda s: s.step_ms)
 
 
 def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
@@ -47,143 +299,3 @@ def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
         return [s % num_ranks for s in range(num_stages)]
     turns = [s % (2 * num_ranks) for s in range(num_stages)]
     return [r if r < num_ranks else 2 * num_ranks - 1 - r for r in turns]
-
-
-def shaped_state(problem: Problem, max_stages: int, num_stages: int, wave: bool, seed: int) -> State:
-    """A balanced start of this shape, with neutral keys."""
-    st = make_state(problem, max_stages)
-    ranks = place(num_stages, problem.num_ranks, wave)
-    partition_evenly(problem, st, ranks, seed=seed, even=4.0, tilt=1.0, rising=True, iterations=3000)
-    neutral_keys(st)
-    return st
-
-
-def partition_evenly(
-    problem: Problem,
-    st: State,
-    ranks: list[int],
-    *,
-    seed: int,
-    even: float,
-    tilt: float,
-    rising: bool,
-    iterations: int,
-    sizes: np.ndarray | None = None,
-) -> None:
-    """Give stages on these ranks their layers: cut at equal work, then annealed on the imbalance.
-
-    `even` weighs stages that differ from their wanted sizes (all the same unless said): ranks hand micro-batches on in
-    step where stages take equally long, and of all that was tried this made starts better by most; `tilt` is how much
-    their I counts beside their F. `rising`: early stages are taken to hold more micro-batches.
-    """
-    layers, num_stages = problem.num_layers, len(ranks)
-    share = problem.total / max(problem.total[-1], 1e-300)
-    wanted = np.ones(num_stages) if sizes is None else np.asarray(sizes, np.float64)
-    wanted = wanted / wanted.sum()
-    reach = np.cumsum(wanted)
-    bounds = [0]
-    for s in range(1, num_stages):
-        cut = int(np.argmin(np.abs(share - reach[s - 1])))
-        bounds.append(min(max(cut, bounds[-1] + 1), layers - (num_stages - s)))
-    st.size[0] = num_stages
-    st.bounds[: num_stages + 1] = [*bounds, layers]
-    st.rank[:num_stages] = ranks
-    balance(problem, st, np.array([seed * 7919 + 88172645463325252], np.uint64), iterations, even, tilt, rising, wanted)
-
-
-@njit(cache=True, nogil=True)
-def limit_flight(p, st, slack, more):  # type: ignore[no-untyped-def]
-    """Micro-batches in flight per stage after Little's law: time from F to I over the time per micro-batch."""
-    last = p.num_layers
-    for s in range(st.size[0]):
-        a = st.bounds[s]
-        way = p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a]
-        st.flight[s] = min(max(int(more + slack * way / p.unit), 1), p.num_micro_batches)
-
-
-def neutral_keys(st: State) -> None:
-    st.glob[LOOK], st.glob[RHO], st.glob[W_OVER], st.glob[C_W] = 0.0, 1.0, 10.0, NEVER
-
-
-@njit(cache=True, nogil=True)
-def _imbalance(p, st, loads, held, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
-    """The work bound, plus what memory exceeds, plus a little for uneven stages.
-
-    Memory after Little's law: a stage holds as many micro-batches as pass while one goes from its F to its I.
-    """
-    value = quick_bound(p, st.size[0], st.bounds, st.rank, st.recompute, loads)
-    held[:] = 0.0
-    uneven = 0.0
-    last = p.num_layers
-    for s in range(st.size[0]):
-        a, z = st.bounds[s], st.bounds[s + 1]
-        way = p.forward[0, last] - p.forward[0, a] + p.input[0, last] - p.input[0, a]
-        flight = min(1.0 + LITTLE * way / p.unit if rising else p.num_ranks, p.num_micro_batches)
-        hold = p.boundary[0, a] if st.recompute[s] else p.activation[0, z] - p.activation[0, a]
-        held[st.rank[s]] += p.static[z] - p.static[a] + hold * flight + p.stash[0, z] - p.stash[0, a]
-        uneven += (p.forward[0, z] - p.forward[0, a] + tilt * (p.input[0, z] - p.input[0, a])) ** 2 / wanted[s]
-    for r in range(p.num_ranks):
-        if held[r] > p.capacity[r]:
-            value *= 1.0 + (held[r] / p.capacity[r] - 1.0) * 0.5
-    whole = p.forward[0, last] + tilt * p.input[0, last]
-    return value * (1.0 + even * (np.sqrt(uneven) / max(whole, 1e-12) - 1.0))
-
-
-@njit(cache=True, nogil=True)
-def balance(p, st, rng, iterations, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
-    """Anneal the boundaries on the imbalance; stages keep their ranks."""
-    loads, held = np.zeros(p.num_ranks), np.zeros(p.num_ranks)
-    n = st.size[0]
-    current = _imbalance(p, st, loads, held, even, tilt, rising, wanted)
-    best, kept, back = current, st.bounds.copy(), st.bounds.copy()
-    for i in range(iterations):
-        for s in range(n + 1):
-            back[s] = st.bounds[s]
-        moved = False
-        for _ in range(1 + below(rng, 2)):
-            moved = (migrate(st, rng) if uniform(rng) < 0.6 else shift(st, rng)) or moved
-        if not moved:
-            continue
-        value = _imbalance(p, st, loads, held, even, tilt, rising, wanted)
-        heat = best * 0.02 * (1.0 - i / iterations) ** 2
-        if value <= current - heat * np.log(max(uniform(rng), 1e-300)):
-            current = value
-            if value < best:
-                best = value
-                for s in range(n + 1):
-                    kept[s] = st.bounds[s]
-        else:
-            for s in range(n + 1):
-                st.bounds[s] = back[s]
-    for s in range(n + 1):
-        st.bounds[s] = kept[s]
-
-
-def usable(plan: Plan) -> bool:
-    """Can the walker represent this plan's structure? One route, stages in chain order."""
-    return len(plan.routes) == 1 and tuple(plan.routes[0]) == tuple(range(len(plan.stages)))
-
-
-def state_from_plan(problem: Problem, max_stages: int, plan: Plan) -> State:
-    """The plan's structure, with keys that repeat its order of F and I on every rank."""
-    st = make_state(problem, max_stages)
-    n = len(plan.stages)
-    st.size[0] = n
-    st.bounds[: n + 1] = [s.first for s in plan.stages] + [plan.num_layers]
-    st.rank[:n] = [s.rank for s in plan.stages]
-    st.recompute[:n] = [bool(s.recompute) for s in plan.stages]
-    neutral_keys(st)
-    position = {m: i for i, m in enumerate(_entry_order(plan))}
-    st.entry[:] = list(position)
-    per_unit = max(1.0, len(plan.stages) * 2.0 / plan.num_ranks)
-    for order in plan.orders:
-        for at, op in enumerate(o for o in order if o.kind in "FIB"):
-            kind = KIND_F if op.kind == "F" else KIND_I
-            st.wiggle[0 if kind == KIND_F else 1, op.stage, position[op.micro_batch]] = at / per_unit
-    return st
-
-
-def _entry_order(plan: Plan) -> list[int]:
-    """Micro-batches in the order in which the first stage runs them."""
-    first = plan.stages[0].rank
-    return [op.micro_batch for op in plan.orders[first] if op.stage == 0 and op.kind == "F"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octopipe.tuner import TuneResult
 
 GIB = float(1 << 30)
-RIVALS_S = 2.0
+RIVALS_S = 0.5
 """Time for building published systems that the search has not built itself."""
 
 
@@ -129,6 +129,8 @@ def summary(told: Told) -> dict[str, Any]:
         },
         "peak_memory_gib": list(timeline.peak_gib),
         "fits": timeline.fits,
+        "hidden_share": result.hidden_share,
+        "overlappable_share": result.overlappable_share,
         "method": result.method,
         "seconds": result.seconds,
         "iterations": result.iterations,
@@ -160,6 +162,12 @@ def tell(told: Told, out: Console) -> None:
         out.print(f"mean over jittered layer times {result.mean_jittered_ms:.2f} ms")
     out.print(result.explanation, markup=False)
     out.print(memory_line(told.timeline), markup=False)
+    if told.timeline.overlap.communications:
+        out.print(
+            f"transfers: {result.hidden_share:.0%} of sends and receives wholly behind computation, "
+            f"{result.overlappable_share:.0%} at least in part",
+            markup=False,
+        )
     again = sum(bool(s.recompute) for s in plan.stages)
     more = f", {again} of them recompute" if again else ""
     if copied := len(plan.replicas()):

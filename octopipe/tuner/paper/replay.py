@@ -11,8 +11,8 @@ B, delay of W, and advance of W against running out of memory.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from octopipe._compile import njit
 from octopipe.plan import B, F, I, R, W
 
 DEADLOCK = -1.0

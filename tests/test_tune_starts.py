@@ -1,4 +1,4 @@
-"""Drawn starts: ways round the ranks, sizes, and what lotteries learn from each other."""
+"""Drawn starts: ways round the ranks, sizes, and what lanes learn from each other."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from octopipe.cost import CostTable
-from octopipe.tuner.anneal import judge
-from octopipe.tuner.kernels import make_problem, make_scratch
-from octopipe.tuner.lottery import KINDS, Lottery, Shape, go_round, near_shape
+from octopipe.tuner.core.problem import make_problem, make_rng
+from octopipe.tuner.population import Judge
+from octopipe.tuner.settings import SETTINGS
+from octopipe.tuner.starts import Shape, Starts, divide, draw_shape, go_round, near_shape
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS)))
+@pytest.mark.parametrize("kind", sorted(set(SETTINGS.kinds)))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_way_round_uses_every_rank(kind: str, ranks: int) -> None:
     lot = np.random.default_rng(ranks)
@@ -51,32 +52,50 @@ def test_a_shape_like_another_still_uses_all_its_ranks() -> None:
     assert len(lengths) > 5
 
 
-def lottery(seed: int) -> Lottery:
+def drawing(seed: int) -> Starts:
     costs = CostTable.uniform(num_layers=18, p2p_ms=0.1)
     costs = costs.replace(activation_bytes=np.full(18, 1.0), stash_bytes=np.full(18, 0.6), rank_memory_bytes=(18.0,))
-    problem = make_problem(costs, 3, 6)
-    return Lottery(problem, 18, make_scratch(problem, 18), np.zeros(3), (seed,))
+    return Starts(Judge(make_problem(costs, 3, 6), 18, make_rng(seed)), (seed,))
 
 
 def test_draws_are_reproducible_and_worth_what_they_say() -> None:
-    one, two = lottery(5), lottery(5)
+    one, two = drawing(5), drawing(5)
     for _ in range(60):
         one.draw(False)
         two.draw(False)
-    assert [s.step_ms for s in one.starts] == [s.step_ms for s in two.starts]
-    assert one.starts and one.starts[0].step_ms == min(s.step_ms for s in one.starts)
-    for start in one.starts:
-        assert judge(one.problem, start.state, one.margin, np.inf, one.scratch) == pytest.approx(start.step_ms)
+    assert [s.step_ms for s in one.kept] == [s.step_ms for s in two.kept]
+    assert one.kept and one.kept[0].step_ms == min(s.step_ms for s in one.kept)
+    for start in one.kept:
+        assert one.judge.step_ms(start) == pytest.approx(start.step_ms)
 
 
-def test_a_lottery_learns_from_another() -> None:
-    one, two = lottery(1), lottery(2)
+def test_a_lane_learns_from_another() -> None:
+    one, two = drawing(1), drawing(2)
     for _ in range(40):
         one.draw(False)
         two.draw(False)
-    best = min(one.liked[0][0], two.liked[0][0])
-    one.learn(list(two.liked), dict(two.keys))
-    assert one.liked[0][0] == best
-    count = len(one.liked)
-    one.learn(list(two.liked), dict(two.keys))
-    assert len(one.liked) == count  # the same twice is nothing new
+    best = min(one.shapes[0][0], two.shapes[0][0])
+    one.learn(two)
+    assert one.shapes[0][0] == best
+    count = len(one.shapes)
+    one.learn(two)
+    assert len(one.shapes) == count  # the same twice is nothing new
+
+
+def test_a_visit_in_parts_is_that_many_stages_on_its_rank() -> None:
+    shape = Shape((0, 1, 2, 0), (1, 3, 1, 2), "loop", 0.5, 0.0)
+    assert shape.ranks == (0, 1, 1, 1, 2, 0, 0)
+    sizes, whole = shape.sizes(3), shape._replace(parts=(1, 1, 1, 1)).sizes(3)
+    assert sizes[1:4].sum() == pytest.approx(whole[1]) and len(sizes) == 7
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shapes_never_have_more_stages_than_allowed(seed: int) -> None:
+    problem = make_problem(CostTable.uniform(num_layers=17), 4, 6)
+    lot = np.random.default_rng(seed)
+    shape = draw_shape(problem, 12, 6, "loop", lot)
+    for _ in range(300):
+        shape = near_shape(problem, 12, divide(shape, 12, lot), lot)
+        assert len(shape.way) == len(shape.parts) and min(shape.parts) >= 1
+        assert len(shape.ranks) == len(shape.sizes(4)) <= 12
+        assert set(shape.ranks) == set(range(4))

@@ -1,0 +1,231 @@
+"""Keys, the priorities of list scheduling, as vectors that are drawn, varied, crossed and kept in populations.
+
+Knows: the ranges in which good keys were seen, and how one vector is made from others. Does not know: searches or time.
+
+Keys know no single stage or op, so they fit any structure and carry over from one to the next: a few hundred vectors
+bred on a structure come within one or two percent of the best order known for it. (The numbers below are the ranges of
+the vectors' parts, which is what this file is about; how often each thing is done stands in settings.py.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octopipe._compile import part
+from octopipe.tuner.core.decode import (
+    A_F,
+    A_I,
+    B_F,
+    B_I,
+    BANK,
+    C_I,
+    LOOK,
+    NUM_KEYS,
+    RHO,
+    RULE,
+    RULE_MORE,
+    RULE_SLACK,
+    W_OVER,
+)
+from octopipe.tuner.core.problem import (
+    ACTIVATION,
+    BOUNDARY,
+    BOUNDS,
+    CAPACITY,
+    FLIGHT,
+    FORWARD,
+    HAS_LIMIT,
+    INPUT,
+    LAYERS,
+    MICRO_BATCHES,
+    RANK,
+    RANKS,
+    REDO,
+    SIZE,
+    STATIC,
+    UNIT,
+    bell,
+    below,
+    uniform,
+)
+from octopipe.tuner.settings import SETTINGS
+
+FREE_RULE, SAME_RULE, SHARE_RULE, LITTLE_RULE = range(4)
+"""Micro-batches in flight: no limit; the same for all stages; as many as fill a share of each rank's memory; Little's
+law (time from F to I over the time per micro-batch)."""
+FIRST_I = -1e3
+"""C_I from which any I goes before any F."""
+CROSSED, FRESH, VARIED, MOST_VARIED = SETTINGS.crossed, SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
+
+
+@part
+def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
+    """Priorities, limits and tolerances from the ranges in which good ones were seen."""
+    r = float(p.count[RANKS])
+    limited = p.count[HAS_LIMIT] > 0
+    keys[A_F] = 10.0 ** (2.0 * uniform(rng) - 1.0)
+    keys[A_I] = 10.0 ** (2.0 * uniform(rng) - 1.0)
+    keys[B_F] = (6.0 * uniform(rng) - 2.0) * r
+    keys[B_I] = (6.0 * uniform(rng) - 2.0) * r
+    keys[C_I] = FIRST_I if uniform(rng) < 0.5 else (4.0 * uniform(rng) - 2.0) * r
+    keys[LOOK] = 0.0 if uniform(rng) < 0.5 else uniform(rng) * (0.05 if uniform(rng) < 0.8 else 0.5)
+    keys[RHO] = 1.0 if uniform(rng) < 0.5 else uniform(rng)
+    keys[W_OVER] = 10.0 if uniform(rng) < 0.25 else 0.1 * uniform(rng)
+    keys[BANK] = 0.0 if not limited or uniform(rng) < 0.85 else uniform(rng)
+    u = uniform(rng)
+    keys[RULE_MORE] = 0.0
+    if not limited and u < 0.6:
+        keys[RULE], keys[RULE_SLACK] = FREE_RULE, 0.0
+    elif u < 0.4:
+        keys[RULE], keys[RULE_SLACK] = SAME_RULE, r + below(rng, 6) - 2.0
+    elif u < 0.75 and limited:
+        keys[RULE], keys[RULE_SLACK] = SHARE_RULE, 0.7 + 0.6 * uniform(rng)
+    else:
+        keys[RULE], keys[RULE_SLACK] = LITTLE_RULE, 10.0 ** (0.5 * uniform(rng))
+        keys[RULE_MORE] = 0.5 + 2.5 * uniform(rng)
+
+
+@part
+def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
+    """Change a few of the numbers."""
+    step = 0.15 * p.count[RANKS]
+    for _ in range(1 + below(rng, MOST_VARIED)):
+        k = below(rng, 9)
+        if k <= 1:
+            keys[A_F if k == 0 else A_I] *= 10.0 ** (0.2 * bell(rng))
+        elif k <= 3:
+            keys[B_F if k == 2 else B_I] += step * bell(rng)
+        elif k == 4:
+            if keys[C_I] < 0.9 * FIRST_I:
+                keys[C_I] = (4.0 * uniform(rng) - 2.0) * p.count[RANKS]
+            else:
+                keys[C_I] += step * bell(rng)
+        elif k == 5:
+            keys[LOOK] = 0.0 if uniform(rng) < 0.2 else abs(keys[LOOK] + 0.015 * bell(rng))
+        elif k == 6:
+            keys[RHO] = min(max(keys[RHO] + 0.25 * bell(rng), 0.0), 1.0)
+        elif k == 7:
+            keys[W_OVER] = 10.0 if uniform(rng) < 0.1 else 0.1 * uniform(rng)
+        elif keys[RULE] == SAME_RULE:
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + (1.0 if uniform(rng) < 0.5 else -1.0), 1.0)
+        elif keys[RULE] == SHARE_RULE:
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + 0.08 * bell(rng), 0.3)
+        elif keys[RULE] == LITTLE_RULE:
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + 0.15 * bell(rng), 0.3)
+            keys[RULE_MORE] += 0.4 * bell(rng)
+
+
+@part
+def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
+    """New keys from the first `count` of a population, the best of them most often."""
+    if count == 0 or uniform(rng) < FRESH:
+        draw_keys(p, keys, rng)
+        return
+    copy_keys(keys, population, min(int(uniform(rng) ** 2 * count), count - 1))
+    if uniform(rng) < CROSSED:
+        other = below(rng, count)
+        for k in range(RULE):
+            if uniform(rng) < 0.5:
+                keys[k] = population[other, k]
+        if uniform(rng) < 0.5:
+            for k in range(RULE, NUM_KEYS):
+                keys[k] = population[other, k]
+    if uniform(rng) < VARIED:
+        vary_keys(p, keys, rng)
+
+
+@part
+def copy_keys(to, population, row):  # type: ignore[no-untyped-def]
+    for k in range(NUM_KEYS):
+        to[k] = population[row, k]
+
+
+@part
+def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
+    """Sort keys into a population by the step time they gave, unless it is as good already or has such a one."""
+    last = values.size - 1
+    if not value < values[last]:
+        return
+    for i in range(values.size):
+        if values[i] == value:
+            return
+    i = last
+    while i > 0 and values[i - 1] > value:
+        values[i] = values[i - 1]
+        for k in range(NUM_KEYS):
+            population[i, k] = population[i - 1, k]
+        i -= 1
+    values[i] = value
+    for k in range(NUM_KEYS):
+        population[i, k] = keys[k]
+
+
+@part
+def count_of(values):  # type: ignore[no-untyped-def]
+    """How many members a population has."""
+    count = values.size
+    while count > 0 and values[count - 1] == np.inf:
+        count -= 1
+    return count
+
+
+@part
+def set_flight(p, st, keys):  # type: ignore[no-untyped-def]
+    """Set a structure's micro-batches in flight by the keys' rule."""
+    n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
+    rule, slack, more = keys[RULE], keys[RULE_SLACK], keys[RULE_MORE]
+    if rule == SHARE_RULE:
+        for rank in range(p.count[RANKS]):
+            fill_memory(p, st, rank, slack)
+        return
+    for s in range(n):
+        flight = M
+        if rule == SAME_RULE:
+            flight = int(slack)
+        elif rule == LITTLE_RULE:
+            flight = int(more + slack * way_back(p, st[BOUNDS, s], last) / p.number[UNIT])
+        st[FLIGHT, s] = min(max(flight, 1), M)
+
+
+@part
+def way_back(p, a, last):  # type: ignore[no-untyped-def]
+    """Time from the F of a stage that begins at layer `a` to its I, if nothing waits."""
+    return p.layer[FORWARD, 0, last] - p.layer[FORWARD, 0, a] + p.layer[INPUT, 0, last] - p.layer[INPUT, 0, a]
+
+
+@part
+def fill_memory(p, st, rank, share):  # type: ignore[no-untyped-def]
+    """Let a rank's stages keep as many micro-batches in flight as fill this share of its memory.
+
+    In proportion to the way from a stage's F to its I (Little's law), so that no stage takes the memory that the later
+    ones of its rank need for the same micro-batches.
+    """
+    n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
+    room = p.rank[CAPACITY, rank]
+    most = 0.0
+    for s in range(n):
+        if st[RANK, s] == rank:
+            a = st[BOUNDS, s]
+            room -= p.whole[STATIC, st[BOUNDS, s + 1]] - p.whole[STATIC, a]
+            most = max(most, way_back(p, a, last))
+    room *= share
+    low, high = 0.0, 4.0 * max(M * p.number[UNIT] / max(most, 1e-9), 1.0)
+    if room == np.inf:
+        low = high
+    for _ in range(12):
+        if low == high:
+            break
+        slack = 0.5 * (low + high)
+        held = 0.0
+        for s in range(n):
+            if st[RANK, s] == rank:
+                a, z = st[BOUNDS, s], st[BOUNDS, s + 1]
+                hold = p.layer[BOUNDARY, 0, a] if st[REDO, s] else p.layer[ACTIVATION, 0, z] - p.layer[ACTIVATION, 0, a]
+                held += hold * min(int(1.5 + slack * way_back(p, a, last) / p.number[UNIT]), M)
+        if held <= room:
+            low = slack
+        else:
+            high = slack
+    for s in range(n):
+        if st[RANK, s] == rank:
+            st[FLIGHT, s] = min(int(1.5 + low * way_back(p, st[BOUNDS, s], last) / p.number[UNIT]), M)

@@ -1,0 +1,157 @@
+"""Searches over what another runtime can run.
+
+Knows: what `--for` names allow. Does not know: how their files are written (`export/`).
+
+- `octopipe`: everything.
+- `torch`: any partition, placement and order, but every layer on one rank, and no recomputation per stage.
+- `megatron`: stage i on rank i mod pp, a multiple of pp stages, 1F1B or interleaved 1F1B with a fused backward. There
+  the order follows from the number of stages, so only the partition is searched: boundaries annealed on the step time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import replace
+from typing import Literal
+
+from octopipe.cost import CostTable
+from octopipe.errors import DoesNotFitError, NotApplicableError
+from octopipe.plan import Plan
+from octopipe.simulator import makespan_ms, simulate
+from octopipe.systems import build_plan
+from octopipe.timeline import Timeline
+from octopipe.tuner.result import Callback, Found, Progress, Step
+from octopipe.tuner.settings import SETTINGS
+
+Target = Literal["octopipe", "torch", "megatron"]
+TARGETS: tuple[Target, ...] = ("octopipe", "torch", "megatron")
+
+
+class FixedSchedules:
+    """The partition for 1F1B and interleaved 1F1B, the number of stages a rank included."""
+
+    def __init__(
+        self, costs: CostTable, num_ranks: int, num_micro_batches: int, *, budget_s: float, seed: int = 0,
+        iterations: int | None = None, start: Plan | None = None, lower_bound_ms: float = 0.0,
+        progress: Callback | None = None,
+    ) -> None:  # fmt: skip
+        self.costs, self.ranks, self.micro_batches = costs, num_ranks, num_micro_batches
+        self.budget_s, self.iterations = budget_s, iterations
+        self.lower_bound_ms, self.progress = lower_bound_ms, progress
+        self.dice, self.began = random.Random(seed), time.monotonic()
+        self.log: list[Step] = []
+        self.made = 0
+        self.best: tuple[Plan, Timeline] | None = None
+        self.told_s = 0.0
+        self.start = start
+
+    def run(self) -> Found:
+        interrupted = False
+        plans = self._schedules()
+        try:
+            for plan in plans:
+                self._consider(plan, "start")
+            # Each number of stages for a while, then the best for as long again.
+            for k, plan in enumerate(plans):
+                self._anneal(plan, (k + 1) / (2 * len(plans)))
+            if self.best is not None:
+                self._anneal(self.best[0], 1.0)
+        except KeyboardInterrupt:
+            interrupted = True
+        if self.best is None:
+            raise DoesNotFitError(
+                f"{self.costs.model}: no 1F1B or interleaved plan fits on {self.ranks} ranks; "
+                "what would help: more ranks (--pp), a larger --memory-gib, recomputation of the whole model"
+            )
+        plan, timeline = self.best
+        return Found(
+            plan=plan, timeline=timeline, iterations=self.made, log=self.log, interrupted=interrupted,
+            phase_iterations={"partition": self.made}, finalists=[plan],
+        )  # fmt: skip
+
+    def _schedules(self) -> list[Plan]:
+        """One plan per number of stages a rank; the user's own first, where it is of this kind."""
+        found: list[Plan] = []
+        if self.start is not None and runs_on_megatron(self.start):
+            found.append(self.start)
+        most = min(SETTINGS.most_rounds, self.costs.num_layers // self.ranks)
+        for chunks in range(1, most + 1):
+            options = {} if chunks == 1 else {"chunks": chunks}
+            try:
+                plan = build_plan(
+                    "interleaved" if options else "1f1b", self.costs, self.ranks, self.micro_batches,
+                    split_backward=False, **options,
+                )  # fmt: skip
+            except (NotApplicableError, DoesNotFitError):
+                continue
+            if runs_on_megatron(plan):
+                found.append(plan)
+        return found
+
+    def _share(self) -> float:
+        if self.iterations is not None:
+            return self.made / self.iterations
+        return (time.monotonic() - self.began) / self.budget_s
+
+    def _anneal(self, plan: Plan, until: float) -> None:
+        """Move boundaries by a layer, alone or several in a row, at falling temperature."""
+        cuts = [s.first for s in plan.stages] + [plan.num_layers]
+        current = makespan_ms(plan, self.costs)
+        first = self._share()
+        while (now := self._share()) < until and len(plan.stages) > 1:
+            self.made += 1
+            k = self.dice.randrange(1, len(plan.stages))
+            e = min(k + self.dice.choice((0, 0, 1, 2, self.ranks)), len(plan.stages) - 1)
+            by = self.dice.choice((-1, 1))
+            if cuts[k] + by <= cuts[k - 1] or cuts[e] + by >= cuts[e + 1]:
+                continue
+            for j in range(k, e + 1):
+                cuts[j] += by
+            other = with_cuts(plan, cuts)
+            value = makespan_ms(other, self.costs)
+            heat = SETTINGS.balance_hot * current * (1.0 - (now - first) / max(until - first, 1e-9)) ** 2 / 4
+            if value <= current - heat * math.log(max(self.dice.random(), 1e-300)):
+                current = value
+                if self.best is None or value < self.best[1].makespan_ms:
+                    self._consider(other, "migrate layers")
+            else:
+                for j in range(k, e + 1):
+                    cuts[j] -= by
+            if self._tell() is True:
+                raise KeyboardInterrupt
+
+    def _consider(self, plan: Plan, move: str) -> None:
+        timeline = simulate(plan, self.costs)
+        before = self.best[1].step_ms if self.best is not None else math.inf
+        if timeline.fits and timeline.step_ms < before:
+            self.best = plan, timeline
+            phase = "start" if move == "start" else "partition"
+            seconds = time.monotonic() - self.began
+            self.log.append(Step(self.made, seconds, phase, move, before, timeline.step_ms, timeline.step_ms))
+
+    def _tell(self) -> object:
+        seconds = time.monotonic() - self.began
+        if self.progress is None or self.best is None or seconds < self.told_s:
+            return None
+        self.told_s = seconds + SETTINGS.poll_s
+        plan, timeline = self.best
+        return self.progress(
+            Progress(seconds, self.budget_s, self.made, "partition", timeline.step_ms, self.lower_bound_ms, {}, plan)
+        )
+
+
+def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
+    """The plan with its stages cut there."""
+    return replace(plan, stages=tuple(replace(s, first=cuts[k], stop=cuts[k + 1]) for k, s in enumerate(plan.stages)))
+
+
+def runs_on_megatron(plan: Plan) -> bool:
+    """Stage i on rank i mod pp, as many on every rank, a fused backward, nothing recomputed by stage."""
+    cyclic = all(stage.rank == k % plan.num_ranks for k, stage in enumerate(plan.stages))
+    fused = all(op.kind in "FB" for order in plan.orders for op in order)
+    return (
+        cyclic and fused and len(plan.stages) % plan.num_ranks == 0 and len(plan.routes) == 1
+        and not any(s.recompute for s in plan.stages)
+    )  # fmt: skip

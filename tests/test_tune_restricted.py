@@ -1,0 +1,49 @@
+"""Searches for other runtimes: what they return is what those can run, and better than an even cut."""
+
+from __future__ import annotations
+
+import pytest
+from test_tune_best import uneven
+
+from octopipe.errors import OctoPipeError
+from octopipe.simulator import simulate
+from octopipe.systems import build_plan
+from octopipe.tuner import tune
+from octopipe.tuner.restricted import runs_on_megatron
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_megatron_gets_cyclic_stages_a_fused_backward_and_a_better_partition(seed: int) -> None:
+    costs = uneven(seed, 16)
+    result = tune(costs, 4, 8, iterations=1500, target="megatron")
+    assert runs_on_megatron(result.plan.check())
+    assert simulate(result.plan, costs).step_ms == result.step_ms
+    even = [build_plan("1f1b", costs, 4, 8, split_backward=False)]
+    even += [build_plan("interleaved", costs, 4, 8, split_backward=False, chunks=v) for v in (2, 4)]
+    assert result.step_ms < min(simulate(p, costs).step_ms for p in even)
+    again = tune(costs, 4, 8, iterations=1500, target="megatron")
+    assert again.plan.stages == result.plan.stages
+
+
+def test_megatron_never_gets_slower_than_its_start() -> None:
+    costs = uneven(1, 16)
+    start = tune(costs, 4, 8, iterations=1500, target="megatron").plan
+    again = tune(costs, 4, 8, iterations=5, target="megatron", start=start)
+    assert again.step_ms <= simulate(start, costs).step_ms + 1e-9
+
+
+def test_without_a_multiple_of_the_ranks_only_1f1b_is_left() -> None:
+    plan = tune(uneven(2, 12), 4, 6, iterations=300, target="megatron").plan
+    assert len(plan.stages) == 4
+
+
+def test_torch_gets_every_layer_once_and_nothing_recomputed() -> None:
+    costs = uneven(3, 12)
+    need = float(simulate(build_plan("1f1b", costs, 4, 8), costs).peak_bytes.max())
+    plan = tune(costs.replace(rank_memory_bytes=(0.9 * need,)), 4, 8, iterations=300, target="torch").plan
+    assert not plan.replicas() and not any(s.recompute for s in plan.stages)
+
+
+def test_an_unknown_runtime_is_named() -> None:
+    with pytest.raises(OctoPipeError, match="one of octopipe, torch, megatron"):
+        tune(uneven(0, 6), 2, 2, target="deepspeed")  # type: ignore[arg-type]
