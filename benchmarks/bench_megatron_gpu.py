@@ -263,7 +263,7 @@ def fill(chunk: Any, first: int) -> None:
 
 def build(kind: str, sizes: Sizes, config: Any, layers: range, pre: bool, post: bool, device: str) -> Any:
     made = (gpt_chunk if kind == "gpt" else hybrid_chunk)(sizes, config, layers, pre, post)
-    made = made.to(device)
+    made = made.to(device, config.params_dtype)  # as Megatron does: its local norms are made in float32
     made.config = config
     fill(made, max(layers.start - 1, 0))
     return made

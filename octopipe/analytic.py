@@ -27,7 +27,7 @@ from octopipe.cluster import Cluster, Link
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.flops import Flops, layer_flops, model_flops
-from octopipe.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of
+from octopipe.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of, static_bytes
 from octopipe.layer_pricing import LayerCost, Pricing, priced
 from octopipe.model import Layer, ModelSpec, Moe
 from octopipe.setup import Setup
@@ -174,8 +174,18 @@ def setup_costs(
         reduction=reduction,
         model_flops=_model_flops(spec.layers, setup.seq) * setup.micro_batch_size,
         setup=setup,
+        tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
         **columns,  # type: ignore[arg-type]
     )
+
+
+def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
+    """What a head tied to the embedding has in common with it; divided over all ranks it lies nowhere twice."""
+    shared = spec.layers[-1].tied_parameters
+    if not shared or pricing.setup.vocab_parallel:
+        return 0.0
+    one = static_bytes(Weights(shared / pricing.cluster.tp, 0.0), pricing.setup, pricing.cluster)
+    return float(min(one, held[0], held[-1]))
 
 
 def _price_all(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:

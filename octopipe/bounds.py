@@ -239,7 +239,7 @@ def copied_bound(costs: CostTable, num_ranks: int, num_micro_batches: int, recom
 
 def _most_copies(costs: CostTable, num_ranks: int) -> NDArray[np.int64]:
     """On how many ranks each layer may lie: all memory, less everything once, over the layer's static bytes."""
-    room = sum(costs.capacity_bytes(r) for r in range(num_ranks)) - float(costs.static_bytes.sum())
+    room = costs.free_bytes(num_ranks)
     with np.errstate(divide="ignore", invalid="ignore"):
         extra = np.where(costs.static_bytes > 0, np.floor(room / costs.static_bytes * (1 + 1e-9)), np.inf)
     return np.asarray(1 + np.clip(extra, 0, num_ranks - 1)).astype(np.int64)
@@ -290,7 +290,7 @@ def _shared(
 def _shared_heads(costs: CostTable, num_ranks: int, copies: NDArray[np.int64]) -> Array:
     """Idle time of the j-th rank that is reached: at most sum over l <= k of copies[l] ranks hold a layer up to k, and
     no more than there is memory for copies of these."""
-    room = sum(costs.capacity_bytes(r) for r in range(num_ranks)) - float(costs.static_bytes.sum())
+    room = costs.free_bytes(num_ranks)
     before = min(_slow(costs, num_ranks)) * np.concatenate(([0.0], np.cumsum(_least_forward(costs))))
     hop = _hop_ms(costs, num_ranks)
     heads: list[float] = []

@@ -71,6 +71,9 @@ class CostTable:
     """Extra bytes while one of the layer's ops runs."""
     optimizer_ms: Array = field(default_factory=lambda: np.zeros(0))
     """Time of the layer's optimizer update, once per step."""
+    tied_bytes: float = 0.0
+    """Static bytes that the first and the last layer have in common (a head tied to the embedding): both count them,
+    and a rank that holds both layers has them once."""
     network: Network = field(default_factory=lambda: Network.constant(0.0))
     rank_slowdown: tuple[float, ...] = ()
     """Compute-time factor per rank; empty means 1 everywhere, 2.0 is a rank of half the speed."""
@@ -109,6 +112,8 @@ class CostTable:
                 )
             values.setflags(write=False)
             object.__setattr__(self, name, values)
+        if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
+            raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
         larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
         if larger.size:
             i = int(larger[0])
@@ -195,6 +200,11 @@ class CostTable:
             return float("inf")
         return self.rank_memory_bytes[0 if len(self.rank_memory_bytes) == 1 else rank]
 
+    def free_bytes(self, num_ranks: int) -> float:
+        """The most that all ranks have left beside every layer's static bytes, each layer held once."""
+        saved = num_ranks * self.tied_bytes
+        return sum(self.capacity_bytes(r) for r in range(num_ranks)) - float(self.static_bytes.sum()) + saved
+
     def layer_times(self, kind: str) -> Array:
         """Per-layer time of an op kind; B is I + W, R is a second forward."""
         match kind:
@@ -253,8 +263,8 @@ class CostTable:
         """Short hash of everything that changes a prediction; plans carry it as provenance."""
         h = hashlib.sha256()
         for f in fields(self):
-            if f.name in ("setup", "model_flops"):
-                continue
             value = getattr(self, f.name)
+            if f.name in ("setup", "model_flops") or (f.name == "tied_bytes" and not value):
+                continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

@@ -133,10 +133,14 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
 
 
 def static_bytes(plan: Plan, costs: CostTable) -> Array:
-    """Weights, gradients and optimizer state per rank; a replicated stage counts on each of its ranks."""
+    """Weights, gradients and optimizer state per rank; a replicated stage counts on each of its ranks, what a tied head
+    shares with the embedding once on a rank that holds both."""
     out = np.zeros(plan.num_ranks)
     for stage in plan.stages:
         out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum()
+    if costs.tied_bytes:
+        first, last = ({s.rank for s in plan.stages if k in range(s.first, s.stop)} for k in (0, plan.num_layers - 1))
+        out[list(first & last)] -= costs.tied_bytes
     return out
 
 

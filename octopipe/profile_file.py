@@ -73,6 +73,8 @@ class Profile:
             }
         out |= {key: (getattr(c, name) / GIB).tolist() for key, name in BYTES.items()}
         out["optimizer_ms"] = c.optimizer_ms.tolist()
+        if c.tied_bytes:
+            out["tied_gib"] = c.tied_bytes / GIB
         out["links"] = [
             {
                 "source": a,
@@ -109,6 +111,8 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     costs = costs_of_layer_times(file, name=model if isinstance(model, str) and model else name, where=where)
     if file.get("optimizer_ms") is not None:
         costs = costs.replace(optimizer_ms=_numbers(file["optimizer_ms"], f'{where}: "optimizer_ms"', costs.num_layers))
+    if file.get("tied_gib"):
+        costs = costs.replace(tied_bytes=GIB * _numbers([file["tied_gib"]], f'{where}: "tied_gib"')[0])
     pairs = _links(file.get("links"), where)
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))

@@ -61,7 +61,7 @@ class Ramp:
         # With copies a micro-batch need not cross between ranks at all.
         hops = _hops(layers, num_ranks) * hop_ms if copies is None else np.zeros(layers)
         self.start = earliest_starts(self.forward, self.input, num_micro_batches, hops, self.copies)
-        room = sum(costs.capacity_bytes(r) for r in range(num_ranks)) - float(costs.static_bytes.sum())
+        room = costs.free_bytes(num_ranks)
         large = self.start.size > _LARGE
         self.times, self.prices = (_TIMES // 2, _PRICES // 3) if large else (_TIMES, _PRICES)
         # Micro-batches of different sizes hold different memory; the argument is not made for them.

@@ -201,7 +201,7 @@ PROFILE = {
     "forward_ms": [0.1, 2.0, 0.3], "backward_ms": [0.0, 2.1, 0.2], "weight_ms": [0.1, 1.0, 0.2],
     "activation_gib": [0.1, 0.1, 0.1], "stash_gib": [0.0, 0.1, 0.0], "params_gib": [0.1, 0.2, 0.1],
     "gradient_gib": [0.1, 0.2, 0.1], "boundary_gib": [0.01, 0.01, 0.01], "workspace_gib": [0.0, 0.0, 0.0],
-    "optimizer_ms": [0.1, 0.1, 0.1],
+    "optimizer_ms": [0.1, 0.1, 0.1], "tied_gib": 0.05,
     "partial": {"1": {"forward_ms": [0.1, 1.0, 0.3], "backward_ms": [0.0, 2.1, 0.2], "weight_ms": [0.1, 1.0, 0.2]}},
     "links": [
         {"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0},

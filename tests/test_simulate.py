@@ -191,3 +191,11 @@ def test_costs_of_another_model_are_refused() -> None:
     costs = CostTable.uniform(num_layers=4)
     with pytest.raises(OctoPipeError, match="4 layers"):
         simulate(build_plan("1f1b", costs, 2, 2), CostTable.uniform(num_layers=5))
+
+
+def test_tied_weights_count_once_where_one_rank_holds_both() -> None:
+    costs = CostTable.uniform(num_layers=4).replace(static_bytes=np.array([5.0, 1.0, 1.0, 6.0]), tied_bytes=4.0)
+    apart = build_plan("1f1b", costs, 2, 2)
+    assert [m.static_bytes for m in simulate(apart, costs).memory] == [6.0, 7.0]
+    around = build_plan("zb-v", costs, 2, 2)  # first and last stage on rank 0
+    assert [m.static_bytes for m in simulate(around, costs).memory] == [7.0, 2.0]

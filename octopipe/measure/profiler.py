@@ -427,10 +427,11 @@ def assemble(
     state_factor: float = 2.0,
     memory_bytes: float | None = None,
     op_overhead_ms: float = 0.0,
+    tied: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> Profile:
     """One profile of what all ranks measured. `state_factor`: optimizer state as a multiple of the parameters
-    (AdamW of torch: 2; none: 0)."""
+    (AdamW of torch: 2; none: 0). `tied`: the head's weights are the embedding's."""
     first = ranks[0]
     if len(symbols) != len(first.group_of):
         raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
@@ -446,6 +447,7 @@ def assemble(
         return column([getattr(m, name) for m in first.memory])
 
     stash = sizes("stash_bytes")
+    static = (1 + state_factor) * sizes("parameter_bytes") + sizes("gradient_bytes")
     pairs = dict(links or {})
     worst = max(pairs.values(), key=lambda x: x.transfer_ms(1 << 20), default=Link())
     costs = CostTable(
@@ -456,7 +458,8 @@ def assemble(
         weight_ms=column(loaded[:, 2]),
         activation_bytes=np.maximum(sizes("activation_bytes"), stash),
         stash_bytes=stash,
-        static_bytes=(1 + state_factor) * sizes("parameter_bytes") + sizes("gradient_bytes"),
+        static_bytes=static,
+        tied_bytes=float(min(static[0], static[-1])) if tied else 0.0,
         gradient_bytes=sizes("gradient_bytes"),
         boundary_bytes=sizes("boundary_bytes"),
         workspace_bytes=sizes("workspace_bytes") + resident,

@@ -140,8 +140,10 @@ def _profile(
     if device.type == "cuda":
         shared = max(1, -(-world.size // torch.cuda.device_count()))
         memory = 0.92 * torch.cuda.get_device_properties(device).total_memory / shared
+    last: Any = list(getattr(work.spec, "layers", []))[-1:]
     return assemble(
         gather(mine, world.control),
+        tied=bool(last) and bool(getattr(last[0], "tied", False)),
         model=work.spec.name,
         symbols=work.spec.pattern,
         tokens=work.tokens * work.micro_batch_size,
@@ -268,7 +270,8 @@ def side_by_side(
             for run in (rehearsal, *runs):
                 run.step(timed=k >= warm_up)
         fresh = _profile(work, world, device, ring.measured(), profile.costs.network.pairs, 0.0, dict(profile.about))
-        fresh = fresh.with_costs(fresh.costs.replace(static_bytes=profile.costs.static_bytes))
+        static = {"static_bytes": profile.costs.static_bytes, "tied_bytes": profile.costs.tied_bytes}
+        fresh = fresh.with_costs(fresh.costs.replace(**static))
         fresh = rehearsed(fresh, own, rehearsal.timelines, world)
         return fresh, {name: run.trial() for name, run in zip(plans, runs)}
 

@@ -33,6 +33,7 @@ from octopipe.cost import CostTable
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
+from octopipe.tuner.core.follow import Orders
 from octopipe.tuner.core.problem import MARGIN, Problem, make_problem, make_rng
 from octopipe.tuner.encode import arrays_of, orders_in, plan_of, writable
 from octopipe.tuner.lane import Budget, Lane
@@ -238,11 +239,14 @@ class Search:
         for lane in self.lanes:
             lane.budget.began += waited
 
-    def _polisher(self, problem: Problem, factors: object, lane: Lane, name: str, *arrays: object) -> list[Polisher]:
+    def _polisher(
+        self, problem: Problem, factors: np.ndarray | None, lane: Lane, name: str, structure: np.ndarray, orders: Orders
+    ) -> list[Polisher]:
         """A polisher for these arrays, unless they do not run or fit."""
+        scratch = lane.judge.scratch
         polisher = Polisher(
-            problem, self.max_stages, lane.polish_rng, *arrays, factors=factors, scratch=lane.judge.scratch, name=name
-        )  # type: ignore[arg-type]
+            problem, self.max_stages, lane.polish_rng, structure, orders, factors=factors, scratch=scratch, name=name
+        )
         return [polisher] if polisher.best_ms < np.inf else []
 
     def _take_polished(self) -> None:
