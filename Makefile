@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types unit bench docs clean
+.PHONY: demo test lint types unit fuzz bench docs clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -19,6 +19,10 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Damaged files for every reader; `CASES=1000000 make fuzz` for longer.
+fuzz: $(VENV)/.test
+	$(BIN)/python scripts/fuzz.py --cases $(or $(CASES),100000)
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/bench_simulate.py

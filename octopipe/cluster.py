@@ -19,6 +19,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from octopipe.errors import OctoPipeError
+from octopipe.files import brief
+from octopipe.limits import MAX_RATIO, MAX_TIME_MS, finite
 
 GIB = float(1 << 30)
 
@@ -33,8 +35,8 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("latency_ms", "ms_per_byte"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise OctoPipeError(f"link {name} is {value}; give a finite number >= 0")
+            if not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
+                raise OctoPipeError(f"link {name} is {brief(value)}; give a finite number >= 0 up to {MAX_TIME_MS:g}")
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -56,6 +58,10 @@ class Network:
     """Consecutive ranks that share a node; ranks r and s are in one node when r // n == s // n."""
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """Measured links of single (source, destination) pairs; they win over intra and inter."""
+
+    def __post_init__(self) -> None:
+        if not (finite(self.ranks_per_node) or 0) >= 1:
+            raise OctoPipeError(f"ranks_per_node is {brief(self.ranks_per_node)}; give a whole number >= 1")
 
     @classmethod
     def constant(cls, latency_ms: float) -> Network:
@@ -223,8 +229,8 @@ class Cluster:
                 raise OctoPipeError(
                     f"{name} has {len(values)} entries for {self.pp} ranks; give one per rank"
                 )
-            if any(not math.isfinite(v) or v <= 0 for v in values):
-                raise OctoPipeError(f"{name} {values}: give finite numbers > 0")
+            if any(not 1 / MAX_RATIO <= (finite(v) or 0.0) <= MAX_TIME_MS for v in values):
+                raise OctoPipeError(f"{name} {brief(values)}: give finite numbers > 0 ({1 / MAX_RATIO:g} to 1e15)")
 
     @property
     def node_size(self) -> int:

@@ -22,23 +22,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from octopipe.cluster import GIB, INTER_LATENCY_MS, INTRA_LATENCY_MS, Gpu, Link, Network, gpu
 from octopipe.errors import OctoPipeError
-from octopipe.files import brief, kind_of, read_bytes, shown
+from octopipe.files import brief, check_format, decode_json, kind_of, read_bytes, shown
+from octopipe.limits import MAX_GPUS, MAX_LINKS, over
 
 Nodes = tuple[tuple[str, int, int], ...]
 """(GPU, nodes, GPUs per node) in order: `Setup.nodes`."""
-MOST_GPUS = 1 << 20
+FORMAT = "octopipe.cluster/1"
+"""The "format" of such a file; it may be left out."""
 
 
 def read_cluster(path: str | Path) -> Nodes:
     """The nodes in a cluster file."""
     data, where = read_bytes(path), shown(path)
+    if str(path).endswith(".json"):
+        return nodes_from_object(decode_json(data, where), where)
     try:
-        raw = msgspec.json.decode(data) if str(path).endswith(".json") else tomllib.loads(data.decode())
-    except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeError, RecursionError) as error:
+        raw = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # a number of more digits than Python reads is a ValueError too
         raise OctoPipeError(f"{where}: neither TOML nor JSON ({' '.join(str(error).split())[:120]})") from None
     return nodes_from_object(raw, where)
 
@@ -50,7 +52,13 @@ def nodes_from_object(raw: object, where: str = "cluster") -> Nodes:
     unknown = sorted(set(raw) - {"nodes", "format"})
     if unknown:
         raise OctoPipeError(f"{where}: unknown key {brief(unknown[0])}; a cluster file has [[nodes]] only")
-    return tuple(_group(entry, f"{where}: nodes entry {i}") for i, entry in enumerate(raw["nodes"]))
+    if raw.get("format") is not None:
+        check_format(raw["format"], FORMAT, where)
+    nodes = tuple(_group(entry, f"{where}: nodes entry {i}") for i, entry in enumerate(raw["nodes"]))
+    too_many = over("GPUs", count_gpus(nodes), MAX_GPUS)
+    if too_many:
+        raise OctoPipeError(f"{where}: {too_many[0]}")
+    return nodes
 
 
 def _group(entry: Any, where: str) -> tuple[str, int, int]:
@@ -68,11 +76,9 @@ def _group(entry: Any, where: str) -> tuple[str, int, int]:
     numbers = []
     for name, default in (("count", 1), ("gpus_per_node", found.gpus_per_node)):
         value = entry.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_GPUS:
-            raise OctoPipeError(f"{where}: {name} is {brief(value)}; give a whole number >= 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_GPUS:
+            raise OctoPipeError(f"{where}: {name} is {brief(value)}; give a whole number from 1 to {MAX_GPUS}")
         numbers.append(value)
-    if numbers[0] * numbers[1] > MOST_GPUS:
-        raise OctoPipeError(f"{where}: {numbers[0] * numbers[1]} GPUs; at most {MOST_GPUS} are taken")
     return found.name, numbers[0], numbers[1]
 
 
@@ -112,6 +118,9 @@ def ranks_on(nodes: Nodes, pp: int, gpus_per_stage: int) -> list[RankGpus]:
 
 def network_of(ranks: Sequence[RankGpus]) -> Network:
     """Links between ranks: inside a node the slower card's fast link, across nodes the slower way out."""
+    too_many = over("links between ranks of unequal nodes", len(ranks) * (len(ranks) - 1), MAX_LINKS)
+    if too_many:
+        raise OctoPipeError(too_many[0])
     pairs = {}
     for a, mine in enumerate(ranks):
         for b, other in enumerate(ranks):

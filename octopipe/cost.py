@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from octopipe.cluster import Link, Network
 from octopipe.display import one_line
 from octopipe.errors import OctoPipeError
+from octopipe.files import brief
+from octopipe.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.setup import Setup
 
 Array = NDArray[np.float64]
@@ -100,33 +102,46 @@ class CostTable:
                 values = np.zeros(layers)
             if values.shape != (layers,):
                 raise OctoPipeError(f"{self.model}: {name} has {values.size} entries for {layers} layers")
-            bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
+            most = MAX_TIME_MS if name.endswith("_ms") else MAX_BYTES
+            bad = np.flatnonzero(~((values >= 0) & (values <= most)))
             if bad.size:
                 i = int(bad[0])
                 raise OctoPipeError(
                     f"{self.model}: {name} of layer {i} ({self.symbols[i]}) is {values[i]}; give a finite number >= 0"
+                    f" and at most {most:g}"
                 )
             values.setflags(write=False)
             object.__setattr__(self, name, values)
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
-        over = np.flatnonzero(self.stash_bytes > self.activation_bytes)
-        if over.size:
-            i = int(over[0])
+        larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
+        if larger.size:
+            i = int(larger[0])
             raise OctoPipeError(
                 f"{self.model}: layer {i} ({self.symbols[i]}) stashes more than its activation; stash is a part of it"
             )
-        for name in ("rank_slowdown", "rank_memory_bytes"):
-            if any(not np.isfinite(v) or v <= 0 for v in getattr(self, name)):
-                raise OctoPipeError(f"{self.model}: {name} {getattr(self, name)}: give finite numbers > 0")
+        for name in ("tokens_per_micro_batch", "data_parallel", "gpus_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 1 <= (finite(value) or 0) <= MAX_SIZE):
+                raise OctoPipeError(f"{self.model}: {name} is {brief(value)}; give a whole number >= 1")
+        if self.model_flops is not None and not (-1.0 if finite(self.model_flops) is None else self.model_flops) >= 0:
+            raise OctoPipeError(f"{self.model}: model_flops is {brief(self.model_flops)}; give a finite number >= 0")
+        for name, most in (("rank_slowdown", MAX_RATIO), ("rank_memory_bytes", MAX_BYTES)):
+            if any(not 0 < (finite(v) or 0.0) <= most for v in getattr(self, name)):
+                raise OctoPipeError(
+                    f"{self.model}: {name} {brief(getattr(self, name))}: give finite numbers > 0 and at most {most:g}"
+                )
         if self.micro_batch_factor is not None:
             factor = np.asarray(self.micro_batch_factor, dtype=np.float64)
+            too_many = over("micro-batches x layers", len(factor) * layers, MAX_FACTOR_CELLS) if factor.ndim else []
+            if too_many:
+                raise OctoPipeError(f"{self.model}: {too_many[0]}")
             if factor.ndim == 1:
                 factor = np.repeat(factor[:, None], layers, axis=1)
             if factor.ndim != 2 or factor.shape[1] != layers:
                 raise OctoPipeError(f"{self.model}: micro_batch_factor must be [M] or [M, {layers}]")
-            if not np.all(np.isfinite(factor)) or np.any(factor <= 0):
-                raise OctoPipeError(f"{self.model}: micro_batch_factor must hold finite numbers > 0")
+            if not np.all((factor > 0) & (factor <= MAX_RATIO)):
+                raise OctoPipeError(f"{self.model}: micro_batch_factor needs finite numbers > 0 up to {MAX_RATIO:g}")
             factor = np.ascontiguousarray(factor)
             factor.setflags(write=False)
             object.__setattr__(self, "micro_batch_factor", factor)

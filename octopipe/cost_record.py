@@ -20,6 +20,7 @@ import numpy as np
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.files import brief
 
 
 def record_of(costs: CostTable) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def costs_from_record(record: Mapping[str, Any], where: str = "costs") -> CostTa
         return _read(CostTable, record)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
         raise OctoPipeError(f"{where}: the costs beside the plan cannot be read ({why}); give --model") from None
 
@@ -67,7 +68,7 @@ def _read(kind: type[Any], record: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(record) - {f.name for f in dataclasses.fields(kind)})
     if unknown:
-        raise OctoPipeError(f"unknown cost {unknown[0]!r}; the plan was written by a newer version")
+        raise OctoPipeError(f"unknown cost {brief(unknown[0])}; the plan was written by a newer version")
     return kind(**{name: _value(hints[name], value) for name, value in record.items()})
 
 
@@ -83,7 +84,15 @@ def _value(hint: Any, value: Any) -> Any:
         return _value(next(a for a in inner if a is not type(None)), value)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {_hashable(k): _value(inner[1], v) for k, v in value}
+    if hint in (str, bool, int, float) and not _is(hint, value):
+        raise TypeError(f"{brief(value)} stands where a {hint.__name__} belongs")
     return _hashable(value)
+
+
+def _is(hint: type, value: Any) -> bool:
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float if hint is float else hint)
 
 
 def _hashable(value: Any) -> Any:

@@ -18,7 +18,6 @@ one number per layer instead. Other keys are ignored (`profile_file.py` reads mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,9 +26,11 @@ import numpy as np
 from octopipe.cluster import GIB
 from octopipe.cost import Array, CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.files import brief, kind_of, read_json_object, shown
+from octopipe.files import brief, check_format, kind_of, read_json_object, shown, stem_of
+from octopipe.limits import MAX_LAYERS, MAX_TIME_MS, finite
 
-MAX_LAYERS = 1 << 16
+FORMAT = "octopipe.layer-times/1"
+"""The "format" of such a file; it may be left out."""
 TIMES = {"forward_ms": "forward_ms", "backward_ms": "input_ms", "weight_ms": "weight_ms"}
 BYTES = {
     "activation_gib": "activation_bytes",
@@ -40,16 +41,20 @@ BYTES = {
     "workspace_gib": "workspace_bytes",
 }
 """File key -> CostTable field; every one is optional."""
+MAX_TOKENS = 1 << 40
 ONE_FOR_ALL = frozenset({"boundary_gib", "workspace_gib"})
 
 
 def load_layer_times(path: str | Path) -> CostTable:
     """The costs in a layer-times file; the model is named after the file."""
-    return costs_of_layer_times(read_json_object(path), name=Path(path).stem, where=shown(path))
+    return costs_of_layer_times(read_json_object(path), name=stem_of(path), where=shown(path))
 
 
 def costs_of_layer_times(file: Mapping[str, object], *, name: str, where: str = "layer times") -> CostTable:
     """The costs in an already decoded layer-times object; `where` opens every error line."""
+    tag = file.get("format")
+    if isinstance(tag, str) and tag.startswith("octopipe.layer-times"):
+        check_format(tag, FORMAT, where)
     pattern = _pattern(file, where)
     arrays = {field: _column(file, key, pattern, where) for key, field in TIMES.items()}
     for key, field in BYTES.items():
@@ -66,7 +71,8 @@ def costs_of_layer_times(file: Mapping[str, object], *, name: str, where: str = 
                 f"({held[i] / GIB:g}); the stash is the part of it that W still needs"
             )
     tokens = file.get("tokens")
-    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+    whole = isinstance(tokens, int) and not isinstance(tokens, bool)
+    if tokens is not None and not (whole and 1 <= tokens <= MAX_TOKENS):  # type: ignore[operator]
         raise OctoPipeError(f"{where}: tokens is {brief(tokens)}; give a whole number >= 1, or leave it out")
     return CostTable(model=name, symbols=pattern, tokens_per_micro_batch=tokens, **arrays)  # type: ignore[arg-type]
 
@@ -115,10 +121,7 @@ def _column(file: Mapping[str, object], key: str, pattern: str, where: str) -> A
 def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise OctoPipeError(f"{what} is a JSON {kind_of(value)}; give a number >= 0")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number < 0 or number > 1e15:
+    number = finite(value)
+    if number is None or not 0 <= number <= MAX_TIME_MS:
         raise OctoPipeError(f"{what} is {brief(value)}; give a number between 0 and 1e15")
     return number

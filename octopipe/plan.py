@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from octopipe._graph import find_cycle
 from octopipe.display import html_of, one_line
 from octopipe.errors import OctoPipeError, PlanError
+from octopipe.limits import plan_too_large
 
 KINDS = "FRIWB"
 """Forward, recompute, input gradient, weight gradient, fused backward; the position is the array code."""
 F, R, I, W, B = range(5)
 CODES = {kind: code for code, kind in enumerate(KINDS)}
-_OP = re.compile(r"(\d{1,9})([FRIWB])(\d{1,9})")
+_OP = re.compile(r"([0-9]{1,9})([FRIWB])([0-9]{1,9})")
 _MAX_PROBLEMS = 20
 
 
@@ -294,7 +295,9 @@ def _predecessors(plan: Plan) -> NDArray[np.int32]:
 
 
 def _structure_problems(plan: Plan) -> list[str]:
-    out: list[str] = []
+    out = plan_too_large(plan)
+    if out:
+        return out
     for name in ("num_layers", "num_ranks", "num_micro_batches"):
         if getattr(plan, name) < 1:
             out.append(f"{name} is {getattr(plan, name)}; it must be at least 1")
@@ -307,8 +310,9 @@ def _structure_problems(plan: Plan) -> list[str]:
             out.append(f"stage {i} has layers [{s.first}, {s.stop}); they must lie inside [0, {plan.num_layers})")
         if not 0 <= s.rank < plan.num_ranks:
             out.append(f"stage {i} is on rank {s.rank}; ranks go from 0 to {plan.num_ranks - 1}")
-        if not isinstance(s.recompute, bool) and any(not s.first <= k < s.stop for k in s.recompute):
-            out.append(f"stage {i} recomputes layers {list(s.recompute)}; it holds [{s.first}, {s.stop})")
+        again = () if isinstance(s.recompute, bool) else s.recompute
+        if any(not s.first <= k < s.stop for k in again) or len(set(again)) != len(again):
+            out.append(f"stage {i} recomputes layers {list(again)[:8]}; name some of [{s.first}, {s.stop}) once")
     if out:
         return out[:_MAX_PROBLEMS]
     if len(plan.route_of_micro_batch) != plan.num_micro_batches:

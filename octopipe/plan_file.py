@@ -13,11 +13,11 @@ import msgspec
 from octopipe.cost import CostTable
 from octopipe.cost_record import record_of
 from octopipe.errors import OctoPipeError, PlanError
-from octopipe.files import plain, read_bytes, shown, write_whole
+from octopipe.files import check_format, decode_json, plain, read_bytes, shown, write_whole
+from octopipe.limits import MAX_OPS, MAX_PLAN_BYTES, MAX_RANKS, MAX_STAGES, over
 from octopipe.plan import Plan, Stage, parse_orders
 
 FORMAT = "octopipe.plan/1"
-MAX_PLAN_BYTES = 1 << 28
 _KNOWN = {
     "format",
     "model",
@@ -51,15 +51,21 @@ class _PlanFile(msgspec.Struct):
 
 def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:
     """A checked plan from JSON text; `where` names the source in errors."""
+    raw: Any = decode_json(data, where, most_values=2 * MAX_OPS)
+    if not isinstance(raw, dict):
+        raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT}"')
+    check_format(raw.get("format"), FORMAT, where)
     try:
-        raw: dict[str, Any] = msgspec.json.decode(data)
-        if not isinstance(raw, dict):
-            raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT}"')
-        if raw.get("format") != FORMAT:
-            raise OctoPipeError(f"{where}: format is {raw.get('format')!r}; expected {FORMAT!r}")
         file = msgspec.convert(raw, _PlanFile)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise OctoPipeError(f"{where}: not a valid plan file: {_one_line(error)}") from None
+    too_many = [
+        *over("ranks", len(file.orders), MAX_RANKS),
+        *over("stages", len(file.stages), MAX_STAGES),
+        *over("ops in orders", sum(map(len, file.orders)), MAX_OPS),
+    ]
+    if too_many:
+        raise PlanError([f"{where}: {too_many[0]}"])
     try:
         plan = Plan(
             model=file.model,

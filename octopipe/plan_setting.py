@@ -70,8 +70,9 @@ def _resolved(model: str, plan: Plan, known: Mapping[str, Any], where: str) -> C
         return resolve_costs(model, pp=plan.num_ranks, micro_batches=plan.num_micro_batches, **numbers)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({error}); mend it or give --model') from None
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); mend it or give --model') from None
 
 
 def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:

@@ -20,7 +20,6 @@ Times are those of a rank while all ranks work. Every key from `partial` on is o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,8 +30,9 @@ import msgspec
 from octopipe.cluster import GIB, Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.files import brief, kind_of, read_json_object, shown, write_whole
+from octopipe.files import brief, check_format, kind_of, read_json_object, shown, stem_of, write_whole
 from octopipe.layer_times import BYTES, TIMES, costs_of_layer_times
+from octopipe.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 
 FORMAT = "octopipe.profile/1"
 
@@ -99,11 +99,14 @@ class Profile:
 
 def load_profile(path: str | Path) -> Profile:
     """Read a profile; a plain layer-times file is taken too."""
-    return profile_from_object(read_json_object(path), name=Path(path).stem, where=shown(path))
+    return profile_from_object(read_json_object(path), name=stem_of(path), where=shown(path))
 
 
 def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "profile") -> Profile:
     """The profile in an already decoded JSON object; `where` opens every error line."""
+    tag = file.get("format")
+    if isinstance(tag, str) and tag.startswith("octopipe.profile"):
+        check_format(tag, FORMAT, where)
     model = file.get("model")
     costs = costs_of_layer_times(file, name=model if isinstance(model, str) and model else name, where=where)
     if file.get("optimizer_ms") is not None:
@@ -114,23 +117,23 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))
         costs = costs.replace(network=Network(intra=worst, inter=worst, pairs=pairs))
-    if file.get("rank_slowdown"):
-        costs = costs.replace(
-            rank_slowdown=tuple(_numbers(file["rank_slowdown"], f'{where}: "rank_slowdown"', positive=True))
-        )
-    if file.get("memory_gib"):
-        memory = file["memory_gib"]
-        sizes = _numbers(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"', positive=True)
+    slow = file.get("rank_slowdown")
+    if slow is not None and slow != []:
+        costs = costs.replace(rank_slowdown=tuple(_ranks(slow, f'{where}: "rank_slowdown"', most=MAX_RATIO)))
+    memory = file.get("memory_gib")
+    if memory is not None and memory != []:
+        sizes = _ranks(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"')
         costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
     partial = _partial(file.get("partial"), costs, where)
-    overhead = _numbers([file.get("op_overhead_ms") or 0.0], f'{where}: "op_overhead_ms"')[0]
-    fused = _numbers([file.get("fused_factor", 1.0)], f'{where}: "fused_factor"', positive=True)[0]
+    overhead, fused = file.get("op_overhead_ms"), file.get("fused_factor")
+    overhead_ms = _numbers([0.0 if overhead is None else overhead], f'{where}: "op_overhead_ms"')[0]
+    factor = _numbers([1.0 if fused is None else fused], f'{where}: "fused_factor"', positive=True, most=MAX_RATIO)[0]
     about = file.get("about")
     return Profile(
         costs=costs,
         partial=partial,
-        op_overhead_ms=overhead,
-        fused_factor=fused,
+        op_overhead_ms=overhead_ms,
+        fused_factor=factor,
         about=about if isinstance(about, dict) else {},
     )
 
@@ -140,13 +143,14 @@ def _partial(value: object, costs: CostTable, where: str) -> dict[int, CostTable
         return {}
     if not isinstance(value, dict):
         raise OctoPipeError(f'{where}: "partial" is a JSON {kind_of(value)}; give an object')
-    out = {}
+    out: dict[int, CostTable] = {}
     for level, tables in value.items():
         what = f'{where}: "partial" of {brief(level)}'
-        if not str(level).isdigit() or int(level) < 1 or not isinstance(tables, dict):
-            raise OctoPipeError(f"{what}: give a number of ranks and an object of times")
+        number = int(level) if str(level).isascii() and str(level).isdigit() and len(str(level)) <= 6 else 0
+        if not 1 <= number <= MAX_RANKS or number in out or not isinstance(tables, dict):
+            raise OctoPipeError(f"{what}: give a number of ranks (1 to {MAX_RANKS}), once, and an object of times")
         times = {name: _numbers(tables.get(key), f'{what}: "{key}"', costs.num_layers) for key, name in TIMES.items()}
-        out[int(level)] = costs.replace(**times)
+        out[number] = costs.replace(**times)
     return out
 
 
@@ -155,14 +159,19 @@ def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
         return {}
     if not isinstance(value, list):
         raise OctoPipeError(f'{where}: "links" is a JSON {kind_of(value)}; give a list of objects')
+    too_many = over("links", len(value), MAX_LINKS)
+    if too_many:
+        raise OctoPipeError(f"{where}: {too_many[0]}")
     pairs: dict[tuple[int, int], Link] = {}
     for i, entry in enumerate(value):
         what = f'{where}: "links" entry {i}'
         if not isinstance(entry, dict):
             raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
         ends: list[Any] = [entry.get("source"), entry.get("destination")]
-        if any(isinstance(e, bool) or not isinstance(e, int) or e < 0 for e in ends):
+        if any(isinstance(e, bool) or not isinstance(e, int) or not 0 <= e < MAX_RANKS for e in ends):
             raise OctoPipeError(f"{what} has source {brief(ends[0])} and destination {brief(ends[1])}; give ranks")
+        if (ends[0], ends[1]) in pairs:
+            raise OctoPipeError(f"{what}: the link from {ends[0]} to {ends[1]} was given before; keep one of the two")
         latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]
         speed = entry.get("gb_per_s")
         rate = 0.0
@@ -172,16 +181,24 @@ def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
     return pairs
 
 
-def _numbers(value: object, what: str, count: int | None = None, *, positive: bool = False) -> list[float]:
+def _ranks(value: object, what: str, *, most: float = MAX_TIME_MS) -> list[float]:
+    """Numbers > 0, one per rank."""
+    if isinstance(value, list) and len(value) > MAX_RANKS:
+        raise OctoPipeError(f"{what}: {over('ranks', len(value), MAX_RANKS)[0]}")
+    return _numbers(value, what, positive=True, most=most)
+
+
+def _numbers(
+    value: object, what: str, count: int | None = None, *, positive: bool = False, most: float = MAX_TIME_MS
+) -> list[float]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise OctoPipeError(f"{what} is a JSON {kind_of(value)}; give a list of numbers")
     if count is not None and len(value) != count:
         raise OctoPipeError(f"{what} has {len(value)} numbers for {count} layers; give one per layer")
     out = []
     for item in value:
-        good = isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
-        if not good or item < 0 or (positive and item == 0):
-            sign = "> 0" if positive else ">= 0"
-            raise OctoPipeError(f"{what} holds {brief(item)}; give finite numbers {sign}")
-        out.append(float(item))
+        number, least = finite(item), 1 / most if positive else 0.0
+        if number is None or not least <= number <= most:
+            raise OctoPipeError(f"{what} holds {brief(item)}; give finite numbers from {least:g} to {most:g}")
+        out.append(number)
     return out

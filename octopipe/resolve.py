@@ -10,7 +10,6 @@ whose "format" key says what it is; and the numbers that go with it. Does not kn
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +22,9 @@ from octopipe.cluster import gpu as gpu_preset
 from octopipe.cluster_file import Nodes, memory_bytes, network_of, nodes_from_object, ranks_on, read_cluster
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.files import read_json_object, shown
+from octopipe.files import brief, letters, read_json_object, shown, stem_of
 from octopipe.layer_times import costs_of_layer_times
+from octopipe.limits import MAX_TIME_MS, finite
 from octopipe.model import ModelSpec
 from octopipe.profile_file import profile_from_object
 from octopipe.readers.hf_config import from_config
@@ -67,6 +67,8 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
     if isinstance(model, ModelSpec):
         return model
     name = str(model)
+    if name != letters(name):
+        raise OctoPipeError(f"{shown(name)}: the file's name is not UTF-8; rename it, so that plans can name it")
     if name in PRESETS:
         return preset(name)
     path = Path(name)
@@ -91,12 +93,12 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
             raise OctoPipeError(
                 f"{where}: format {tag[:60]!r} is no model; give a file of format {known}, or a preset"
             )
-        return reader(file, path.stem, where)
+        return reader(file, stem_of(path), where)
     if "pattern" in file or "forward_ms" in file:
-        return _layer_times(file, path.stem, where)
+        return _layer_times(file, stem_of(path), where)
     if "model_type" in file or "architectures" in file or "hidden_size" in file or "text_config" in file:
         return from_config(
-            file, name=path.parent.name if path.name == "config.json" else path.stem, where=where
+            file, name=letters(path.parent.name) if path.name == "config.json" else stem_of(path), where=where
         )
     raise OctoPipeError(
         f'{where}: neither a layer-times file ("pattern", "forward_ms", ...) nor a Hugging Face config '
@@ -128,10 +130,11 @@ def _memory(memory_gib: float | Sequence[float] | None, pp: int) -> tuple[float,
 
 
 def _positive(name: str, value: object, *, zero: bool = False) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero):  # type: ignore[operator]
-        raise OctoPipeError(f"{name} is {value}; give a finite number {'>= 0' if zero else '> 0'}")
-    return float(value)  # type: ignore[arg-type]
+    number = finite(value)
+    if number is None or not 0 <= number <= MAX_TIME_MS or (number == 0 and not zero):
+        sign = ">= 0" if zero else "> 0"
+        raise OctoPipeError(f"{name} is {brief(value)}; give a finite number {sign}, at most {MAX_TIME_MS:g}")
+    return number
 
 
 def resolve_costs(
@@ -173,7 +176,7 @@ def resolve_costs(
     for name, value in whole.items():
         optional = value is None and name in ("seq", "tp")
         if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
+            raise OctoPipeError(f"{name} is {brief(value)}; give a whole number >= 1")
     if p2p_ms is not None:
         _positive("p2p_ms", p2p_ms, zero=True)
     memory = _memory(memory_gib, pp)

@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args
 
 from octopipe.cluster import GIB, Cluster, Gpu, gpu
 from octopipe.errors import OctoPipeError
+from octopipe.files import brief
+from octopipe.limits import MAX_SIZE, MAX_TIME_MS, finite
 
 Precision = Literal["bf16", "fp8"]
 Gradients = Literal["fp32", "bf16"]
@@ -88,21 +90,24 @@ class Setup:
         for name in ("micro_batches", "seq", "gpus_per_node"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
+        for name in ("sequence_parallel", "vocab_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; give true or false")
         if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
-            raise OctoPipeError(f"zero is {self.zero!r}; give 0, 1, 2 or 3")
+            raise OctoPipeError(f"zero is {brief(self.zero)}; give 0, 1, 2 or 3")
         for name, known in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
-                raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
+                raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; one of {', '.join(known)}")
         if self.recompute_layers is not None:
             _whole("recompute_layers", self.recompute_layers)
             if self.recompute != "full":
                 raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
         if self.gradients not in (None, *get_args(Gradients)):
-            raise OctoPipeError(f"gradients is {self.gradients!r}; one of {', '.join(get_args(Gradients))}")
-        if self.reserve_gib is not None and not (math.isfinite(self.reserve_gib) and self.reserve_gib >= 0):
-            raise OctoPipeError(f"reserve_gib is {self.reserve_gib}; give a finite number >= 0")
-        if self.p2p_ms is not None and not (math.isfinite(self.p2p_ms) and self.p2p_ms >= 0):
-            raise OctoPipeError(f"p2p_ms is {self.p2p_ms}; give a finite number >= 0")
+            raise OctoPipeError(f"gradients is {brief(self.gradients)}; one of {', '.join(get_args(Gradients))}")
+        for name in ("reserve_gib", "p2p_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
+                raise OctoPipeError(f"{name} is {brief(value)}; give a finite number >= 0, at most {MAX_TIME_MS:g}")
         if self.gpu is not None and self.precision == "fp8":
             self.gpu.peak_flops_per_ms("fp8")
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
@@ -242,8 +247,9 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise OctoPipeError(f"{where}: cannot be used ({error}); write what `--json` prints under setup") from None
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise OctoPipeError(f"{where}: cannot be used ({why}); write what `--json` prints under setup") from None
 
 
 def derived_sizes(
@@ -292,8 +298,8 @@ def micro_batches_of(*, global_batch: int | None, micro_batch_size: int, dp: int
 
 
 def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+        raise OctoPipeError(f"{name} is {brief(value)}; give a whole number >= 1, at most {MAX_SIZE}")
 
 
 __all__ = [

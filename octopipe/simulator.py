@@ -19,6 +19,7 @@ from octopipe._graph import topological_order
 from octopipe.cluster import Link
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.limits import checked_seed
 from octopipe.lowering import Channel, Program, lower, prove_deadlock_free
 from octopipe.plan import KINDS, B, F, I, Plan, R, W, route_neighbours
 from octopipe.price import (
@@ -104,7 +105,7 @@ def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: 
     if not (0 <= sigma < 10) or runs < 1:
         raise OctoPipeError(f"jitter sigma {sigma} with {runs} runs; give 0 <= sigma < 10 and at least one run")
     duration = np.concatenate((op_durations(program.plan, costs), program.transfer_ms))
-    return _engine.makespans(topological_order(program.preds), program.preds, duration, sigma, runs, seed)
+    return _engine.makespans(topological_order(program.preds), program.preds, duration, sigma, runs, checked_seed(seed))
 
 
 def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: Transfers) -> tuple[MemoryCurve, ...]:
@@ -184,13 +185,16 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
     replicas = plan.replicas()
     # A replicated stage is ready when all its copies are; sorting by that gives every holder the same order.
     ready_at = done.copy()
+    first, stop = (np.array([getattr(stage, name) for stage in plan.stages]) for name in ("first", "stop"))
     for s, stage in enumerate(plan.stages if replicas else ()):
-        twins = [k for k, o in enumerate(plan.stages) if o.first < stage.stop and stage.first < o.stop]
-        ready_at[s] = done[twins].max()
+        ready_at[s] = done[(first < stage.stop) & (stage.first < stop)].max()
+    held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
+    for s, stage in enumerate(plan.stages):
+        held[stage.rank].append(s)
     extras = []
     for rank in range(plan.num_ranks):
         clock = 0.0
-        mine = sorted(plan.stages_of_rank(rank), key=lambda s: (ready_at[s], plan.stages[s].first))
+        mine = sorted(held[rank], key=lambda s: (ready_at[s], plan.stages[s].first))
         for s in mine:
             stage = plan.stages[s]
             nbytes = float(costs.gradient_bytes[stage.first : stage.stop].sum())

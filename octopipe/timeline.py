@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.display import html_of, one_line
-from octopipe.errors import OctoPipeError
 from octopipe.files import plain, read_bytes, shown, write_whole
+from octopipe.limits import MAX_TIMELINE_BYTES
 from octopipe.plan import KINDS, Op
+from octopipe.timeline_record import FORMAT, read_record
 
 GIB = float(1 << 30)
 ROUNDING = 1e-12
 """Share of a capacity by which sums of bytes may exceed it for rounding alone."""
-FORMAT = "octopipe.timeline/1"
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
@@ -240,7 +240,7 @@ class Timeline:
         if self.binding.size == 0 or self.spans.end_ms.size == 0:
             return ()
         path = [int(np.argmax(self.spans.end_ms))]
-        while self.binding[path[-1]] >= 0:
+        while self.binding[path[-1]] >= 0 and len(path) <= self.binding.size:
             path.append(int(self.binding[path[-1]]))
         return tuple(reversed(path))
 
@@ -303,43 +303,33 @@ class Timeline:
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     """Read a timeline file."""
-    return timeline_from_json(read_bytes(path, most_bytes=1 << 30), shown(path))
+    return timeline_from_json(read_bytes(path, most_bytes=MAX_TIMELINE_BYTES), shown(path))
 
 
 def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
-    try:
-        raw = msgspec.json.decode(data)
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            raise OctoPipeError(f'{where}: not a timeline; expected a JSON object with "format": "{FORMAT}"')
-        return Timeline(
-            num_ranks=int(raw["num_ranks"]),
-            spans=_columns(Spans, raw["spans"]),
-            transfers=_columns(Transfers, raw["transfers"]),
-            memory=tuple(
-                MemoryCurve(np.array(c["times_ms"], float), np.array(c["bytes"], float), float(c["static_bytes"]))
-                for c in raw["memory"]
-            ),
-            extras=tuple(
-                Extra(str(e["name"]), int(e["rank"]), float(e["start_ms"]), float(e["end_ms"])) for e in raw["extras"]
-            ),
-            capacity_bytes=tuple(float("inf") if c is None else float(c) for c in raw["capacity_bytes"]),
-            binding=np.array(raw["binding"], np.int32),
-            measured=bool(raw["measured"]),
-            label=str(raw["label"]),
-            model=str(raw["model"]),
-            setting=dict(raw.get("setting") or {}),
+    """The timeline in a file's bytes; whatever is wrong there is one line that opens with `where`."""
+    record = read_record(data, where)
+    return Timeline(
+        num_ranks=record.num_ranks,
+        spans=_columns(Spans, record.spans),
+        transfers=_columns(Transfers, record.transfers),
+        memory=tuple(
+            MemoryCurve(np.array(c.times_ms, float), np.array(c.bytes, float), c.static_bytes) for c in record.memory
+        ),
+        extras=tuple(Extra(e.name, e.rank, e.start_ms, e.end_ms) for e in record.extras),
+        capacity_bytes=tuple(float("inf") if c is None else c for c in record.capacity_bytes),
+        binding=np.array(record.binding, np.int32),
+        measured=record.measured,
+        label=record.label,
+        model=record.model,
+        setting=record.setting or {},
+    )
+
+
+def _columns(kind: Any, record: Any) -> Any:
+    return kind(
+        *(
+            np.array(getattr(record, name), np.float64 if name.endswith("_ms") or name == "nbytes" else np.int32)
+            for name in kind._fields
         )
-    except (msgspec.MsgspecError, RecursionError, UnicodeError, KeyError, TypeError, ValueError) as error:
-        raise OctoPipeError(f"{where}: not a valid timeline file: {' '.join(str(error).split())[:200]}") from None
-
-
-def _columns(kind: Any, raw: Any) -> Any:
-    columns = [
-        np.array(raw[name], np.float64 if name.endswith("_ms") or name == "nbytes" else np.int32)
-        for name in kind._fields
-    ]
-    if any(c.ndim != 1 or c.size != columns[0].size for c in columns):
-        raise ValueError(f"columns of {kind.__name__.lower()} differ in length")
-    if any(not np.all(np.isfinite(c)) for c in columns):
-        raise ValueError(f"{kind.__name__.lower()} hold numbers that are not finite")
-    return kind(*columns)
+    )

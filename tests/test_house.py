@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
 
 ROOMS = [
-    ["errors", "files", "display", "_compile", "_graph"],
+    ["errors", "limits", "files", "display", "_compile", "_graph"],
     ["layers", "mixers", "model", "zoo"],
     ["readers"],
     ["cluster", "cluster_file", "setup"],
@@ -19,7 +19,7 @@ ROOMS = [
     ["plan", "plan_file", "plan_setting", "price"],
     ["_engine"],
     ["blocking", "lowering"],
-    ["timeline", "fidelity"],
+    ["timeline_record", "timeline", "fidelity"],
     ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
     ["systems", "recompute", "comparison"],

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from octopipe.errors import OctoPipeError
-from octopipe.files import brief, read_json_object, shown
+from octopipe.files import brief, letters, read_json_object, shown, stem_of
+from octopipe.limits import MAX_LAYERS
 from octopipe.model import (
     Attention,
     Block,
@@ -31,7 +32,7 @@ from octopipe.model import (
     ModelSpec,
     Moe,
 )
-from octopipe.readers.hf_decoder import MAX_LAYERS, Config, Family, decoder
+from octopipe.readers.hf_decoder import Config, Family, decoder
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -85,12 +86,12 @@ def from_config(
 ) -> ModelSpec:
     """The model a config describes: a path to `config.json` (or its folder), or the decoded object."""
     if isinstance(source, Mapping):
-        data, where = source, where or "config"
+        data, where, name = source, where or "config", name if name is None else letters(name)
     else:
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
         data, where = read_json_object(path), where or shown(path)
-        name = name or (path.parent.name if path.name == "config.json" else path.stem)
+        name = name or (letters(path.parent.name) if path.name == "config.json" else stem_of(path))
     refuse_towers(data, where)
     outer = Config(data=data, where=where)
     config = outer.part("text_config") if isinstance(data.get("text_config"), dict) else outer
@@ -101,6 +102,9 @@ def from_config(
     except OctoPipeError as error:
         text = str(error)  # a layer's own complaint does not know the file
         raise OctoPipeError(text if text.startswith(where) else f"{where}: {text}") from None
+    except (ArithmeticError, ValueError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise OctoPipeError(f"{where}: its numbers make no model ({why}); check the sizes") from None
 
 
 def _read(config: Config, kind: str, name: str) -> ModelSpec:
@@ -204,7 +208,9 @@ def _nemotron_h(config: Config) -> tuple[Layer, ...]:
         pattern = [
             ("#" if symbol == "E" else symbol) for symbol in str(config.get("hybrid_override_pattern") or "")
         ]
-    if not 1 <= len(pattern) <= MAX_LAYERS or not set(pattern) <= set("M-*#"):
+    if len(pattern) > MAX_LAYERS:
+        raise OctoPipeError(f"{config.where}: {len(pattern)} layers; at most {MAX_LAYERS} are taken")
+    if not pattern or not set(pattern) <= set("M-*#"):
         raise OctoPipeError(
             f'{config.where}: "hybrid_override_pattern" must be letters M, -, * and E (one per layer)'
         )
@@ -251,11 +257,12 @@ def _jamba(config: Config) -> tuple[Layer, ...]:
     h, vocab = config.hidden, config.size("vocab_size", default=65536)
     heads = config.size("num_attention_heads")
     rank = config.get("mamba_dt_rank")
+    auto = rank is None or rank == "auto"
     mamba = Mamba1(
         hidden=h,
         inner=h * config.size("mamba_expand", default=2),
         state=config.size("mamba_d_state", default=16),
-        dt_rank=rank if isinstance(rank, int) else math.ceil(h / 16),
+        dt_rank=math.ceil(h / 16) if auto else config.size("mamba_dt_rank"),
         conv=config.size("mamba_d_conv", default=4),
     )
     attention = Attention(

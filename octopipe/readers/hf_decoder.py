@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octopipe.errors import OctoPipeError
-from octopipe.files import brief
+from octopipe.files import brief, kind_of
+from octopipe.limits import MAX_LAYERS, MAX_SIZE, MAX_TIME_MS, finite
 from octopipe.model import (
     Activation,
     Attention,
@@ -30,9 +31,6 @@ from octopipe.model import (
     Moe,
     Mtp,
 )
-
-MAX_LAYERS = 1 << 16
-MAX_SIZE = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +54,26 @@ class Config:
                 raise OctoPipeError(f'{self.where}: "{keys[0]}" is missing; add it to the config')
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIZE:
-            raise OctoPipeError(f'{self.where}: "{keys[0]}" is {brief(value)}; give a whole number >= 0')
+            raise OctoPipeError(
+                f'{self.where}: "{keys[0]}" is {brief(value)}; give a whole number >= 0, at most {MAX_SIZE}'
+            )
         return value
 
     def number(self, *keys: str, default: float) -> float:
         value = self.get(*keys)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise OctoPipeError(f'{self.where}: "{keys[0]}" is {brief(value)}; give a finite number')
-        return float(value)
+        number = finite(value)
+        if number is None or not 0 <= number <= MAX_TIME_MS:
+            raise OctoPipeError(
+                f'{self.where}: "{keys[0]}" is {brief(value)}; give a finite number >= 0, at most {MAX_TIME_MS:g}'
+            )
+        return number
 
     def flag(self, *keys: str, default: bool = False) -> bool:
         value = self.get(*keys)
+        if value not in (None, False, True):  # 0 and 1 are taken for them
+            raise OctoPipeError(f'{self.where}: "{keys[0]}" is {brief(value)}; give true or false')
         return default if value is None else bool(value)
 
     def items(self, *keys: str) -> list[object] | None:
@@ -80,7 +85,9 @@ class Config:
     def part(self, key: str) -> Config:
         """A nested object, empty where it is left out."""
         value = self.get(key)
-        return Config(data=value if isinstance(value, dict) else {}, where=f"{self.where}: {key}")
+        if value is not None and not isinstance(value, Mapping):
+            raise OctoPipeError(f'{self.where}: "{key}" is a JSON {kind_of(value)}; give an object')
+        return Config(data=value or {}, where=f"{self.where}: {key}")
 
     @property
     def hidden(self) -> int:
@@ -177,12 +184,11 @@ def _attention(config: Config, family: Family, window: int | None) -> Layer:
     h, heads = config.hidden, config.size("num_attention_heads", "n_head")
     rope = config.part("rope_parameters")
     nested = rope.part("full_attention" if window is None else "sliding_attention")
-    local = config.get("rope_local_base_freq") if window is not None else None
+    local = config.number("rope_local_base_freq", default=0.0) if window is not None else 0.0
     theta = nested.number("rope_theta", default=rope.number("rope_theta", default=0.0)) or config.number(
         "rope_theta", default=10000.0
     )
-    if isinstance(local, int | float):
-        theta = float(local)
+    theta = local or theta
     bias = config.flag("attention_bias")
     if config.has("kv_lora_rank"):
         return LatentAttention(
@@ -199,6 +205,8 @@ def _attention(config: Config, family: Family, window: int | None) -> Layer:
     head_dim = config.size("head_dim", default=family.head_dim or (h // heads if heads else 0))
     qkv_bias = config.flag("qkv_bias", default=bias if family.qkv_bias is None else family.qkv_bias)
     share = config.number("partial_rotary_factor", default=rope.number("partial_rotary_factor", default=1.0))
+    if share > 1:
+        raise OctoPipeError(f'{config.where}: "partial_rotary_factor" is {share:g}; give a share from 0 to 1')
     return Attention(
         hidden=h,
         heads=heads,

@@ -201,4 +201,5 @@ def write_hybrid(parsed: MegatronText) -> str:
 
 def _wrong(text: str, at: int, why: str) -> OctoPipeError:
     around = text[max(0, at - 8) : at] + "»" + text[at : at + 1] + "«" + text[at + 1 : at + 9]
+    around = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in around)
     return OctoPipeError(f"character {at + 1} of the Megatron text ({around}): {why}")

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from octopipe.errors import OctoPipeError
 from octopipe.files import brief
 
-_COMPUTE = re.compile(r"\d{1,9}[FIWB]\d{1,9}")
-_TRANSFER = re.compile(r"\d{1,9}(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}")
-_SHARD = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
+_COMPUTE = re.compile(r"[0-9]{1,9}[FIWB][0-9]{1,9}")
+_TRANSFER = re.compile(r"[0-9]{1,9}(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]{1,9}")
+_SHARD = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 

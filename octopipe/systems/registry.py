@@ -25,6 +25,7 @@ from typing import Any
 
 from octopipe.cost import CostTable
 from octopipe.errors import NotApplicableError, OctoPipeError
+from octopipe.limits import refuse_too_large
 from octopipe.plan import Plan
 
 BUILT_IN = (
@@ -151,6 +152,7 @@ def build_plan(
         raise OctoPipeError(
             f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
         )
+    refuse_too_large(num_ranks, num_micro_batches)
     entry = get_system(name)
     setting = Setting(costs=costs, num_ranks=num_ranks, num_micro_batches=num_micro_batches, options=options)
     plan = entry.policy(setting)

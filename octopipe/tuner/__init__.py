@@ -18,6 +18,7 @@ from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.hide import hide_transfers
+from octopipe.limits import checked_seed, refuse_too_large
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
@@ -67,6 +68,7 @@ def tune(
     any machine.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
+    checked_seed(seed)
     if tuple(phases) != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     notes = []
@@ -196,6 +198,7 @@ def _check(
         raise OctoPipeError(
             f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
         )
+    refuse_too_large(num_ranks, num_micro_batches)
     if not budget_s > 0:
         raise OctoPipeError(f"budget {budget_s} s; give more than 0 seconds")
     for name, given in (("rank speeds", costs.rank_slowdown), ("memory sizes", costs.rank_memory_bytes)):

@@ -6,9 +6,10 @@ Knows: argparse and rich, which flags a MODEL has no use for. Does not know: any
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from typing import TYPE_CHECKING, Any
+
+from octopipe.limits import MAX_TIME_MS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,14 +32,23 @@ def whole_number(text: str) -> int:
     return value
 
 
+def seed_number(text: str) -> int:
+    """An argparse type: the start of random numbers."""
+    from octopipe.limits import MAX_SEED
+
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_SEED):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no seed; give a whole number from 0 to {MAX_SEED}")
+    return int(text)
+
+
 def non_negative(text: str) -> float:
     """An argparse type: a finite number of at least 0."""
     try:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number >= 0")
+    if not 0 <= value <= MAX_TIME_MS:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a finite number >= 0, at most {MAX_TIME_MS:g}")
     return value
 
 
@@ -325,6 +335,15 @@ def counted(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`, `2 micro-batches`."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{number} {noun if number == 1 else plural}"
+
+
+BRACKET = "\ue000"
+"""Stands for a "[" that is a letter, wherever it may look like the start of a tag."""
+
+
+def named(text: object) -> str:
+    """A name or path of a user's inside a line of ours: none of its brackets is a tag of ours."""
+    return str(text).replace("[", BRACKET)
 
 
 def print_json(value: Any) -> None:

@@ -17,6 +17,7 @@ from octopipe.verbs.common import (
     console,
     costs_from,
     micro_batches_from,
+    named,
     non_negative,
     print_json,
     setup_words,
@@ -112,7 +113,7 @@ def show(result: Comparison) -> None:
     ran = [r for r in result.results if not r.reason]
     mode = "every backward split" if result.split_backward else "as published"
     out.print(
-        f"[bold]{result.model}[/], pp {result.num_ranks}, {result.num_micro_batches} micro-batches, {mode}; "
+        f"[bold]{named(result.model)}[/], pp {result.num_ranks}, {result.num_micro_batches} micro-batches, {mode}; "
         f"lower bound {result.lower_bound_ms:.1f} ms"
     )
     if result.setup is not None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from octopipe.verbs.common import console, whole_number
+from octopipe.verbs.common import console, named, whole_number
 from octopipe.verbs.plan_costs import add_cost_arguments, setting_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     data = _export(args)
     if args.output and args.output != "-":
         write_whole(args.output, data)
-        console(stderr=True).print(f"{args.output}: {args.to}, {len(data):,} bytes", soft_wrap=True)
+        console(stderr=True).print(f"{named(args.output)}: {args.to}, {len(data):,} bytes", soft_wrap=True)
         return 0
     if args.to == "png" and sys.stdout.isatty():
         raise OctoPipeError("a PNG is nothing for a terminal; give -o FILE")

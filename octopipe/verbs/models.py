@@ -9,7 +9,7 @@ import argparse
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from octopipe.verbs.common import console, print_json
+from octopipe.verbs.common import console, named, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -119,7 +119,7 @@ def _show(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     out = console()
-    out.print(f"[bold]{spec.name}[/]: {spec.parameters / 1e9:.2f} B parameters, {spec.num_layers} layers")
+    out.print(f"[bold]{named(spec.name)}[/]: {spec.parameters / 1e9:.2f} B parameters, {spec.num_layers} layers")
     out.print(spec.pattern, style="cyan", overflow="fold", markup=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("layers", "", "kind", "parameters each"):

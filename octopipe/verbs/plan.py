@@ -17,6 +17,7 @@ from octopipe.verbs.common import (
     add_training_arguments,
     console,
     print_json,
+    seed_number,
     whole_number,
 )
 from octopipe.verbs.tune import seconds
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--today", metavar="SIZES", help="what you run now, e.g. tp=4,pp=8,vp=5: shown beside")
     group.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="for all of it (default: 30s)")
     group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
-    group.add_argument("--seed", type=int, default=0, help="start of the tuner's random numbers (default: 0)")
+    group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

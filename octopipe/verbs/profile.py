@@ -10,7 +10,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, whole_number
+from octopipe.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
 from octopipe.verbs.runnable import is_hf_config, model_of, needs_torch, told
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _show(profile: Profile, output: str) -> None:
     about = profile.about
     names = about.get("layers") or costs.symbols
     out.print(
-        f"[bold]{costs.model}[/]: {len(set(names))} kinds of {costs.num_layers} layers on "
+        f"[bold]{named(costs.model)}[/]: {len(set(names))} kinds of {costs.num_layers} layers on "
         f"{about.get('ranks')} rank(s) of {about.get('device')} in {about.get('total_seconds')} s"
     )
     used = ", ".join(f"{part} {name}" for part, name in about.get("kernels", {}).items())

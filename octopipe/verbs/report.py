@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from octopipe.verbs.common import console
+from octopipe.verbs.common import console, named
 from octopipe.verbs.plan_costs import add_cost_arguments, setting_of
 
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     entries = load_entries(args.files, setting_of(args))
     page = report_html(entries, title=args.title).encode()
     write_whole(args.output, page)
-    names = ", ".join(f"{e.name} {e.timeline.step_ms:.1f} ms" for e in entries)
+    names = ", ".join(f"{named(e.name)} {e.timeline.step_ms:.1f} ms" for e in entries)
     size = f"{len(page) / 1e6:.2f} MB"
-    console(stderr=True).print(f"{args.output}: {names} ({size}; open it in a browser)", soft_wrap=True)
+    console(stderr=True).print(f"{named(args.output)}: {names} ({size}; open it in a browser)", soft_wrap=True)
     return 0

@@ -15,6 +15,8 @@ from rich.console import Console, RenderableType
 from rich.status import Status
 from rich.text import Text
 
+from octopipe.verbs.common import BRACKET
+
 TAGS = frozenset(
     f"{weight}{colour}".strip()
     for weight in ("", "bold ", "dim ")
@@ -22,6 +24,7 @@ TAGS = frozenset(
 ) - {""}
 """What may stand in brackets as a style, and be closed by [/] or [/style]."""
 _TAG = re.compile(r"\[(/?)([a-z ]*)\]")
+_KEPT = "\n\t" + BRACKET
 
 
 def printable(text: str) -> str:
@@ -32,7 +35,7 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in _KEPT else ascii(c)[1:-1] for c in text)
 
 
 def marked(text: str) -> Text:
@@ -40,6 +43,8 @@ def marked(text: str) -> Text:
 
     >>> marked("pip install octopipe[exact], [bold]now[/]").plain
     'pip install octopipe[exact], now'
+    >>> marked(f"[bold]{BRACKET}bold]name[/]").plain
+    '[bold]name'
     """
     text = printable(text)
     out, at, styles = Text(), 0, [""]
@@ -47,13 +52,13 @@ def marked(text: str) -> Text:
         closing, name = bool(found[1]), found[2].strip()
         if not (name in TAGS if not closing else len(styles) > 1 and (not name or name in TAGS)):
             continue
-        out.append(text[at : found.start()], style=styles[-1])
+        out.append(text[at : found.start()].replace(BRACKET, "["), style=styles[-1])
         at = found.end()
         if closing:
             styles.pop()
         else:
             styles.append(f"{styles[-1]} {name}".strip())
-    return out.append(text[at:], style=styles[-1])
+    return out.append(text[at:].replace(BRACKET, "["), style=styles[-1])
 
 
 class Screen(Console):

@@ -18,6 +18,7 @@ from octopipe.verbs.common import (
     costs_from,
     counted,
     micro_batches_from,
+    named,
     non_negative,
     print_json,
     provenance,
@@ -168,7 +169,7 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
     fits = "" if not limited else ", [green]fits[/]" if timeline.fits else ", [bold red]does not fit[/]"
     backward = "backward split" if plan.splits_backward else "backward fused"
     out.print(
-        f"[bold]{timeline.label or 'plan'}[/] on {costs.model} ({backward}): "
+        f"[bold]{named(timeline.label or 'plan')}[/] on {named(costs.model)} ({backward}): "
         f"[bold]{timeline.step_ms:.1f} ms[/] a step, {100 * timeline.bubble_ratio:.1f} % bubble{fits}"
     )
     out.print(setup_words(costs.setup), style="cyan", markup=False)

@@ -12,7 +12,15 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from octopipe.verbs.common import add_model_arguments, console, non_negative, print_json, whole_number
+from octopipe.verbs.common import (
+    add_model_arguments,
+    console,
+    named,
+    non_negative,
+    print_json,
+    seed_number,
+    whole_number,
+)
 from octopipe.verbs.runnable import model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
@@ -51,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Mamba-2's scan through torch.compile (default: on cuda)",
     )
     run_.add_argument("--data", metavar="FILE", help="tokens: .npy, or .bin of uint16 (default: synthetic text)")
-    run_.add_argument("--seed", type=int, default=0, help="of parameters, data and tuner (default: 0)")
+    run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
     run_.add_argument(
         "--adapt", type=whole_number, metavar="N", help="every N steps: re-tune on measured times, switch if it pays"
@@ -104,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def job_from(args: argparse.Namespace) -> TrainJob:
     """The run that the flags describe; every mistake in them is found here, before a process starts."""
     from octopipe.errors import OctoPipeError
+    from octopipe.files import check_target
     from octopipe.plan_file import load_plan
     from octopipe.profile_file import load_profile
     from octopipe.runtime.launch import under_torchrun
@@ -114,8 +123,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
-        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise OctoPipeError(f"{path}: its folder does not exist; create it first")
+        if path:
+            check_target(path)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
     if args.tune is not None and args.no_measure and not args.profile:
@@ -245,9 +254,9 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     name = str(result.plan.extra.get("system") or args.plan or "plan")
     out.print(
         f"[bold]loss {first.loss:.4f} -> {last.loss:.4f}[/] in steps {first.step} to {last.step}: "
-        f"{name}, {job.nproc} ranks"
+        f"{named(name)}, {job.nproc} ranks"
     )
-    out.print(f"{job.spec.name}: {told(job.spec)}", soft_wrap=True)
+    out.print(f"{named(job.spec.name)}: {told(job.spec)}", soft_wrap=True)
     out.print(
         f"{result.parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
         f"{job.micro_batch_size} x {job.seq} tokens"
@@ -265,7 +274,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
         ("measured timeline", args.timeline),
     ):
         if path:
-            out.print(f"{text}: {path}", soft_wrap=True)
+            out.print(f"{text}: {named(path)}", soft_wrap=True)
 
 
 def _finite(value: float) -> float | None:

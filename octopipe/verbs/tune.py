@@ -23,6 +23,7 @@ from octopipe.verbs.common import (
     micro_batches_from,
     print_json,
     provenance,
+    seed_number,
     whole_number,
 )
 from octopipe.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting_arguments(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
     parser.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="e.g. 30s, 2m (default: 30s)")
-    parser.add_argument("--seed", type=int, default=0, help="start of the random numbers (default: 0)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="start of the random numbers (default: 0)")
     parser.add_argument(
         "--method",
         choices=("best", "octopipe", "random", "exact"),
@@ -213,12 +214,6 @@ def progress_line(p: Progress) -> str:
 
 def _check_writable(path: str) -> None:
     """Say so before the search, not after it."""
-    from pathlib import Path
+    from octopipe.files import check_target
 
-    from octopipe.errors import OctoPipeError
-
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise OctoPipeError(f"{path}: the folder {folder} does not exist; create it first")
-    if Path(path).is_dir():
-        raise OctoPipeError(f"{path} is a folder; name a file")
+    check_target(path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from octopipe.verbs.common import console, print_json, whole_number
+from octopipe.verbs.common import console, named, print_json, whole_number
 
 if TYPE_CHECKING:
     from octopipe.fidelity import Fidelity
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     own = is_own_profile(plan, args.plan, profile, args.profile)
     if not own:
         note = f"{args.plan} was made with other costs than {args.profile} holds; the prediction is {args.profile}'s"
-        console(stderr=True).print(note, style="yellow", soft_wrap=True)
+        console(stderr=True).print(named(note), style="yellow", soft_wrap=True)
     recipe = profile.about.get("recipe")
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")

@@ -1,0 +1,347 @@
+"""Damaged files for every reader: valid ones, changed in places that a generator of numbers picks.
+
+Knows: a few valid files of each kind, what a reader's caller does with the result, and how files go wrong. Does not
+know: who picks (`random` in scripts/fuzz.py, hypothesis in test_readers.py, a coverage-guided fuzzer).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.plan import orders_from_csv
+from octopipe.plan_file import load_plan, plan_to_json
+from octopipe.plan_setting import costs_of_plan
+from octopipe.profile_file import load_profile
+from octopipe.readers.hf_config import from_config
+from octopipe.resolve import costs_of_setup
+from octopipe.setup import Setup, setup_from
+from octopipe.simulator import simulate
+from octopipe.systems import build_plan
+from octopipe.timeline import load_timeline
+
+Pick = Callable[[int], int]
+"""A number from 0 to n - 1."""
+DUPLICATE = "\x00again"
+"""Ends a key that is written without it: the object then has that key twice."""
+NASTY: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 0.5, -0.0, -0.5, 1e-308, 1e15, 1e16, 1e308, float("nan"), float("inf"),
+    float("-inf"), 255, 256, 1 << 16, 1 << 20, 10**6, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 64, 10**9,
+    10**400, -(10**400),
+    "", "x", "²", "٣", "1", "-1", "0F0", "1e999", "\ud800", "\x1b[31m", "[bold]x[/]", "\n", "a" * 5000, "null",
+    [], {}, [[]], [{}], [None], {"": None}, [0] * 100, [[[[[[[[]]]]]]]], {"a": {"a": {"a": {}}}},
+)  # fmt: skip
+INSERTED = (b"NaN", b"1e999", b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 2000, b"{}", b'"\\ud800"', b"-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """A kind of file, some valid ones, and what is done with a path to one."""
+
+    name: str
+    suffix: str
+    valid: tuple[bytes, ...]
+    use: Callable[[Path], object]
+
+
+def _plan_files() -> tuple[bytes, ...]:
+    costs = CostTable.uniform(num_layers=6, activation_bytes=1e6, p2p_ms=0.1)
+    plans = [build_plan(name, costs, 2, 4) for name in ("1f1b", "zb-h1", "interleaved")]
+    named = build_plan("1f1b", CostTable.uniform(num_layers=34), 2, 2).with_extra(setting=dict(SETTING))
+    twice = build_plan("chimera", CostTable.uniform(num_layers=4), 2, 4)
+    return tuple(plan_to_json(p) for p in (plans[0], plans[1].with_extra(cost_table=costs), plans[2], named, twice))
+
+
+SETTING = {
+    "model": "llama3-8b", "gpu": "h100", "tp": 8, "cp": 1, "ep": 1, "dp": 2, "seq": 4096, "micro_batch_size": 1,
+    "zero": 1, "precision": "bf16", "gradients": "fp32", "recompute": "none", "sequence_parallel": True,
+    "vocab_parallel": False, "reserve_gib": 2.0, "p2p_ms": 0.1, "memory_gib": [60.0], "speeds": [1.0, 0.5],
+    "gpus_per_node": 8,
+}  # fmt: skip
+
+
+def _use_plan(path: Path) -> object:
+    plan = load_plan(path)
+    if "setting" in plan.extra or "cost_table" in plan.extra:
+        return finite_numbers(simulate(plan, costs_of_plan(plan)).summary())
+    return finite_numbers(simulate(plan, CostTable.uniform(num_layers=plan.num_layers)).summary())
+
+
+def _use_timeline(path: Path) -> object:
+    timeline = load_timeline(path)
+    return timeline.critical_path(), finite_numbers(timeline.summary()), timeline.to_json()
+
+
+def _use_report(path: Path) -> object:
+    from octopipe.report.load import load_entries
+    from octopipe.report.page import report_html
+
+    return report_html(load_entries([path], {}))
+
+
+def _use_costs(path: Path) -> object:
+    profile = load_profile(path)
+    costs, ranks = profile.costs, min(2, profile.costs.num_layers)
+    profile.to_json()
+    return finite_numbers(simulate(build_plan("1f1b", costs, ranks, 2), costs).summary())
+
+
+def _use_config(path: Path) -> object:
+    spec = from_config(path)
+    setup = Setup(gpu=_gpu(), seq=128)
+    return spec.parameters, finite_numbers(costs_of_setup(spec, setup).layer_ms.tolist())
+
+
+def _use_setup(path: Path) -> object:
+    from octopipe.files import read_json_object
+
+    return setup_from(read_json_object(path)).words()
+
+
+def _use_cluster(path: Path) -> object:
+    from octopipe.cluster_file import network_of, ranks_on, read_cluster
+
+    return network_of(ranks_on(read_cluster(path), 2, 1))
+
+
+def _text(path: Path) -> str:
+    from octopipe.files import read_bytes
+
+    return read_bytes(path).decode("utf-8", "replace")
+
+
+def _use_csv(path: Path) -> object:
+    return orders_from_csv(_text(path))
+
+
+def _use_torch_csv(path: Path) -> object:
+    from octopipe.readers.torch_csv import read_torch_csv
+
+    return read_torch_csv(_text(path), path.name)
+
+
+def _use_megatron(path: Path) -> object:
+    from octopipe.readers.megatron_text import read_megatron
+
+    return read_megatron(_text(path))
+
+
+def _gpu() -> Any:
+    from octopipe.cluster import gpu
+
+    return gpu("h100")
+
+
+def finite_numbers(value: Any) -> Any:
+    """The value, if a verb could print every number of it: an answer of null or inf is none."""
+    if isinstance(value, dict):
+        return {k: finite_numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_numbers(v) for v in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        raise ArithmeticError(f"an answer holds {value}")
+    return value
+
+
+def _config(**keys: Any) -> bytes:
+    common = {
+        "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return json.dumps({**common, **keys}).encode()
+
+
+CONFIGS = (
+    _config(model_type="llama", architectures=["LlamaForCausalLM"], head_dim=16, attention_bias=False),
+    _config(model_type="gpt2", n_embd=64, n_layer=3, n_head=4, n_positions=128, n_inner=None),
+    _config(
+        model_type="qwen3_next", head_dim=16, full_attention_interval=4, linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, decoder_sparse_step=1, mlp_only_layers=[0], partial_rotary_factor=0.25,
+    ),
+    _config(
+        model_type="deepseek_v3", kv_lora_rank=8, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+        first_k_dense_replace=1,
+        moe_layer_freq=1, num_nextn_predict_layers=1,
+    ),
+    _config(
+        model_type="gemma3_text", head_dim=16, sliding_window=32,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        rope_local_base_freq=1e4, rope_parameters={"full_attention": {"rope_theta": 1e6}}, hidden_activation="gelu",
+    ),
+    _config(
+        model_type="nemotron_h", hybrid_override_pattern="M-M*-E", mamba_num_heads=4, mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2, conv_kernel=4, chunk_size=16, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    _config(
+        model_type="jamba", mamba_expand=2, mamba_d_state=8, mamba_dt_rank="auto", mamba_d_conv=4, num_experts=4,
+        num_experts_per_tok=2, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
+    ),
+    _config(
+        model_type="kimi_linear", linear_attn_config={"full_attn_layers": [4], "num_heads": 4, "head_dim": 16},
+        kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    ),
+    b'{"model_type": "llava", "text_config": ' + _config(model_type="mistral", sliding_window=8) + b"}",
+)  # fmt: skip
+PROFILE = {
+    "format": "octopipe.profile/1", "model": "tiny", "pattern": "EML", "tokens": 128,
+    "forward_ms": [0.1, 2.0, 0.3], "backward_ms": [0.0, 2.1, 0.2], "weight_ms": [0.1, 1.0, 0.2],
+    "activation_gib": [0.1, 0.1, 0.1], "stash_gib": [0.0, 0.1, 0.0], "params_gib": [0.1, 0.2, 0.1],
+    "gradient_gib": [0.1, 0.2, 0.1], "boundary_gib": [0.01, 0.01, 0.01], "workspace_gib": [0.0, 0.0, 0.0],
+    "optimizer_ms": [0.1, 0.1, 0.1], "tied_gib": 0.05,
+    "partial": {"1": {"forward_ms": [0.1, 1.0, 0.3], "backward_ms": [0.0, 2.1, 0.2], "weight_ms": [0.1, 1.0, 0.2]}},
+    "links": [
+        {"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0},
+        {"source": 1, "destination": 0, "latency_ms": 0.01, "gb_per_s": None},
+    ],
+    "rank_slowdown": [1.0, 1.02], "memory_gib": [30.0, 30.0], "op_overhead_ms": 0.01, "fused_factor": 0.97,
+    "about": {"device": "cpu", "date": "2026-01-01"},
+}  # fmt: skip
+LAYER_TIMES = {
+    "format": "octopipe.layer-times/1", "pattern": "EM-M*-L",
+    **{key: dict.fromkeys("EM-*L", 1.5) for key in ("forward_ms", "backward_ms", "weight_ms", "activation_gib")},
+    "stash_gib": dict.fromkeys("EM-*L", 0.5), "params_gib": dict.fromkeys("EM-*L", 0.5), "boundary_gib": 0.01,
+    "workspace_gib": 0.1, "tokens": 4096,
+}  # fmt: skip
+TORCH_CSVS = (
+    b"0F0,0F1,0B0,,0B1\n1F0,1B0,1F1,1B1\n",
+    b"0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD\n1RECV_F0,(1F0;1B0)OVERLAP_F_B,1SEND_B0\n",
+)
+MEGATRON_TEXTS = (b"Et*3|(tt|)*2,m|L", b"M-M*|-ME/M*/M*", b"E|(t|)*30L")
+
+
+def _timelines() -> tuple[bytes, ...]:
+    costs = CostTable.uniform(num_layers=4, activation_bytes=1e6, p2p_ms=0.1).replace(
+        optimizer_ms=np.full(4, 0.5), rank_memory_bytes=(1e9,)
+    )
+    return tuple(simulate(build_plan(n, costs, 2, 2), costs, label=n).to_json() for n in ("1f1b", "zb-h1"))
+
+
+def readers() -> tuple[Reader, ...]:
+    """Every reader of files that other people write."""
+    toml = b'[[nodes]]\ngpu = "h100"\ncount = 2\ngpus_per_node = 8\n\n[[nodes]]\ngpu = "a100"\ncount = 1\n'
+    nodes = {"nodes": [{"gpu": "h100", "count": 2, "gpus_per_node": 8}, {"gpu": "a100"}]}
+    setup = {**SETTING, "pp": 2, "micro_batches": 4, "nodes": nodes["nodes"][:1]}
+    as_json = (json.dumps(x).encode() for x in (PROFILE, LAYER_TIMES, nodes, setup))
+    profile, layer_times, cluster, plain_setup = as_json
+    plans, timelines = _plan_files(), _timelines()
+    return (
+        Reader(name="plan", suffix=".json", valid=plans, use=_use_plan),
+        Reader(name="timeline", suffix=".json", valid=timelines, use=_use_timeline),
+        Reader(name="report", suffix=".json", valid=(*timelines, plans[1], plans[3]), use=_use_report),
+        Reader(name="profile", suffix=".json", valid=(profile,), use=_use_costs),
+        Reader(name="layer-times", suffix=".json", valid=(layer_times,), use=_use_costs),
+        Reader(name="config", suffix=".json", valid=CONFIGS, use=_use_config),
+        Reader(name="setup", suffix=".json", valid=(plain_setup,), use=_use_setup),
+        Reader(name="cluster.json", suffix=".json", valid=(cluster,), use=_use_cluster),
+        Reader(name="cluster.toml", suffix=".toml", valid=(toml,), use=_use_cluster),
+        Reader(name="torch.csv", suffix=".csv", valid=TORCH_CSVS, use=_use_torch_csv),
+        Reader(name="megatron", suffix=".txt", valid=MEGATRON_TEXTS, use=_use_megatron),
+        Reader(name="csv", suffix=".csv", valid=(b"0F0,0F1,0B0,,0B1\n1F0,1B0,1F1,1B1\n",), use=_use_csv),
+    )
+
+
+def outcome(reader: Reader, path: Path) -> str:
+    """"read", or "refused" with one line; whatever else is raised goes on to the caller."""
+    try:
+        reader.use(path)
+    except OctoPipeError as error:
+        lines = str(error).splitlines()
+        if len(lines) != 1 or len(lines[0]) > 1000 or not lines[0].strip():
+            raise AssertionError(f"not one line of at most 1,000 characters: {str(error)[:200]!r}") from error
+        return "refused"
+    return "read"
+
+
+# -- damage --------------------------------------------------------------------------------------------
+
+
+def damaged(valid: bytes, pick: Pick) -> bytes:
+    """The file with one to four things wrong in its structure, or some of its bytes."""
+    try:
+        value = json.loads(valid)
+    except ValueError:
+        value = None
+    if value is None or pick(10) == 0:
+        return _bytes_damaged(valid, pick)
+    for _ in range((1, 1, 1, 2, 4)[pick(5)]):
+        value = _changed(value, pick)
+    text = json.dumps(value)
+    for key in (json.dumps(DUPLICATE)[1:-1],):
+        text = text.replace(key, "")
+    return text.encode()
+
+
+def _changed(root: Any, pick: Pick) -> Any:
+    """One change at a place that is walked to from the top."""
+    parent, key, here = None, None, root
+    while isinstance(here, dict | list) and here and pick(40 if parent is None else 6):
+        keys = list(here) if isinstance(here, dict) else range(len(here))
+        parent, key = here, keys[pick(len(keys))]
+        here = parent[key]
+    new = _new_value(here, pick)
+    if parent is None:
+        return new
+    change = pick(10)
+    if change == 0:
+        del parent[key]
+    elif change == 1 and isinstance(parent, dict):
+        parent[f"{key}{DUPLICATE}"] = new
+    elif change == 1:
+        parent.insert(key, copy.deepcopy(here))
+    elif change == 2 and isinstance(parent, dict):
+        parent[f"{key}x"] = parent.pop(key)
+    elif change == 2:
+        parent.append(new)
+    else:
+        parent[key] = new
+    return root
+
+
+def _new_value(here: Any, pick: Pick) -> Any:
+    """Something near the old value, or something nasty."""
+    how = pick(2)
+    if how == 0 and isinstance(here, int | float) and not isinstance(here, bool):
+        try:
+            return (here + 1, here - 1, -here, here * 2, here / 3, here * 10**6, str(here), [here])[pick(8)]
+        except (OverflowError, ValueError):
+            return here
+    if how == 0 and isinstance(here, list) and here:
+        return (here[:-1], here + here[:1], here[::-1], here * 3, here[0])[pick(5)]
+    if how == 0 and isinstance(here, str):
+        return (here[:-1], here + here, here.upper(), here + "\x00", here.replace("/1", "/2"))[pick(5)]
+    return copy.deepcopy(NASTY[pick(len(NASTY))])
+
+
+def _bytes_damaged(valid: bytes, pick: Pick) -> bytes:
+    out = bytearray(valid)
+    for _ in range(1 + pick(4)):
+        at = pick(len(out) + 1)
+        how = pick(6)
+        if how == 0:
+            out[at : at + 1] = bytes([pick(256)])
+        elif how == 1:
+            del out[at : at + 1 + pick(16)]
+        elif how == 2:
+            out[at:at] = bytes([pick(256)]) * (1 + pick(8))
+        elif how == 3:
+            del out[at:]
+        elif how == 4:
+            other = pick(len(out) + 1)
+            out[at:at] = out[other : other + pick(64)]
+        else:
+            out[at:at] = INSERTED[pick(len(INSERTED))]
+    return bytes(out)
