@@ -511,3 +511,26 @@ def different_plans(world):
 
 def test_ranks_with_different_plans_are_refused(two):
     assert two.run(different_plans) == ["refused", "refused"]
+
+
+class TwoNames(nn.Module):
+    """Holds one parameter under two names, and uses the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 6))
+        self.same = self.weight
+
+    def forward(self, x):
+        return x @ self.same.t()
+
+
+def test_a_tied_parameter_is_one_under_all_of_its_names():
+    stage = Stage(first=0, stop=3, rank=0)
+    ops = tuple(Op(0, kind, 0) for kind in "FB")
+    plan = Plan(num_layers=3, num_ranks=1, num_micro_batches=1, stages=(stage,), orders=(ops,))
+    layers = [lambda: nn.Embedding(11, 6), lambda: nn.Linear(6, 6), TwoNames]
+    loss_fn = lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())  # noqa: E731
+    with Pipeline(layers, plan, loss_fn, group=World(None), tied=[("0.weight", "2.weight")], timeout_s=20) as pipe:
+        modules = pipe.modules()
+        assert modules[2].same is modules[2].weight is modules[0].weight

@@ -281,3 +281,11 @@ def test_a_bad_config_is_one_line_with_file_and_key(change, message, tmp_path):
         from_config(path)
     text = str(caught.value)
     assert str(path) in text and message in text and "\n" not in text
+
+
+def test_a_family_that_is_not_known_is_read_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    from_config({"model_type": "llama", "vocab_size": 100, **sizes})
+    assert not caplog.records
+    from_config({"model_type": "gpt_neox", "vocab_size": 100, **sizes})
+    assert "'gpt_neox' is not known here" in caplog.text

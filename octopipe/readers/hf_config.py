@@ -12,6 +12,7 @@ imported) or weights. A config with a vision tower or an encoder is refused.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,6 +117,13 @@ def _read(config: Config, kind: str, name: str) -> ModelSpec:
                 f"{config.where}: model type {brief(kind)} has layers this reader does not know "
                 f"({brief(sorted(alien)[0])}); known: {', '.join(sorted({*FAMILIES, *READERS}))}"
             )
+        if kind not in FAMILIES and kind != "decoder":
+            log.warning(
+                "%s: model type %s is not known here: read as a usual decoder with a gated MLP, which it may not be; "
+                "`octopipe profile` measures the model itself",
+                config.where,
+                brief(kind),
+            )
         layers = decoder(config, FAMILIES.get(kind, Family()))
     else:
         layers = reader(config)
@@ -123,6 +131,7 @@ def _read(config: Config, kind: str, name: str) -> ModelSpec:
     return ModelSpec(name=name, layers=layers, norm_eps=eps)
 
 
+log = logging.getLogger("octopipe.readers")
 TOWERS = ("vision", "visual", "image", "video", "audio", "speech", "qformer", "perceiver", "vq_", "encoder_config")
 """How keys begin (or, for LLaVA's own, go on after `mm_`) whose value describes another tower than the decoder."""
 ENCODERS = frozenset(

@@ -83,8 +83,7 @@ class Layers:
                 continue
             owner, _, attribute = path.rpartition(".")
             try:
-                home = module.get_submodule(owner)
-                parameter = getattr(home, attribute)
+                parameter = getattr(module.get_submodule(owner), attribute)
             except AttributeError:
                 raise OctoPipeError(f"tied parameter {name}: layer {layer} has no parameter {path}") from None
             kept = first.setdefault(key, parameter)
@@ -93,7 +92,11 @@ class Layers:
                     raise OctoPipeError(
                         f"tied parameters {key} and {name} have shapes {tuple(kept.shape)} and {tuple(parameter.shape)}"
                     )
-                setattr(home, attribute, kept)
+                # Under every name it has there: a module may hold it twice, and use the other one.
+                for owner_module in module.modules():
+                    for alias, held in list(owner_module._parameters.items()):
+                        if held is parameter:
+                            setattr(owner_module, alias, kept)
 
     def shared(self) -> list[Shared]:
         """Every parameter of this rank with its holders."""
