@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,36 +26,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from octopipe.contention import predict
-from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
-from octopipe.huggingface.described import HfModel
 from octopipe.measure.trial import Workload, profile_workload
-from octopipe.model import ModelSpec
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime import launch
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
-from octopipe.systems import build_plan
 from octopipe.training.adapt import Adapter, switch
-from octopipe.training.checkpoint import latest, load_checkpoint, read_record, save_checkpoint
+from octopipe.training.checkpoint import load_checkpoint, read_record, save_checkpoint
 from octopipe.training.data import micro_batches, open_tokens
 from octopipe.training.guard import FiniteWatch, StopRequest
 from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
-from octopipe.training.shelf import choose, locked
-from octopipe.tuner import tune
+from octopipe.training.parts import (
+    Everyone,
+    autocast,
+    backend,
+    folder,
+    identity,
+    memory_bytes,
+    optimizer_of,
+    plan_of,
+    shared_gpu,
+    worlds,
+)
+from octopipe.training.shelf import choose
 
 Listener = Callable[[Phase | StepReport], None]
 
 
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
     """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
-    with _folder(job):
+    with folder(job):
         try:
             result: TrainResult | None = _start(train_rank, job, job, listen)
             return result
@@ -77,14 +81,14 @@ def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> 
 def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | None) -> Any:
     if launch.under_torchrun():
         return launch.join_ranks(
-            work, payload, backend=_backend(job), listen=listen, group_timeout_s=_patience_s(job)
+            work, payload, backend=backend(job), listen=listen, group_timeout_s=_patience_s(job)
         )
-    with _shared_gpu(job) as environment:
+    with shared_gpu(job) as environment:
         return launch.run_ranks(
             work,
             job.nproc,
             payload,
-            backend=_backend(job),
+            backend=backend(job),
             environment=environment,
             threads=job.threads,
             grace_s=min(job.timeout_s, 5.0) + 3.0,
@@ -112,7 +116,7 @@ def _way_on(job: TrainJob) -> str:
 
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
     """One rank's whole run; the first rank of all has the result."""
-    with StopRequest() as stop, contextlib.closing(_prepare(seat, job, *_worlds(seat, job))) as run:
+    with StopRequest() as stop, contextlib.closing(_prepare(seat, job, *worlds(seat, job))) as run:
         for _ in run.steps(stop):
             pass
         return run.result()
@@ -120,20 +124,20 @@ def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
 
 def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[TrainResult] | None:
     """One rank's part of all runs."""
-    worlds = _worlds(seat, jobs[0])
+    shared = worlds(seat, jobs[0])
     with contextlib.ExitStack() as stack:
         runs: list[_Run] = []
         for job in jobs:
             if runs and job.profile is None:
                 job = replace(job, profile=runs[0].profile)
-            runs.append(stack.enter_context(contextlib.closing(_prepare(seat, job, *worlds))))
+            runs.append(stack.enter_context(contextlib.closing(_prepare(seat, job, *shared))))
         for _ in itertools.zip_longest(*(run.steps() for run in runs)):
             pass
         results = [run.result() for run in runs]
     return [r for r in results if r is not None] or None
 
 
-def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone) -> _Run:
+def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone) -> _Run:
     """Measure, find the plan, build this rank's layers, load what was saved."""
     work = Workload(
         spec=job.spec,
@@ -148,11 +152,11 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: _Everyone
     profile = job.profile
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
-        with _autocast(job, device):
+        with autocast(job, device):
             profile = profile_workload(work, world, repeats=8, warm_up=2)
         # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
-    plan, profile = everyone.first((_plan(job, profile, seat.tell), profile) if seat.rank == 0 else None)
+    plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     seat.tell(Phase(text="building the model"))
 
     def make_pipe(plan: Plan) -> Pipeline:
@@ -181,7 +185,7 @@ class _Run:
         self,
         job: TrainJob,
         seat: launch.Seat,
-        everyone: _Everyone,
+        everyone: Everyone,
         make_pipe: Callable[[Plan], Pipeline],
         plan: Plan,
         profile: Profile | None,
@@ -195,7 +199,7 @@ class _Run:
         self._adapter: Adapter | None = None
         if job.adapt_every is not None and profile is not None:
             self._adapter = Adapter(profile, threshold=job.adapt_gain, budget_s=job.adapt_s, seed=job.seed)
-        self.optimizer = _optimizer(job, pipe)
+        self.optimizer = optimizer_of(job, pipe)
         self.seen = 0
         """Samples trained on, by all pipelines."""
         self.saved: str | None = None
@@ -232,9 +236,9 @@ class _Run:
         path = self._everyone.first_or_fail(self._choose)
         seen = read_record(path)
         model, seed = seen.get("model"), seen.get("seed", self.job.seed)
-        if model != _identity(self.job.spec):
+        if model != identity(self.job.spec):
             raise OctoPipeError(
-                f"{shown(path)} is of {model}, this run is of {_identity(self.job.spec)}; "
+                f"{shown(path)} is of {model}, this run is of {identity(self.job.spec)}; "
                 "use the same MODEL, --scale and --layers"
             )
         if seed != self.job.seed:
@@ -282,7 +286,7 @@ class _Run:
                 self._watch.settle()
             if saves:
                 assert job.checkpoint is not None
-                about = {"model": _identity(job.spec), "samples": self.seen, "seed": job.seed}
+                about = {"model": identity(job.spec), "samples": self.seen, "seed": job.seed}
                 self.saved = str(
                     save_checkpoint(job.checkpoint, self.pipe, self.optimizer, step=step, about=about, keep=job.keep)
                 )
@@ -308,7 +312,7 @@ class _Run:
             self.optimizer,
             plan,
             make_pipe=self._make_pipe,
-            make_optimizer=partial(_optimizer, self.job),
+            make_optimizer=partial(optimizer_of, self.job),
         )
         assert optimizer is not None
         self.optimizer = optimizer
@@ -337,7 +341,7 @@ class _Run:
         pipe = self.pipe
         started, ended = pipe.recorder.times()
         busy = sum(ended) - sum(started)
-        row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, _memory_bytes(pipe.device)]
+        row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, memory_bytes(pipe.device)]
         table = torch.zeros(pipe.world.size, 4, dtype=torch.float64)
         table[pipe.rank] = torch.tensor(row, dtype=torch.float64)
         if pipe.world.control is not None:
@@ -361,146 +365,3 @@ class _Run:
             memory_bytes=tuple(row[3] for row in rows),
             tokens_per_s=1e3 * self.job.tokens_per_step / step_ms,
         )
-
-
-# -- what a run is made of -----------------------------------------------------------------------------
-
-
-class _Everyone:
-    """All ranks of all pipelines."""
-
-    def __init__(self, seat: launch.Seat, group: dist.ProcessGroup | None):
-        self._seat, self._group = seat, group
-
-    def first(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
-    def first_or_fail(self, make: Callable[[], Any]) -> Any:
-        """What the first rank makes, on every rank; its error, too."""
-        made: tuple[Any, str] = None, ""
-        if self._seat.rank == 0:
-            try:
-                made = make(), ""
-            except OctoPipeError as error:
-                made = None, str(error)
-        value, problem = self.first(made)
-        if problem:
-            raise OctoPipeError(problem)
-        return value
-
-    def most(self, number: int, timeout_s: float) -> int:
-        """The largest of all ranks' numbers."""
-        if self._group is None:
-            return number
-        box = torch.tensor([number])
-        work = dist.all_reduce(box, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        wait_for(work, timeout_s, "the agreement to go on")
-        return int(box)
-
-
-def _worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, _Everyone]:
-    if seat.size != job.nproc:
-        raise OctoPipeError(f"{seat.size} ranks were started for a run of {job.nproc}; leave --nproc out")
-    if seat.size == 1:
-        return World(None), _Everyone(seat, None)
-    backend = str(dist.get_backend())
-    group = dist.group.WORLD if "gloo" in backend else dist.new_group(backend="gloo")
-    if job.dp == 1:
-        return World(dist.group.WORLD), _Everyone(seat, group)
-    kind = "cuda" if "nccl" in backend else "cpu"
-    mesh = init_device_mesh(kind, (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
-    return World.make(None, None, mesh), _Everyone(seat, group)
-
-
-def _plan(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:
-    if job.plan is not None:
-        return job.plan
-    costs = CostTable.uniform(num_layers=job.spec.num_layers, model=job.spec.name) if profile is None else profile.costs
-    if job.tune_s is None:
-        return build_plan(job.system, costs, job.pp, job.num_micro_batches)
-    if profile is None:
-        raise OctoPipeError("tuning needs costs; give --profile or leave --no-measure out")
-    tell(Phase(text=f"tuning for {job.tune_s:g} s"))
-    return tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
-
-
-def _optimizer(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not."""
-    parameters = [p for p in pipe.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": job.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    if job.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=job.lr, momentum=0.9)
-    kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=job.lr, betas=(0.9, 0.95), fused=job.device == "cuda" or None)
-
-
-def _identity(spec: ModelSpec | HfModel) -> str:
-    whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
-    return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
-
-
-def _autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if job.dtype == "bfloat16" else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _folder(job: TrainJob) -> Iterator[None]:
-    """The folder of the checkpoints, held for this run; says before anything starts what would go wrong with it."""
-    if job.checkpoint is None or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    found = latest(job.checkpoint)
-    if job.resume and found is None:
-        raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
-    if found is not None and not job.resume:
-        raise OctoPipeError(
-            f"{shown(job.checkpoint)} holds a run up to {found.name}; add --resume to go on with it, "
-            "or name another folder"
-        )
-    with locked(job.checkpoint):
-        yield
-
-
-def _backend(job: TrainJob) -> str:
-    if job.device == "cpu":
-        return "gloo"
-    if not torch.cuda.is_available():
-        raise OctoPipeError("no CUDA device here; use --device cpu")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
-    return "nccl" if torch.cuda.device_count() >= here else "gloo"
-
-
-@contextlib.contextmanager
-def _shared_gpu(job: TrainJob) -> Iterator[dict[str, str]]:
-    """MPS where several ranks share a GPU, so that they compute at the same time."""
-    gpus = 0 if job.device == "cpu" else torch.cuda.device_count()
-    if job.device != "cpu" and gpus == 0:
-        raise OctoPipeError("no CUDA device here; use --device cpu")
-    if job.device == "cpu" or gpus >= job.nproc:
-        yield {}
-        return
-    from octopipe.measure.mps import Mps
-
-    with Mps.start(num_ranks=-(-job.nproc // gpus)) as mps:
-        yield dict(mps.environment)
-
-
-def _memory_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    try:
-        with open("/proc/self/statm") as file:
-            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    except OSError:
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return float(peak if sys.platform == "darwin" else peak * 1024)
