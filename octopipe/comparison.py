@@ -86,9 +86,12 @@ class Comparison:
     lower_bound_ms: float
     results: tuple[Result, ...]
     setup: Setup | None = None
+    interrupted: bool = False
+    """Some systems had not been run when somebody asked to stop."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
+            "interrupted": self.interrupted,
             "model": self.model,
             "pp": self.num_ranks,
             "micro_batches": self.num_micro_batches,
@@ -127,10 +130,18 @@ def compare(
     settings = {name: dict((options or {}).get(name, {})) for name in queue}
     task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel, recompute, price or _Fixed(costs))
     done: dict[str, Result] = {}
-    for result in _run_all(task, settings, processes):
-        done[result.system] = result
-        if progress is not None:
-            progress(result.system, len(done), len(queue))
+    interrupted = False
+    try:
+        for result in _run_all(task, settings, processes):
+            done[result.system] = result
+            if progress is not None:
+                progress(result.system, len(done), len(queue))
+    except KeyboardInterrupt:  # what is finished is kept
+        if not done:
+            raise
+        interrupted = True
+        for name in queue:
+            done.setdefault(name, Result(system=name, title=get_system(name).title, reason="interrupted before its end"))
     reference = done[REFERENCE]
     ranked = sorted((_with_speedup(done[name], reference) for name in wanted), key=_rank)
     return Comparison(
@@ -141,6 +152,7 @@ def compare(
         lower_bound_ms=lower_bound_ms(costs, num_ranks, num_micro_batches),
         results=tuple(ranked),
         setup=costs.setup,
+        interrupted=interrupted,
     )
 
 

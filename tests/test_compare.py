@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,3 +218,18 @@ def test_systems_check_exits_1_when_a_value_differs(
     assert code == 1 and "1 of 2 differ" in out
     code, out, _ = run(capsys, "systems", "--check", "--json")
     assert code == 1 and json.loads(out)["differing"] == 1
+
+
+def test_an_interrupt_keeps_the_rows_that_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = CostTable.uniform(num_layers=8)
+
+    def stops(task: Any, settings: Any, processes: Any) -> Any:
+        yield task.run("1f1b", {})
+        yield task.run("gpipe", {})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octopipe.comparison._run_all", stops)
+    found = compare(costs, 2, 4, names=["1f1b", "gpipe", "zb-h1"])
+    assert found.interrupted
+    assert {r.system for r in found.results if not r.reason} == {"1f1b", "gpipe"}
+    assert [r.reason for r in found.results if r.reason] == ["interrupted before its end"]

@@ -70,8 +70,13 @@ def run(args: argparse.Namespace) -> int:
         print_json(_finite(result.as_dict()))
     else:
         show(result)
+    if result.interrupted:
+        return INTERRUPTED
     ran = [r for r in result.results if not r.reason]
     return DOES_NOT_FIT if ran and not any(r.fits for r in ran) else 0
+
+
+INTERRUPTED = 130
 
 
 def _finite(value: Any) -> Any:
