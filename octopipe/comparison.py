@@ -141,7 +141,8 @@ def compare(
             raise
         interrupted = True
         for name in queue:
-            done.setdefault(name, Result(system=name, title=get_system(name).title, reason="interrupted before its end"))
+            left = Result(system=name, title=get_system(name).title, reason="interrupted before its end")
+            done.setdefault(name, left)
     reference = done[REFERENCE]
     ranked = sorted((_with_speedup(done[name], reference) for name in wanted), key=_rank)
     return Comparison(
