@@ -107,6 +107,8 @@ def run_ranks(
     import torch
     import torch.distributed as dist
 
+    # The process that cleans up after ranks reads it as it starts.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = threads or max(1, cores // size)
     listen = listen or _unheard
@@ -236,8 +238,26 @@ class _Start:
     group_timeout_s: float
 
 
+CHATTER = (
+    ".*no current CUDA context.*",  # autograd's threads meet cuBLAS first; it finds the context by itself
+    "resource_tracker: There appear to be.*leaked",  # ranks end at once, and the system takes back what they held
+)
+"""Warnings that tell a user nothing he could mend."""
+
+
+def _quiet() -> None:
+    import logging
+    import warnings
+
+    for message in CHATTER:
+        warnings.filterwarnings("ignore", message=message)
+    # A share of a GPU has fewer multiprocessors than torch's compiler likes to see.
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
+
+
 def _child(start: _Start, rank: int, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    _quiet()
     threading.Thread(target=_follow_parent, daemon=True).start()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(start.size))
     # Libraries' chatter must not end up in what the parent prints as JSON.

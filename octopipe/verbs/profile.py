@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
@@ -67,7 +68,12 @@ def run(args: argparse.Namespace) -> int:
         state_factor=STATE_FACTOR[args.optimizer],
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
-    profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]
+    screen = console(stderr=True)
+    live: Any = nullcontext()
+    if screen.is_terminal:  # ranks measure together and say nothing meanwhile
+        live = screen.status(f"measuring the layers of {named(work.spec.name)} and the links on {args.nproc} ranks ...")
+    with live:
+        profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]
     if args.to_seq or args.to_tp:
         profile = extrapolated(profile, _planned(work, args.model), args.seq, args.to_seq or args.seq, args.to_tp or 1)
     profile.save(args.output)

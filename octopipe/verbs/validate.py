@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
     parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for it")
     parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
-    parser.add_argument("--warm-up", type=whole_number, default=2, help="steps before them (default: 2)")
+    parser.add_argument(
+        "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before them (default: 2)"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
     parser.add_argument(
         "--channel", choices=("directed", "pair", "single"), default="directed", help="queues (default: directed)"
