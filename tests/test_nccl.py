@@ -49,7 +49,8 @@ def world(request):
 def environment(mps: Mps, rank: int) -> dict[str, str]:
     alone = torch.cuda.device_count() == 1
     one_gpu = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if alone else {}
-    return {**mps.environment, **one_gpu, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    early = {"CUDA_MODULE_LOADING": "EAGER"}  # as octopipe.runtime sets it under torchrun
+    return {**mps.environment, **one_gpu, **early, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def on_device(world) -> torch.device:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from octopipe.runtime.launch import load_kernels_early
+
 __all__ = ["Pipeline"]
+
+if "RANK" in os.environ and "LOCAL_RANK" in os.environ:  # under torchrun: most probably before CUDA starts
+    load_kernels_early()
 
 
 def __getattr__(name: str) -> Any:

@@ -62,6 +62,15 @@ Work = Callable[[Seat, Any], Any]
 Listener = Callable[[Any], None]
 
 
+def load_kernels_early() -> None:
+    """Before CUDA starts: no kernel is loaded at its first use.
+
+    Loading one waits for the whole device; a receive that waits there for a rank whose host loads one too would never
+    end. torch asks for late loading unless somebody has said otherwise.
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
 def under_torchrun() -> bool:
     """Has something else started the ranks already?"""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -197,6 +206,8 @@ def join_ranks(
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     tell = listen if rank == 0 and listen is not None else _unheard
+    if backend == "nccl":
+        load_kernels_early()
     if size > 1:
         dist.init_process_group(backend, timeout=timedelta(seconds=group_timeout_s))
     try:
@@ -270,6 +281,8 @@ def _child(start: _Start, rank: int, pipe: Connection) -> None:
             pipe.send_bytes(pickle.dumps((kind, word)))
 
     good = False
+    if start.backend == "nccl":
+        load_kernels_early()
     try:
         import torch
         import torch.distributed as dist

@@ -11,6 +11,7 @@ NCCL's own, which knows no op by name, is told to leave that to us.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ from octopipe.runtime.messages import Leaf
 from octopipe.runtime.slots import RankProgram, Slot
 from octopipe.runtime.transports.ordered import OrderedTransport
 from octopipe.runtime.world import Group, StreamWork, World
+
+log = logging.getLogger("octopipe.nccl")
 
 
 class NcclTransport(OrderedTransport):
@@ -45,6 +48,11 @@ class NcclTransport(OrderedTransport):
         super().open(program)
         slots = program.slots
         _check_connections(len({self._queue(s) for s in slots}))
+        if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
+            log.warning(
+                "CUDA loads kernels at their first use, and waits for the whole device then: beside receives that wait "
+                "the first step can hang; import octopipe.Pipeline before CUDA starts, or set CUDA_MODULE_LOADING=EAGER"
+            )
         # Torch warns that the messages of an eagerly made group run one after the other: that is what a queue is.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         me, hello = self._world.rank, torch.zeros(1, device=self.device)
