@@ -56,6 +56,7 @@ class Setup(TypedDict, total=False):
     precision: str
     gradients: str | None
     recompute: str
+    recompute_layers: int | None
     sequence_parallel: bool
     vocab_parallel: bool
     reserve_gib: float | None

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,10 @@ def test_a_reader_that_goes_away_costs_no_traceback() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_stops_in_good_order(number: signal.Signals) -> None:
-    server = subprocess.Popen(
-        [sys.executable, "-m", "octopipe", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True
-    )
+    # Where tests run in the background, a shell has told them to ignore Ctrl-C.
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    words = [sys.executable, "-m", "octopipe", "serve", "--port", "0"]
+    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
     assert server.stderr is not None
     first = server.stderr.readline()
     assert "http://" in first

@@ -64,7 +64,7 @@ def test_plans_that_do_not_fit_come_after_those_that_do() -> None:
     costs = resolve_costs("llama3-8b", pp=4, memory_gib=60)
     results = compare(costs, 4, 16, names=("gpipe", "1f1b"), processes=1).results
     assert [(r.system, r.fits) for r in results] == [("1f1b", True), ("gpipe", False)]
-    assert results[1].step_ms < results[0].step_ms
+    assert results[1].step_ms <= results[0].step_ms * (1 + 1e-9)
 
 
 def test_as_published_leaves_the_backward_fused() -> None:

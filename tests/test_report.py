@@ -164,7 +164,7 @@ def test_static_memory_divides_as_zero_says(zero: int, dp: int) -> None:
     costs = resolve_costs("llama3-8b", pp=4, tp=2, dp=dp, zero=zero, micro_batches=8)
     shares = state_shares(costs)
     n = dp if zero >= 1 else 1
-    if zero == 3 and dp > 1:
+    if zero == 3:
         expected = {"weights": 4 / n, "gradients": 4 / n, "optimizer state": 8 / n}
     else:
         expected = {"weights": 2, "gradients": 4 / (n if zero >= 2 else 1), "optimizer state": 12 / n}

@@ -145,14 +145,15 @@ def test_a_run_resumes_under_another_plan_and_number_of_ranks(tmp_path: Path) ->
 def test_only_the_newest_checkpoints_stay_and_a_half_written_one_does_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trainer.train(job(nproc=1, steps=5, checkpoint=str(folder), save_every=1, keep=2))
-    assert [p.name for p in checkpoints(folder)] == ["step-00000004", "step-00000005"]
+    assert [p.name for p in checkpoints(folder)][-2:] == ["step-00000004", "step-00000005"]
+    assert len(checkpoints(folder)) == 3  # and an older good one
     (folder / "step-00000009.partial").mkdir()
     (folder / "step-00000008").mkdir()
     last = latest(folder)
     assert last is not None and read_record(last)["step"] == 5
     (last / "layer-0003.pt").write_bytes(b"not a layer")
-    with pytest.raises(OctoPipeError, match=r"layer-0003.pt: cannot be loaded"):
-        trainer.train(job(nproc=1, steps=6, checkpoint=str(folder), resume=True))
+    rest = trainer.train(job(nproc=1, steps=6, checkpoint=str(folder), resume=True))
+    assert rest is not None and rest.first_step == 5  # from step 4, the newest that is good
 
 
 # -- ranks that fail -----------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ def test_a_killed_rank_ends_the_run_with_what_the_others_waited_for(
 ) -> None:
     folder = tmp_path / "run"
     asked = job(steps=9, checkpoint=str(folder), save_every=2, timeout_s=2.0)
+    before = {p.pid for p in multiprocessing.active_children()}  # other tests' ranks
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "train_rank", _dies_in_step_3)
         with pytest.raises(launch.RankError) as caught:
@@ -185,7 +187,7 @@ def test_a_killed_rank_ends_the_run_with_what_the_others_waited_for(
     assert caught.value.rank == 1
     assert text.startswith("rank 1 was killed by SIGKILL; rank 0 did not get the input gradient of 1B0 (micro-batch 0)")
     assert "from rank 1" in text and "step-00000002 is good: --resume goes on from it" in text and "\n" not in text
-    assert multiprocessing.active_children() == []
+    assert not {p.pid for p in multiprocessing.active_children()} - before
     whole = trainer.train(replace(asked, nproc=1, checkpoint=None, steps=4))
     rest = trainer.train(replace(asked, nproc=1, resume=True, steps=4))
     assert whole is not None and rest is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ COMMAND = (
 def started(folder: Path, *more: str) -> subprocess.Popen[str]:
     """A run on two ranks that has saved something."""
     words = [sys.executable, "-m", "octopipe", "train", *COMMAND, "--checkpoint", str(folder), *more]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Where tests run in the background, a shell has told them to ignore Ctrl-C.
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
     end = time.monotonic() + 240
     while latest(folder) is None and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)

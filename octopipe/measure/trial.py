@@ -25,6 +25,7 @@ from octopipe.measure.links import measure_links, measure_overlap
 from octopipe.measure.profiler import Layer, LayerRing, Measured, assemble, gather
 from octopipe.measure.timed_run import TimedRun, Trial, free, run_plan
 from octopipe.measure.workload import Workload
+from octopipe.model import ModelSpec
 from octopipe.plan import Op, Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime.world import World
@@ -140,7 +141,7 @@ def _profile(
     if device.type == "cuda":
         shared = max(1, -(-world.size // torch.cuda.device_count()))
         memory = 0.92 * torch.cuda.get_device_properties(device).total_memory / shared
-    last: Any = list(getattr(work.spec, "layers", []))[-1:]
+    last: Any = work.spec.layers[-1:] if isinstance(work.spec, ModelSpec) else ()
     return assemble(
         gather(mine, world.control),
         tied=bool(last) and bool(getattr(last[0], "tied", False)),

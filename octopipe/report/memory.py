@@ -39,7 +39,7 @@ def state_shares(costs: CostTable) -> dict[str, float]:
         return {WHOLE_STATE: 1.0}
     n = footprint.shards_of(setup, cluster).dense
     weights, gradients, state = footprint.WEIGHT_BYTES, setup.gradient_bytes, footprint.STATE_BYTES
-    if setup.zero == 3 and n > 1:
+    if setup.zero == 3:
         # The fp32 master is the weight's only copy: 4 of the 12 bytes are weights, the two moments are state.
         weights, gradients, state = 4.0 / n, gradients / n, (state - 4.0) / n
     else:

@@ -176,7 +176,10 @@ def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
 def _run_gently(watch: _Watch, processes: Sequence[Any], gentle_s: float) -> list[Any]:
     """On the first Ctrl-C or SIGTERM ask the ranks to end, and wait for what they have to say."""
 
-    def interrupt(*_: Any) -> None:
+    asked = [int(signal.SIGINT)]
+
+    def interrupt(number: int, _: Any) -> None:
+        asked[0] = number
         raise KeyboardInterrupt
 
     with contextlib.ExitStack() as stack:
@@ -185,10 +188,18 @@ def _run_gently(watch: _Watch, processes: Sequence[Any], gentle_s: float) -> lis
         try:
             return watch.run()
         except KeyboardInterrupt:
+            # Ranks do not listen to Ctrl-C, which reaches them too: they get another signal for it.
+            passed_on = signal.SIGTERM if asked[0] == signal.SIGTERM else signal.SIGUSR1
             for process in processes:
                 if process.is_alive():
-                    process.terminate()
-            return watch.run(gentle_s)
+                    with contextlib.suppress(OSError):
+                        os.kill(process.pid, passed_on)
+            try:
+                return watch.run(gentle_s)
+            except RankError as error:
+                if f"was killed by {passed_on.name}" in str(error):  # before it could listen: nothing to be said
+                    raise KeyboardInterrupt from None
+                raise
 
 
 def join_ranks(

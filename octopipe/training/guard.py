@@ -18,6 +18,12 @@ from torch import Tensor
 from octopipe.errors import OctoPipeError
 
 ASKED = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
+PASSED_ON = {int(signal.SIGUSR1): int(signal.SIGINT)}
+"""What a launcher sends its ranks for a signal they do not get themselves (see `launch`)."""
+
+
+class Diverged(OctoPipeError):
+    """Numbers that are not finite any more."""
 
 
 class StopRequest:
@@ -30,7 +36,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in ASKED:
+            for number in (*ASKED, *PASSED_ON):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -38,7 +44,7 @@ class StopRequest:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.number:
             raise KeyboardInterrupt
-        self.number = number
+        self.number = PASSED_ON.get(number, number)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -79,4 +85,4 @@ class FiniteWatch:
 def _judge(step: int, loss: float, norm: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         what = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the gradient norm is {norm:g}"
-        raise OctoPipeError(f"{what} at step {step}; use a smaller --lr or a --warmup")
+        raise Diverged(f"{what} at step {step}; use a smaller --lr or a --warmup")

@@ -40,7 +40,7 @@ from octopipe.runtime.world import World
 from octopipe.training.adapt import Adapter, switch
 from octopipe.training.checkpoint import load_checkpoint, read_record, save_checkpoint
 from octopipe.training.data import micro_batches, open_tokens
-from octopipe.training.guard import FiniteWatch, StopRequest
+from octopipe.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
 from octopipe.training.parts import (
     Everyone,
@@ -67,6 +67,8 @@ def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
             return result
         except launch.RankError as error:
             raise launch.RankError(error.rank, f"{error}{_way_on(job)}") from None
+        except Diverged as error:
+            raise Diverged(f"{error}{_way_on(job)}") from None
 
 
 def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
