@@ -181,7 +181,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         probe = self._probe
-        place, since, written, spoken, heard = probe.place, time.monotonic(), False, False, 0
+        # Nowhere yet: one answer must not count as two that agree.
+        place, since, written, spoken, heard = Place(None, ""), time.monotonic(), False, False, 0
         while not self._stop.wait(self._pause_s):
             if probe.failed:
                 self._failed(place.line)
