@@ -185,7 +185,7 @@ class Watchdog:
         place, since, written, spoken, heard = Place(None, ""), time.monotonic(), False, False, 0
         while not self._stop.wait(self._pause_s):
             if probe.failed:
-                self._failed(place.line)
+                self._failed(probe.place.line)
                 return
             stuck = self._device_busy is not None and probe.stuck(self._after_s)
             if probe.answers == heard and not stuck:
