@@ -1,74 +1,47 @@
-"""The search's kernels made ready before a clock starts: a budget is for searching, not for compiling.
+"""A search's kernels made ready before its clock starts: a budget is for searching, not for compiling.
 
-Knows: which kernels a search calls, in four groups, and that a second process can compile some of them meanwhile. Does
-not know: what they find. Where their code is kept from an earlier run all this takes a moment.
-
-Otherwise this process compiles the kernels of structures while a second one compiles those of plans (bounds, the
-simulator), which is what a search needs to begin; the second process goes on with those of orders and of published
-systems, which the search waits for when it comes to them (`wait_for`). Where no process can be started, or code cannot
-be kept, this one compiles everything.
+Knows: which kernels a search calls; it calls them once, on a setting of a few layers. Does not know: what they find,
+or the kernels of bounds, which are computed before a search begins. Where their code is kept from an earlier run this takes a moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 
-from octopipe.bounds import lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.simulator import makespan_ms, simulate
+from octopipe.hide import hide_transfers
+from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner.core.problem import make_problem, make_rng
 from octopipe.tuner.encode import arrays_of
+from octopipe.tuner.paper import IterativeSearch
 from octopipe.tuner.polish import Polisher
 from octopipe.tuner.population import Judge
 from octopipe.tuner.starts import Starts
 
-
-def _tiny() -> CostTable:
-    return CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(
-        rank_memory_bytes=(1e3,), forward_ms=np.array([1.0, 2.0, 1.0, 3.0])
-    )
-
-
-def _structures() -> None:
-    Starts(Judge(make_problem(_tiny(), 2, 2), 4, make_rng(0)), (0, 0)).draw(False)
-
-
-def _plans() -> None:
-    costs = _tiny()
-    lower_bound(costs, 2, 2)
-    simulate(build_plan("gpipe", costs, 2, 2), costs)
-
-
-def _orders() -> None:
-    costs = _tiny()
-    problem, plan = make_problem(costs, 2, 2), build_plan("gpipe", costs, 2, 2)
-    Polisher(problem, 4, make_rng(0), *arrays_of(problem, 4, plan)).run(1, 0.0)
-    makespan_ms(plan, costs)
-
-
-def _systems() -> None:
-    for name in ("zb-v", "adapipe", "chimera"):
-        try:
-            build_plan(name, _tiny(), 2, 4, split_backward=True)
-        except OctoPipeError:
-            continue
-
-
-GROUPS: dict[str, Callable[[], None]] = {
-    "structures": _structures,
-    "plans": _plans,
-    "orders": _orders,
-    "systems": _systems,
-}
+RANKS, MICRO_BATCHES = 2, 4
 
 
 @cache
-def compile_search() -> None:
-    """Compile, or load what is kept from an earlier run."""
-    for group in GROUPS.values():
-        group()
+def compile_kernels(method: str) -> None:
+    """Compile what a method calls, or load it."""
+    costs = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(
+        rank_memory_bytes=(1e3,), forward_ms=np.array([1.0, 2.0, 1.0, 3.0])
+    )
+    plan = build_plan("zb-v", costs, RANKS, MICRO_BATCHES, split_backward=True)
+    simulate(plan, costs)
+    hide_transfers(plan, costs, moves=1)
+    for system in ("adapipe", "chimera"):
+        try:
+            build_plan(system, costs, RANKS, MICRO_BATCHES, split_backward=True)
+        except OctoPipeError:
+            continue
+    if method == "best":
+        problem = make_problem(costs, RANKS, MICRO_BATCHES)
+        Starts(Judge(problem, 4, make_rng(0)), (0, 0)).draw(False)
+        Polisher(problem, 4, make_rng(0), *arrays_of(problem, 4, plan)).run(1, 0.0)
+    else:
+        IterativeSearch(costs, RANKS, MICRO_BATCHES, budget_s=600.0, iterations=6).run()
