@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="gaps,systems,nano,scale")
     parser.add_argument("--budget", type=float, default=30.0)
-    parser.add_argument("--cases", default="", help=f"of the gaps part, some of {', '.join(gap_cases())} (default: all)")
+    parser.add_argument("--cases", default="", help=f"of the gaps part, some of {', '.join(gap_cases())}")
     parser.add_argument("--seeds", default="0", help="of the gaps part, separated by commas")
     parser.add_argument("--json", default="", metavar="FILE", help="of the gaps part: append a line for every run")
     parser.add_argument("--caps", default="1.5,1.0", help="of the systems part")

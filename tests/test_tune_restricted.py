@@ -6,10 +6,10 @@ import pytest
 from test_tune_best import uneven
 
 from octopipe.errors import OctoPipeError
+from octopipe.restricted import runs_on_megatron
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner import tune
-from octopipe.tuner.restricted import runs_on_megatron
 
 
 @pytest.mark.parametrize("seed", range(3))
