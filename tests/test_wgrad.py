@@ -432,14 +432,14 @@ def test_tuples_dicts_views_and_integers_cross_stages():
     assert _close(grads[0], xr.grad) and _close(grads[1], yr.grad)
 
 
-def test_an_input_passed_straight_through_and_one_not_used_get_their_gradients():
+def test_an_input_passed_straight_through_gets_its_gradient_and_one_not_used_none():
     class Through(nn.Module):
         def forward(self, x, y):
             return x
 
     run = Stage([Through()]).forward((torch.ones(3), torch.ones(2)))
     grads = run.backward_input([torch.full((3,), 7.0)])
-    assert torch.equal(grads[0], torch.full((3,), 7.0)) and torch.equal(grads[1], torch.zeros(2))
+    assert torch.equal(grads[0], torch.full((3,), 7.0)) and grads[1] is None
 
 
 def test_a_loss_needs_no_gradient_and_a_missing_one_is_dropped():
@@ -451,7 +451,7 @@ def test_a_loss_needs_no_gradient_and_a_missing_one_is_dropped():
     want = torch.autograd.grad(layer(x).square().mean(), layer.weight)[0]
     assert _close(layer.weight.grad, want)
     run = Stage([layer]).forward(x)
-    assert torch.equal(run.backward_full([None])[0], torch.zeros_like(x))
+    assert run.backward_full([None]) == [None]
 
 
 def test_only_what_the_next_op_needs_stays_alive():
