@@ -356,25 +356,3 @@ def test_transformer_engine_wants_w_in_the_order_of_i():
     driver = PlanDriver(plan, costs=None, channel="directed", transport=None, timeout_s=1.0)
     with pytest.raises(OctoPipeError, match="first in, first out"):
         driver._check_models([Engine(True)], 0)
-
-
-def test_rows_that_were_transposed_are_multiplied_in_one_product():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from octopipe.megatron.weights import _times
-
-    class Seen(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names.append(function.overloadpacket.__name__)
-            return function(*args, **(kwargs or {}))
-
-    matrix = torch.randn(6, 5, dtype=torch.float64)
-    for rows in (torch.randn(2, 7, 6, dtype=torch.float64).transpose(0, 1), torch.randn(7, 6, dtype=torch.float64)):
-        with Seen() as seen:
-            out = _times(rows, matrix)
-        assert seen.names.count("mm") == 1 and "bmm" not in seen.names
-        assert torch.allclose(out, rows @ matrix)

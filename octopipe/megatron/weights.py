@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octopipe.runtime.wgrad_ops import WeightQueue
+from octopipe.runtime.wgrad_ops import WeightQueue, times
 
 
 class Split:
@@ -103,7 +103,7 @@ class _Product(torch.autograd.Function):
         ctx.parameter, ctx.holder, ctx.group = parameter[0], holder, group
         ctx.reduces, ctx.gathers, ctx.has_bias = reduces, gathers, bias is not None
         whole = _gathered(input, group) if gathers else input
-        out = _times(whole, weight.t())
+        out = times(whole, weight.t())
         return out if bias is None else out + bias
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Product(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         own = None
         if ctx.needs_input_grad[0]:
-            own = _times(grad, weight)
+            own = times(grad, weight)
             if ctx.reduces and ctx.group is not None and ctx.group.size() > 1:
                 dist.all_reduce(own, group=ctx.group)
             if ctx.gathers:
@@ -119,12 +119,6 @@ class _Product(torch.autograd.Function):
         bias = grad.sum(dim=tuple(range(grad.ndim - 1))) if ctx.has_bias else None
         ctx.holder[0].queue.add(_add, ctx.parameter, grad, input, ctx.group if ctx.gathers else None)
         return own, None, bias, None, None, None, None, None
-
-
-def _times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows @ matrix as one product. Of rows that were transposed `matmul` makes one small product per token, which
-    takes ten times as long on a GPU."""
-    return torch.mm(rows.reshape(-1, rows.shape[-1]), matrix).view(*rows.shape[:-1], matrix.shape[1])
 
 
 def _add(parameter: Tensor, grad: Tensor, input: Tensor, group: Any) -> None:

@@ -392,10 +392,8 @@ class StageRun:
         if edges is None:
             raise OctoPipeError("backward of a run without a graph: run R first, and I or B only once")
         if self._then is not None and True not in self.outputs_need_grad:
-            raise OctoPipeError(
-                "the loss depends on nothing that takes a gradient: a layer or loss_fn detaches it, or every parameter "
-                "is frozen"
-            )
+            why = "a layer or loss_fn detaches it, or every parameter is frozen"
+            raise OctoPipeError(f"the loss depends on nothing that takes a gradient: {why}")
         leaves: list[Any]
         if grads is None:
             leaves = [None if edge is None else _one(edge) for edge in edges]
