@@ -252,9 +252,10 @@ def in_rows(x: Tensor) -> Tensor:
     if x.ndim < 3 or not x.numel():
         return x
     shape, stride = x.shape, x.stride()
-    if all(stride[k] == shape[k + 1] * stride[k + 1] for k in range(x.ndim - 2)):
-        return x
-    return _rows(x).view(shape)
+    for k in range(x.ndim - 2):  # what is_contiguous does not ask of a dimension of size one
+        if stride[k] != shape[k + 1] * stride[k + 1]:
+            return _rows(x).view(shape)
+    return x
 
 
 class LeftOut(Linear):
