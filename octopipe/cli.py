@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from octopipe.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError
+from octopipe.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError, Terminated
 
 VERBS = {
     "plan": "how to split a model over a whole cluster, and what one gets",
@@ -50,9 +50,6 @@ EXIT_CODES = {
 EXTRAS = {"torch": "torch", "ortools": "exact", "transformers": "hf", "resvg_py": "png"}
 """Packages that are not always there, and the extra of ours that brings them."""
 
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C stops in good order stops so too."""
 
 MODULES = {"import": "import_plan"}
 """Verbs whose module cannot have their name."""

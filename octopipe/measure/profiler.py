@@ -28,6 +28,7 @@ from octopipe.cluster import Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.profile_file import Profile
+from octopipe.runtime.exchange import gather_values
 from octopipe.runtime.held import held_bytes
 from octopipe.runtime.stage import Stage
 from octopipe.runtime.values import flatten, rebuild
@@ -235,8 +236,8 @@ class LayerRing:
         partial: dict[int, Floats] = {}
         for level, rounds in self._partial.items():
             mine = [r for r in rounds if r is not None]
-            got: list[Any] = [None] * self._ranks
-            dist.all_gather_object(got, np.median(np.concatenate(mine), axis=0) if mine else None, group=self._group)
+            one = np.median(np.concatenate(mine), axis=0) if mine else None
+            got: list[Any] = [one] if self._group is None else gather_values(self._group, one)
             partial[level] = np.mean(got[:level], axis=0)
         quarter = np.percentile(loaded, [25, 75], axis=0)
         median = np.median(loaded, axis=0)
@@ -412,9 +413,7 @@ def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
     """Every rank's measurement (collective)."""
     if group is None:
         return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    return gather_values(group, mine)
 
 
 def assemble(
