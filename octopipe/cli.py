@@ -30,7 +30,7 @@ VERBS = {
     "scale": "weak and strong scaling of one split over more and more GPUs",
     "report": "one self-contained HTML page about plans and timelines",
     "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
-    "import": "what PyTorch, torchtitan or Megatron run today, as a plan",
+    "import": "what PyTorch, torchtitan or Megatron run today, as a plan; traces of profilers, as a profile",
     "serve": "a local page to tune and look at plans",
     "train": "train a model with a plan, for real",
     "profile": "measure the layers of a model on this machine",
