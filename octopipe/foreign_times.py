@@ -140,12 +140,11 @@ def _profile(times: LayerTimes, name: str, kind: str, model: CostTable | None, w
         raise OctoPipeError(f"{where}: a layer takes more than {MAX_TIME_MS:g} ms; export it again")
     if not (forward + input_ + weight).any():
         raise OctoPipeError(f"{where}: all times are zero; record a training step")
-    known = {"forward_ms": forward, "input_ms": input_, "weight_ms": weight}
     if model is not None:
-        costs = model.replace(model=name, **known)
+        costs = model.replace(model=name, forward_ms=forward, input_ms=input_, weight_ms=weight)
         notes.append(f"bytes are the analytic ones of {model.model}; only the times are from the file")
     else:
-        costs = CostTable(model=name, symbols=symbols, **known)
+        costs = CostTable(model=name, symbols=symbols, forward_ms=forward, input_ms=input_, weight_ms=weight)
         notes.append("nothing is known about bytes: memory has no limit and transfers cost nothing unless given")
     about = {"source": KINDS[kind], "layers": list(times.names), "notes": [*times.notes, *notes]}
     return Profile(costs=costs, about=about)

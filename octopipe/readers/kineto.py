@@ -53,6 +53,8 @@ def read_trace(data: bytes, where: str) -> Recording:
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         why = " ".join(str(error).split())[:160]
         raise OctoPipeError(f"{where}: no trace of torch.profiler ({why}); export it again") from None
+    # Times count from the machine's start: beside those a short event's length would be rounded away.
+    first = min((event.ts for event in events if event.ph == "X"), default=0.0)
     marks: list[Span] = []
     modules: list[Span] = []
     operators: list[Span] = []
@@ -61,6 +63,7 @@ def read_trace(data: bytes, where: str) -> Recording:
     for event in events:
         if event.ph != "X":
             continue
+        event.ts -= first
         args = event.args
         if event.cat == "cpu_op":
             operators.append(_span(event, args.sequence if args else None))
