@@ -33,6 +33,7 @@ VERBS = {
     "import": "what PyTorch, torchtitan or Megatron run today, as a plan; traces of profilers, as a profile",
     "serve": "a local page to tune and look at plans",
     "train": "train a model with a plan, for real",
+    "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
     "completion": "print what makes a shell complete verbs, flags and names",

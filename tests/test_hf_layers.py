@@ -65,11 +65,14 @@ def test_router_losses_travel_to_the_head() -> None:
     assert chained("mixtral", output_router_logits=True, router_aux_loss_coef=0.5) < 1e-6
 
 
-def test_tied_embeddings_are_found_and_drawn_alike_everywhere() -> None:
-    parts = cut(tiny_config("llama", tie_word_embeddings=True))
+@pytest.mark.parametrize(
+    ("family", "shared"), [("llama", "model.embed_tokens.weight"), ("ctrl", "transformer.w.weight")]
+)
+def test_tied_embeddings_are_found_and_drawn_alike_everywhere(family: str, shared: str) -> None:
+    parts = cut(tiny_config(family, tie_word_embeddings=True))  # CTRL's head has a bias beside the tied weight
     first, last = parts[0](), parts[-1]()
     name = next(iter(first.tied_to))
-    assert set(last.tied_to.values()) == set(first.tied_to.values()) == {"model.embed_tokens.weight"}
+    assert set(last.tied_to.values()) == set(first.tied_to.values()) == {shared}
     # The head's rank draws what the embedding's rank draws, without a message.
     assert torch.equal(first.get_parameter(name), last.get_parameter(name))
 
