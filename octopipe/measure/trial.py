@@ -22,7 +22,8 @@ from octopipe.errors import OctoPipeError
 from octopipe.fidelity import Fidelity, compare
 from octopipe.lowering import Channel
 from octopipe.measure.links import measure_links, measure_overlap
-from octopipe.measure.profiler import Layer, LayerRing, Measured, assemble, gather
+from octopipe.measure.one_layer import Layer
+from octopipe.measure.profiler import LayerRing, Measured, assemble, gather
 from octopipe.measure.timed_run import TimedRun, Trial, free, run_plan
 from octopipe.measure.workload import Workload
 from octopipe.model import ModelSpec
