@@ -36,6 +36,7 @@ VERBS = {
     "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
+    "reproduce": "the paper's tables and figures made again, ours beside theirs",
     "completion": "print what makes a shell complete verbs, flags and names",
 }
 OK, BROKEN_PIPE, BAD_INPUT, DOES_NOT_FIT, FAULT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 70, 130, 143
