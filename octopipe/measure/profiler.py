@@ -34,6 +34,8 @@ from octopipe.runtime.exchange import gather_values
 from octopipe.runtime.values import flatten
 
 Floats = NDArray[np.float64]
+Tell = Callable[[str, float], None]
+"""Gets what is done now, and which part of the whole (0 to 1) was done before."""
 KINDS = ("forward", "input", "weight")
 
 
@@ -97,6 +99,10 @@ def profile_layers(
     return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
 
 
+def nobody(doing: str, share: float) -> None:
+    """Nobody listens."""
+
+
 class LayerRing:
     """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
 
@@ -109,7 +115,9 @@ class LayerRing:
         *,
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
+        tell: Tell = nobody,
     ):
+        self._tell = tell
         self._began = time.perf_counter()
         if not layers:
             raise OctoPipeError("no layers to profile; give at least one module")
@@ -126,7 +134,7 @@ class LayerRing:
             group_of[-1] = max(groups) + 1
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
-        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device)
+        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device, tell)
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
         # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
@@ -145,10 +153,13 @@ class LayerRing:
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
         _wait_all(self._group)
+        self._tell("warming up", 0.4)
         self._run(warm_up)
+        self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
         self._all_at_work(repeats)
         for level in levels:
             if 0 < level < self._ranks:
+                self._tell(f"the same with {level} rank{'s' * (level > 1)} at work", 0.7)
                 self._some_at_work(level, max(3, repeats // 2), warm_up=1)
         return self.measured()
 
@@ -210,6 +221,7 @@ def _prepare(
     loss_fn: Callable[..., Tensor],
     target: Any,
     device: torch.device,
+    tell: Tell,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
@@ -220,6 +232,7 @@ def _prepare(
             made = layers[i]
             last = i == len(group_of) - 1
             module = made if isinstance(made, nn.Module) else made()
+            tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
                 ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
             except (RuntimeError, TypeError, ValueError) as error:
