@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 GIB = float(1 << 30)
 
 
+ELASTIC_TUNE_S = 10.0
+"""For a new plan where the one that was given is for another number of ranks."""
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     what = parser.add_argument_group("the plan (default: --system 1f1b)").add_mutually_exclusive_group()
@@ -72,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
     kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
+    kept.add_argument(
+        "--elastic", action="store_true", help="go on where DIR has a checkpoint, with the ranks torchrun has left"
+    )
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -127,6 +133,11 @@ def job_from(args: argparse.Namespace) -> TrainJob:
             check_target(path)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
+    tune_s, micro_batches = args.tune, args.micro_batches
+    if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
+        # Other ranks than it was made for are left: the same batch, and a plan made anew.
+        micro_batches = micro_batches or plan.num_micro_batches
+        tune_s, plan = None if args.no_measure and not args.profile else ELASTIC_TUNE_S, None
     if args.tune is not None and args.no_measure and not args.profile:
         raise OctoPipeError("--tune needs costs: give --profile, or leave --no-measure out")
     if nproc // args.dp > spec.num_layers:
@@ -143,10 +154,10 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         steps=args.steps,
         plan=plan,
         system=args.system,
-        tune_s=args.tune,
+        tune_s=tune_s,
         dp=args.dp,
         seq=args.seq,
-        micro_batches=args.micro_batches,
+        micro_batches=micro_batches,
         micro_batch_size=args.micro_batch_size,
         lr=args.lr,
         warmup=args.warmup,
@@ -164,6 +175,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         keep=args.keep,
         resume=args.resume,
         resume_step=args.resume_step,
+        elastic=args.elastic,
         timeline=bool(args.timeline),
         adapt_every=args.adapt,
         timeout_s=args.timeout,
