@@ -1,4 +1,4 @@
-"""Soak: a long run of a tiny model on two ranks, with plans that change and ranks that die, against one that is left alone.
+"""Soak: a long run on two ranks, with plans that change and ranks that die, against one that is left alone.
 
     make soak                                     2,000 steps, some twenty faults
     python scripts/soak.py --steps 60 --faults 2 --seed 3
@@ -62,7 +62,8 @@ class Life:
 def tiny() -> ModelSpec:
     hidden, vocab = 8, 32
     inner = tuple(Mlp(hidden=hidden, ffn=16) for _ in range(6))
-    return ModelSpec(name="soak", layers=(Embedding(hidden=hidden, vocab=vocab), *inner, Head(hidden=hidden, vocab=vocab)))
+    ends = Embedding(hidden=hidden, vocab=vocab), Head(hidden=hidden, vocab=vocab)
+    return ModelSpec(name="soak", layers=(ends[0], *inner, ends[1]))
 
 
 def plan_of(system: str) -> Plan:
@@ -179,7 +180,8 @@ def soak(steps: int, faults: int, seed: int, folder: Path, say: Any = print) -> 
         if bool(ended) != bool(life.fault):
             problems.append(f"life {number}: {life.fault or 'no fault'} at step {life.at}, but {ended or 'it went on'}")
         problems += [f"life {number}: {why}" for path in checkpoints(folder / "run") if (why := damage(path))]
-        say(f"life {number}: steps {first} to {max(heard.losses, default=first)}, {life.fault or 'to the end'}; {ended[:90]}")
+        last = max(heard.losses, default=first)
+        say(f"life {number}: steps {first} to {last}, {life.fault or 'to the end'}; {ended[:90]}")
         if not ended or len(problems) > 20:
             break
     if sorted(seen) != list(range(1, steps + 1)):
