@@ -34,7 +34,7 @@ READING = (
     "cluster_file", "cost", "cost_record", "files", "layer_times", "layers", "limits", "model", "plan", "plan_file",
     "plan_setting", "profile_file", "readers", "resolve", "setup", "timeline", "timeline_record", "report",
 )  # fmt: skip
-"""Modules that read: those with kernels cannot be counted in, numba would compile the counters."""
+"""Modules that read; in those with kernels the counters would be compiled along."""
 if "--inner" in sys.argv:  # readers are compiled with counters as they are imported
     import atheris
 
