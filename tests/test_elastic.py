@@ -27,11 +27,12 @@ COMMAND = (
 LIMIT_S = 240.0
 
 
-def node(port: int, *words: str) -> subprocess.Popen[str]:
-    """One of torchrun's agents, with one rank."""
+def node(port: int, *words: str, hosts: bool) -> subprocess.Popen[str]:
+    """One of torchrun's agents, with one rank; one of them hosts the store of all."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"]
-    patience = ["--rdzv-conf", "last_call_timeout=5", "--max-restarts", "3", "--monitor-interval", "0.5"]
+    conf = f"last_call_timeout=5,is_host={int(hosts)}"
+    patience = ["--rdzv-conf", conf, "--max-restarts", "3", "--monitor-interval", "0.5"]
     return subprocess.Popen(
         [*agent, *meeting, *patience, *COMMAND, *words],
         stdout=subprocess.PIPE,
@@ -53,8 +54,7 @@ def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(tmp
     folder = tmp_path / "run"
     words = ("--tune", "1s", "--elastic", "--checkpoint", str(folder))
     port = free_port()
-    stays = node(port, *words)
-    goes = node(port, *words)
+    stays, goes = (node(port, *words, hosts=hosts) for hosts in (True, False))
     try:
         end = time.monotonic() + LIMIT_S
         while latest(folder) is None and time.monotonic() < end and stays.poll() is None:

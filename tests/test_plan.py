@@ -230,7 +230,7 @@ def test_at_most_twenty_problems_are_listed(missing: int) -> None:
 
 def test_a_circle_is_told_from_its_first_op_back_to_it() -> None:
     stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
-    orders = parse_orders([["0F1", "0F0", "0B0", "0B1"], ["1F0", "1F1", "1B1", "1B0"]])
+    orders = parse_orders([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
     plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders)
     (problem,) = plan.problems()
     words = problem.partition(": ")[2].partition(";")[0].split(" needs ")
