@@ -79,8 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.runtime import launch
+    from octopipe.runtime import launch, slurm
 
+    slurm.adopt()
     job = job_from(args)
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
