@@ -21,7 +21,7 @@ from octopipe.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.verbs.runnable import model_of, needs_torch, told
+from octopipe.verbs.runnable import kernel_words, model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
@@ -53,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    run_.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+    )
     run_.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
@@ -121,7 +128,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.systems.registry import get_system
     from octopipe.training.job import TrainJob
 
-    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers)
+    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device}
+    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
@@ -157,6 +165,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         dtype=args.dtype,
         device=args.device,
         compile_scans=args.compile_scans,
+        kernels=() if hasattr(spec, "class_name") else args.kernels,
         data=args.data,
         seed=args.seed,
         profile=profile,
