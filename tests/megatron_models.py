@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 VOCAB, WIDTH, LENGTH, DECODERS = 32, 16, 6, 6
+_GROUPS: Any = None
+"""What the process groups that there are were made for."""
 
 
 def patch_cuda() -> None:
@@ -51,12 +53,19 @@ def patch_cuda() -> None:
 
 def start(pp: int, *, virtual: int | None = None, embedding_ranks: Callable[..., list[int]] | None = None) -> None:
     """Megatron's groups for a pipeline of `pp` ranks; the other ranks are data-parallel."""
+    global _GROUPS
     patch_cuda()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-    parallel_state.destroy_model_parallel()
     initialize_rng_tracker(inference_rng_tracker=True)
+    wanted = pp, tuple(embedding_ranks(list(range(pp)))) if embedding_ranks is not None else None
+    if wanted == _GROUPS:  # thirty groups take longer than a plan does
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual if pp > 1 else None)
+        parallel_state.set_virtual_pipeline_model_parallel_rank(0 if virtual and pp > 1 else None)
+        return
+    _GROUPS = wanted
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=virtual if pp > 1 else None,
