@@ -11,7 +11,7 @@ ROOMS = [
     ["errors", "limits", "files", "display", "_compile", "_graph"],
     ["layers", "mixers", "model", "zoo"],
     ["readers"],
-    ["cluster", "cluster_file", "setup"],
+    ["cluster", "cluster_file", "setup", "lengths"],
     [
         *("cost", "cost_record", "flops", "calibration", "traffic", "footprint", "layer_pricing", "analytic"),
         *("layer_times", "profile_file", "foreign_times", "resolve"),
@@ -22,7 +22,7 @@ ROOMS = [
     ["timeline_record", "timeline", "fidelity"],
     ["ramp", "loads"],
     ["simulator", "bounds", "contention", "hide"],
-    ["systems", "recompute", "comparison"],
+    ["systems", "recompute", "comparison", "batching"],
     ["foreign_plan"],
     ["tuner"],
     ["runtime"],

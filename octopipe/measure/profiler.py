@@ -30,9 +30,12 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.profile_file import Profile
+from octopipe.runtime.exchange import gather_values
 from octopipe.runtime.values import flatten
 
 Floats = NDArray[np.float64]
+Tell = Callable[[str, float], None]
+"""Gets what is done now, and which part of the whole (0 to 1) was done before."""
 KINDS = ("forward", "input", "weight")
 
 
@@ -96,6 +99,10 @@ def profile_layers(
     return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
 
 
+def nobody(doing: str, share: float) -> None:
+    """Nobody listens."""
+
+
 class LayerRing:
     """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
 
@@ -108,7 +115,9 @@ class LayerRing:
         *,
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
+        tell: Tell = nobody,
     ):
+        self._tell = tell
         self._began = time.perf_counter()
         if not layers:
             raise OctoPipeError("no layers to profile; give at least one module")
@@ -125,7 +134,7 @@ class LayerRing:
             group_of[-1] = max(groups) + 1
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
-        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device)
+        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device, tell)
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
         # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
@@ -144,10 +153,13 @@ class LayerRing:
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
         _wait_all(self._group)
+        self._tell("warming up", 0.4)
         self._run(warm_up)
+        self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
         self._all_at_work(repeats)
         for level in levels:
             if 0 < level < self._ranks:
+                self._tell(f"the same with {level} rank{'s' * (level > 1)} at work", 0.7)
                 self._some_at_work(level, max(3, repeats // 2), warm_up=1)
         return self.measured()
 
@@ -185,8 +197,8 @@ class LayerRing:
         partial: dict[int, Floats] = {}
         for level, rounds in self._partial.items():
             mine = [r for r in rounds if r is not None]
-            got: list[Any] = [None] * self._ranks
-            dist.all_gather_object(got, np.median(np.concatenate(mine), axis=0) if mine else None, group=self._group)
+            one = np.median(np.concatenate(mine), axis=0) if mine else None
+            got: list[Any] = [one] if self._group is None else gather_values(self._group, one)
             partial[level] = np.mean(got[:level], axis=0)
         quarter = np.percentile(loaded, [25, 75], axis=0)
         median = np.median(loaded, axis=0)
@@ -209,6 +221,7 @@ def _prepare(
     loss_fn: Callable[..., Tensor],
     target: Any,
     device: torch.device,
+    tell: Tell,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
@@ -219,6 +232,7 @@ def _prepare(
             made = layers[i]
             last = i == len(group_of) - 1
             module = made if isinstance(made, nn.Module) else made()
+            tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
                 ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
             except (RuntimeError, TypeError, ValueError) as error:
@@ -287,9 +301,7 @@ def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
     """Every rank's measurement (collective)."""
     if group is None:
         return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    return gather_values(group, mine)
 
 
 def assemble(

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
+from octopipe.runtime.exchange import broadcast_value
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.training.shelf import (
     FORMAT,
@@ -304,11 +305,7 @@ def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeErr
     said = pipe.world.gather(problem)
     problem = next((text for text in said if text), "")
     if pipe.world.dp_group is not None:
-        box = [problem]
-        torch.distributed.broadcast_object_list(
-            box, src=torch.distributed.get_process_group_ranks(pipe.world.dp_group)[0], group=pipe.world.dp_group
-        )
-        problem = box[0]
+        problem = broadcast_value(pipe.world.dp_group, problem, 0)
     if problem:
         raise kind(problem)
 
