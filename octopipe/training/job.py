@@ -56,6 +56,8 @@ class TrainJob:
     """Of the CPU per rank; default: the cores, shared equally."""
     compile_scans: bool | None = None
     """Our Mamba-2's scan through `torch.compile`; default: on a GPU, unless there are faster kernels."""
+    kernels: tuple[str, ...] = ()
+    """Kernels of our own layers by name; a transformers model has its choice made already."""
     data: str | None = None
     seed: int = 0
     profile: Profile | None = None

@@ -155,6 +155,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         device=job.device,
         dtype="float32" if job.dtype == "bfloat16" else job.dtype,
         compile_scans=job.compile_scans,
+        asked_kernels=job.kernels,
         seed=job.seed,
     )
     device = work.place(seat.local_rank)

@@ -21,7 +21,7 @@ from octopipe.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.verbs.runnable import model_of, needs_torch, told
+from octopipe.verbs.runnable import kernel_words, model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+    )
+    run_.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
         help="Mamba-2's scan through torch.compile (default: on cuda)",
@@ -85,8 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.runtime import launch
+    from octopipe.runtime import launch, slurm
 
+    slurm.adopt()
     job = job_from(args)
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
@@ -126,7 +134,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.systems.registry import get_system
     from octopipe.training.job import TrainJob
 
-    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers)
+    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device}
+    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
@@ -167,6 +176,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         dtype=args.dtype,
         device=args.device,
         compile_scans=args.compile_scans,
+        kernels=() if hasattr(spec, "class_name") else args.kernels,
         data=args.data,
         seed=args.seed,
         profile=profile,
