@@ -31,6 +31,8 @@ def refuse_idle(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
             raise OctoPipeError(f"--{flag}: published systems choose it themselves, stage by stage; leave it out")
+    if args.page:
+        raise OctoPipeError("--page shows our own search; leave --system out")
     if args.runtime != "any":
         raise OctoPipeError(f"--for {args.runtime}: published systems plan for their own runtimes; leave it out")
 
