@@ -315,10 +315,11 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
         f"{named(name)}, {job.nproc} ranks"
     )
     out.print(f"{named(job.spec.name)}: {told(job.spec)}", soft_wrap=True)
-    out.print(
-        f"{result.parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
-        f"{job.micro_batch_size} x {job.seq} tokens"
-    )
+    batch = f"{job.num_micro_batches} micro-batches of {job.micro_batch_size} x {job.seq} tokens"
+    if job.lengths:
+        batch = f"{job.num_micro_batches} micro-batches a pipeline of {len(job.lengths)} sequences in all, "
+        batch += f"{min(job.lengths)} to {max(job.lengths)} tokens"
+    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}")
     out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
     if result.predicted is not None:
         predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio
