@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz bench docs clean
+.PHONY: demo test lint types unit fuzz bench docs reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -30,6 +30,10 @@ bench: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python scripts/make_pictures.py
+
+# The paper's tables and figures, ours beside theirs; what is finished in out/reproduction is not run again.
+reproduce: $(VENV)/.test
+	$(BIN)/python -m octopipe reproduce all -o out/reproduction --page docs/reproduction.md
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -1,8 +1,8 @@
 """From whatever a user names as MODEL to a CostTable.
 
-Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder) or a file
-whose "format" key says what it is; and the numbers that go with it. Does not know: how each of them is read
-(their own modules) or priced (`analytic.py`).
+Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder), another tool's
+recording of layer times or a file whose "format" key says what it is; and the numbers that go with it. Does not know:
+how each of them is read (their own modules) or priced (`analytic.py`).
 
 >>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
 34
@@ -23,6 +23,7 @@ from octopipe.cluster_file import Nodes, memory_bytes, network_of, nodes_from_ob
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import brief, letters, read_json_object, shown, stem_of
+from octopipe.foreign_times import foreign_costs
 from octopipe.layer_times import costs_of_layer_times
 from octopipe.lengths import Batch
 from octopipe.limits import MAX_TIME_MS, finite
@@ -85,6 +86,9 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
             f"unknown model {shown_name!r}{suggestion(name[:80], names())}; give a preset (`octopipe models` "
             "lists them), a layer-times file or a Hugging Face config.json"
         )
+    recorded = foreign_costs(path)
+    if recorded is not None:
+        return recorded
     file, where = read_json_object(path), shown(path)
     tag = file.get("format")
     if isinstance(tag, str):

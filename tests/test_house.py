@@ -14,7 +14,7 @@ ROOMS = [
     ["cluster", "cluster_file", "setup", "lengths"],
     [
         *("cost", "cost_record", "flops", "calibration", "traffic", "footprint", "layer_pricing", "analytic"),
-        *("layer_times", "profile_file", "resolve"),
+        *("layer_times", "profile_file", "foreign_times", "resolve"),
     ],
     ["plan", "plan_file", "plan_setting", "price"],
     ["_engine"],

@@ -1,0 +1,285 @@
+"""The reproduction of the paper: verdicts, readings, what is kept and deterministic, and that nothing is left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octopipe.cli import main
+from octopipe.cost import CostTable
+from octopipe.errors import OctoPipeError
+from octopipe.reproduce.bench import SIBLING, Bench, Options, find_measured, find_profiles
+from octopipe.reproduce.markdown import part_page, whole_page
+from octopipe.reproduce.models import AUTHORS, TABLE, model_costs, recomputed
+from octopipe.reproduce.part import Part
+from octopipe.reproduce.parts import parts
+from octopipe.reproduce.parts.deadlock import naive_deadlocks
+from octopipe.reproduce.parts.large_scale import slowest_ms
+from octopipe.reproduce.parts.search import LAYERS, stretched
+from octopipe.reproduce.reading import READING, Reading, baseline, in_place, read, transfer_ms, whole_plan
+from octopipe.reproduce.row import Result, Row
+from octopipe.reproduce.runner import chosen, run_parts
+from octopipe.simulator import simulate
+from octopipe.systems import build_plan
+from octopipe.verbs.reproduce import NAMES
+
+PAPER = SIBLING.parent / "octopipe-paper.tex"
+LABELS = {
+    "fig:pipeline_phases", "tab:existing_methods", "fig:combined_1f1b_heter_bubble", "fig:3_co_opt",
+    "fig:3_deadlock_bubble", "fig:overview", "fig:5_sim", "fig:pipeline_tuner", "alg:tuning", "fig:e2etgs",
+    "tab:model_config", "fig:realtraces", "fig:across_pp_nemotron_47b_mb_2xPP", "tab:comm_nemotron",
+    "fig:ablation_study", "fig:sim_thro_mem", "tab:detail_search_overhead", "fig:convergency_nemotronh",
+    "tab:scaling_res", "tab:throughput_results", "tab:recompute_throughput",
+}  # fmt: skip
+measured = pytest.mark.skipif(not SIBLING.is_dir(), reason="the authors' layer times are not at hand")
+
+
+def tiny_model(layers: int = 8) -> CostTable:
+    """A heterogeneous model with a heavy head."""
+    times = np.array([1.0 + 0.5 * (k % 3) for k in range(layers)])
+    times[-1] = 5.0
+    return CostTable(
+        model="tiny", symbols="E" + "M-*" * ((layers - 2) // 3) + "M" * ((layers - 2) % 3) + "L", forward_ms=times,
+        input_ms=times, weight_ms=times / 2, activation_bytes=np.ones(layers), boundary_bytes=np.full(layers, 0.5),
+    )  # fmt: skip
+
+
+# -- nothing is left out -------------------------------------------------------------------------------
+
+
+def test_every_label_of_the_paper_has_a_part() -> None:
+    assert {label for part in parts() for label in part.labels} == LABELS
+    if PAPER.exists():
+        found = re.findall(r"\\label\{((?:fig|tab|alg):[^}]+)\}", PAPER.read_text())
+        assert set(found) == LABELS
+
+
+def test_the_verb_names_every_part_in_order() -> None:
+    assert ("all", *(part.name for part in parts())) == NAMES
+
+
+def test_the_models_are_those_of_the_paper_and_the_authors_jambas_have_their_sizes() -> None:
+    assert len(TABLE) == 10
+    small, large = AUTHORS["jamba-20b"], AUTHORS["jamba-100b"]
+    assert (small.num_layers, large.num_layers) == (66, 146)
+    assert small.parameters == pytest.approx(20e9, rel=0.03)
+    assert large.parameters == pytest.approx(100e9, rel=0.03)
+
+
+# -- rows ----------------------------------------------------------------------------------------------
+
+
+def test_verdicts_follow_from_the_numbers() -> None:
+    assert Row.at_least("x", 1.49, 1.60).verdict == "better"
+    assert Row.at_least("x", 1.49, 1.487).verdict == "reproduced"  # the paper rounds to two decimals
+    assert Row.at_least("x", 1.49, 1.40, why="less").verdict == "not reproduced"
+    assert Row.at_most("x", 100.0, 90.0).verdict == "better"
+    assert Row.at_most("x", 100.0, 101.0, why="more").verdict == "not reproduced"
+    assert Row.close("x", 100.0, 109.0).verdict == "reproduced"
+    assert Row.close("x", 100.0, 111.0, why="far").verdict == "not reproduced"
+    assert Row.close("x", 100.0, None, why="no data").ours is None
+    assert Row.at_least("x", 2.0, 3.0).ratio == pytest.approx(1.5)
+
+
+def test_a_claim_that_does_not_hold_must_say_why() -> None:
+    with pytest.raises(OctoPipeError, match="no word why"):
+        Row.at_least("x", 2.0, 1.0)
+
+
+# -- readings ------------------------------------------------------------------------------------------
+
+
+def test_a_reading_changes_the_head_and_the_transfers_alone() -> None:
+    costs = tiny_model()
+    table = read(costs, Reading(head=2.5, sent="whole"), hidden=8192)
+    assert table.forward_ms[-1] == 12.5 and table.forward_ms[:-1].tolist() == costs.forward_ms[:-1].tolist()
+    assert transfer_ms(8192, tp=8, sent="whole") == pytest.approx(8 * transfer_ms(8192, tp=8, sent="share"))
+    plan = build_plan("1f1b", table, 2, 2)
+    timeline = simulate(plan, table)
+    took = timeline.transfers.end_ms - timeline.transfers.start_ms
+    assert took == pytest.approx(np.full(took.size, 2.0 * 4096 * 8192 / 25e9 * 1e3))
+
+
+def test_in_place_lets_the_gradient_go_before_the_weights() -> None:
+    """Two equal stages, two micro-batches, all ops 1: the last backward need not wait for the other stage's W."""
+    costs = CostTable.uniform(num_layers=2)
+    whole = build_plan("1f1b", costs, 2, 2)
+    assert simulate(whole, costs).step_ms == 9.0
+    assert simulate(in_place(whole), costs).step_ms == 8.0
+    assert in_place(whole).splits_backward
+
+
+def test_mists_stages_stay_within_the_slack() -> None:
+    costs = tiny_model(26)
+    sizes = [s.num_layers for s in whole_plan("mist", costs, 4, 8, mist_slack=1).stages]
+    assert all(abs(n - round(26 / 4)) <= 1 for n in sizes)
+    free = simulate(whole_plan("mist", costs, 4, 8), costs).step_ms
+    assert free <= simulate(whole_plan("mist", costs, 4, 8, mist_slack=1), costs).step_ms
+
+
+@measured
+def test_the_baselines_of_table_three_are_within_ten_per_cent_and_in_order() -> None:
+    costs = read(model_costs("nemotron-h-56b", SIBLING, pp=8, micro_batches=8), READING, hidden=8192)
+    paper = {"1f1b": 2406, "tessel": 2142, "interleaved": 2116, "mist": 1996}
+    ours = {name: baseline(name, costs, 8, 8, READING).step_ms for name in paper}
+    assert all(abs(ours[name] / paper[name] - 1) < 0.1 for name in paper)
+    assert list(ours.values()) == sorted(ours.values(), reverse=True)
+
+
+@measured
+def test_measured_times_stand_in_the_authors_sizes() -> None:
+    costs = model_costs("jamba-20b", SIBLING, pp=8, micro_batches=8)
+    assert costs.num_layers == 66 and costs.static_bytes.all()
+    assert model_costs("jamba-20b", SIBLING, pp=8, micro_batches=8, authors=False).num_layers == 34
+
+
+def test_recomputation_runs_every_layer_but_the_head_again() -> None:
+    costs = tiny_model()
+    again = recomputed(costs)
+    assert (again.input_ms - costs.input_ms).tolist() == [*costs.forward_ms[:-1].tolist(), 0.0]
+    assert again.activation_bytes.tolist() == [0.5] * 7 + [1.0]
+
+
+def test_a_profile_of_other_layers_is_refused(tmp_path: Path) -> None:
+    table = {"E": 1.0, "M": 1.0, "L": 1.0}
+    file = {"pattern": "EMML", "forward_ms": table, "backward_ms": table, "weight_ms": table}
+    (tmp_path / "llama3-8b.json").write_text(json.dumps(file))
+    with pytest.raises(OctoPipeError, match="another order"):
+        model_costs("llama3-8b", tmp_path, pp=4, micro_batches=4)
+
+
+# -- parts that need no search -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["taxonomy", "models", "fidelity", "illustrations"])
+def test_parts_without_a_search_hold(name: str) -> None:
+    part = chosen([name], parts())[0]
+    result = part.run(Bench(options=Options(measured=find_measured(None))))
+    assert result.rows and all(row.verdict in ("reproduced", "better") for row in result.rows)
+
+
+def test_without_layer_times_analytic_costs_are_used_and_said() -> None:
+    bench = Bench(options=Options())
+    result = chosen(["bubbles"], parts())[0].run(bench)
+    assert "analytic" in result.costs and bench.reading.head == 1.0
+    readings = chosen(["readings"], parts())[0].run(bench)
+    assert all(row.verdict == "not reproduced" and row.ours is None for row in readings.rows)
+
+
+def test_naive_coordination_deadlocks_where_two_ranks_send_at_once() -> None:
+    from octopipe.lowering import lower
+
+    costs = CostTable.uniform(num_layers=4, p2p_ms=0.1)
+    interleaved = build_plan("interleaved", costs, 2, 4, chunks=2)
+    assert naive_deadlocks(lower(interleaved, costs))
+    assert not naive_deadlocks(lower(build_plan("gpipe", costs, 2, 1), costs))
+
+
+def test_many_replicas_wait_for_the_slowest() -> None:
+    costs = tiny_model()
+    plan = build_plan("1f1b", costs, 2, 4)
+    one, many = (slowest_ms(plan, costs, dp, "directed", 0) for dp in (1, 128))
+    assert simulate(plan, costs).step_ms * 0.99 < one < many < 1.2 * one
+
+
+def test_the_stretched_model_repeats_the_inner_layers() -> None:
+    table = stretched(tiny_model())
+    assert table.num_layers == LAYERS + 2 and table.symbols[:8] == "EM-*M-*M" and table.symbols[-1] == "L"
+
+
+# -- running -------------------------------------------------------------------------------------------
+
+
+def _counting(calls: list[str], value: float = 2.0) -> Part:
+    def run(bench: Bench) -> Result:
+        calls.append("run")
+        return Result(rows=(Row.at_least("speed", 1.0, value),), costs="none", pictures={"counting.svg": "<svg/>"})
+
+    return Part(name="counting", title="Counting", labels=("fig:x",), run=run)
+
+
+def test_a_finished_part_is_reused_until_an_option_or_a_file_changes(tmp_path: Path) -> None:
+    calls: list[str] = []
+    part, options = _counting(calls), Options()
+    first = run_parts([part], options, tmp_path)
+    again = run_parts([part], options, tmp_path)
+    assert calls == ["run"] and again[0].reused and again[0].result == first[0].result
+    run_parts([part], replace(options, iterations=7), tmp_path)
+    run_parts([part], replace(options, iterations=7), tmp_path, fresh=True)
+    assert len(calls) == 3
+    data = tmp_path / "runs.jsonl"
+    data.write_text("{}")
+    with_file = replace(options, measured=data)
+    run_parts([part], with_file, tmp_path)
+    data.write_text("{ }")
+    run_parts([part], with_file, tmp_path)
+    assert len(calls) == 5
+
+
+def test_a_damaged_or_half_deleted_result_is_made_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+    part = _counting(calls)
+    run_parts([part], Options(), tmp_path)
+    (tmp_path / "counting.svg").unlink()
+    run_parts([part], Options(), tmp_path)
+    (tmp_path / "counting.json").write_text("{")
+    run_parts([part], Options(), tmp_path)
+    assert len(calls) == 3
+    record = json.loads((tmp_path / "counting.json").read_text())
+    assert record["rows"][0]["ratio"] == 2.0 and record["rows"][0]["verdict"] == "better"
+    assert "| speed | 1 | 2 | 2.000 | better |" in (tmp_path / "counting.md").read_text()
+
+
+def test_a_search_is_the_same_twice_and_kept_on_disk(tmp_path: Path) -> None:
+    costs = tiny_model()
+    options = Options(iterations=40)
+    first = Bench(options=options, shelf=tmp_path / "a").tuned(costs, 2, 4)
+    second = Bench(options=options, shelf=tmp_path / "b").tuned(costs, 2, 4)
+    assert (first.stages, first.orders) == (second.stages, second.orders)
+    said: list[str] = []
+    kept = Bench(options=options, shelf=tmp_path / "a", say=said.append).tuned(costs, 2, 4)
+    assert (kept.stages, kept.orders, said) == (first.stages, first.orders, [])
+    other = Bench(options=options, shelf=tmp_path / "a", say=said.append)
+    other.tuned(read(costs, Reading(head=2.0), hidden=64), 2, 4)
+    assert len(said) == 1
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_every_row_and_why_some_do_not_hold() -> None:
+    part = _counting([])
+    rows = (Row.at_least("fast", 1.0, 2.0, unit="×"), Row.at_least("faster | still", 3.0, 2.0, why="half the moves"))
+    result = Result(rows=rows, costs="none", pictures={"x.svg": ""})
+    page = whole_page([(part, result)], preface=["Words."], pictures="here/")
+    assert "2 claims: 0 reproduced, 1 better, 1 not reproduced" in page
+    assert "half the moves" in page and "![Counting](here/x.svg)" in page
+    assert "faster \\| still" in part_page(part, result)
+
+
+def test_the_verb_runs_parts_writes_files_and_refuses_unknown_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "out", tmp_path / "docs" / "reproduction.md"
+    assert main(["reproduce", "taxonomy", "models", "-o", str(out), "--profiles", "none", "--page", str(page)]) == 0
+    assert "claims reproduced or better" in capsys.readouterr().out
+    assert {"taxonomy.json", "taxonomy.md", "models.json"} <= {p.name for p in out.iterdir()}
+    assert "some parts only" in page.read_text() and "Table II" in page.read_text()
+    assert main(["reproduce", "taxonomy", "-o", str(out), "--profiles", "none", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["taxonomy"]["rows"]) == 14
+    with pytest.raises(SystemExit):
+        main(["reproduce", "taxonomi", "-o", str(out)])
+    assert "did you mean taxonomy" in capsys.readouterr().err
+    assert main(["reproduce", "taxonomy", "-o", str(out), "--profiles", str(tmp_path / "no")]) == 2
+    assert "--profiles none" in capsys.readouterr().err
+
+
+def test_the_environment_names_the_folder_of_layer_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    monkeypatch.setenv("OCTOPIPE_PROFILES", str(tmp_path))
+    assert find_profiles(None) == tmp_path and find_profiles("none") is None
