@@ -201,6 +201,13 @@ def test_compare_gives_dynapipe_its_own_micro_batches(file: Path, capsys: pytest
     assert packed["1f1b"]["micro_batches"] == packed["dynapipe"]["micro_batches"] < 16
 
 
+def test_pipelines_side_by_side_count_all_their_tokens(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pipeline with most to do sets the pace; tokens are those of all."""
+    row = run(["simulate", *COMMON, "--dp", "3", "--lengths", str(file)], capsys)
+    tokens = sum(MIXED) / (8 * 3)
+    assert row["tokens_per_gpu_per_second"] == pytest.approx(tokens / (row["step_ms"] / 1e3), rel=1e-3)
+
+
 def test_tune_takes_lengths(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", *COMMON, "--lengths", str(file), "--dynamic", "--budget", "2s"]
     found = run(words, capsys)

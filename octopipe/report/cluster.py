@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -32,6 +33,7 @@ STYLE = """
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
 .plan-scroll { overflow-x: auto; }
+.plan-scroll .note { margin: 8px 0 0; }
 .cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
 """
 
@@ -60,7 +62,7 @@ def panel(record: object) -> str:
 def page(record: Mapping[str, Any]) -> str:
     """The panel as a page of its own."""
     parts = {
-        "title": html.escape(f"OctoPipe: {record.get('title', 'a cluster')}"),
+        "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
         "style": asset("report.css") + STYLE,
         "panel": panel(record),
     }
@@ -98,7 +100,7 @@ def _scaling(rows: Sequence[Mapping[str, Any]], gpus: int) -> str:
 
     def x(count: float) -> float:
         share = 0.5 if low == high else math.log(count / low) / math.log(high / low)
-        return LEFT + 14 + share * (width - 28)
+        return LEFT + 30 + share * (width - 50)
 
     def y(value: float) -> float:
         return TOP + height - math.log(value / bottom) / math.log(top / bottom) * height
@@ -136,8 +138,8 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     bar, gap = 18, 7
     height = TOP + len(rows) * (bar + gap) + 30
     most = _nice(max([float(r["limit_gib"]) for r in rows] + [float(r["peak_gib"]) for r in rows], default=1.0))
-    left = 168
-    wide = WIDTH - left - 70
+    left = 190
+    wide = WIDTH - left - 72
 
     def x(gib: float) -> float:
         return left + min(gib / most, 1.0) * wide
@@ -150,10 +152,9 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     for i, r in enumerate(rows):
         top = TOP + i * (bar + gap)
         peak, limit = float(r["peak_gib"]), float(r["limit_gib"])
-        colour = "var(--memory)" if r.get("fits") else "var(--over)"
+        colour = f"var(--{'loss' if r.get('how') == 'today' else 'memory'})" if r.get("fits") else "var(--over)"
         name = str(r["split"])
-        shown = name if len(name) <= 27 else name[:26] + "…"
-        out.append(_text(left - 8, top + bar - 5, shown, "end", strong=i == 0))
+        out.append(_text(left - 8, top + bar - 5, short(name), "end", strong=i == 0))
         out.append(
             f'<rect x="{left}" y="{top}" width="{max(x(peak) - left, 1):.1f}" height="{bar}" rx="3" fill="{colour}">'
             f"<title>{html.escape(name)}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
@@ -163,15 +164,25 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(out) + "</svg></div>"
 
 
+def short(split: str) -> str:
+    """A split's words as a label.
+
+    >>> short("tp 2, pp 8, vp 10, dp 4, micro-batch 1, FSDP")
+    'tp2 pp8 vp10 dp4 mb1 FSDP'
+    """
+    label = re.sub(r"(\w+) (\d+)", r"\1\2", split.replace("micro-batch", "mb").replace(",", ""))
+    return label if len(label) <= 28 else label[:27] + "…"
+
+
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ("split", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
     out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for i, r in enumerate(rows):
-        mfu = r.get("mfu")
+        mfu, guessed = r.get("mfu"), r.get("how") == "estimated"
         cells = (
             str(r["split"]),
             str(r.get("recompute", "")),
-            f"{float(r['tokens_per_gpu_per_second']):.0f}",
+            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}",
             "" if mfu is None else f"{100 * float(mfu):.1f} %",
             f"{100 * float(r['bubble']):.1f} %",
             f"{float(r['peak_gib']):.0f} of {float(r['limit_gib']):.0f}",
@@ -179,7 +190,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         kind = "today" if r.get("how") == "today" else "best" if i == 0 else ""
         out.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
-    return f'<table class="plan-table">{"".join(out)}</table>'
+    note = '<p class="note">~ by a formula, not simulated: such rows are ranked behind the best that was.</p>'
+    guesses = any(r.get("how") == "estimated" for r in rows)
+    return f'<table class="plan-table">{"".join(out)}</table>' + note * guesses
 
 
 def _frame(heading: str, label: str, height: int = HEIGHT) -> str:
