@@ -24,6 +24,7 @@ STYLE = """
 .plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
 .plan-charts text { font-size: 12px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
+.plan-charts text { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
 .plan-charts text.strong { fill: var(--text); font-weight: 600; }
 .plan-charts h3 { font-size: 13px; margin: 0 0 4px; font-weight: 600; }
 .plan-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 12px; }
