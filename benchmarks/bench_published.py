@@ -374,6 +374,8 @@ def main() -> None:
         result["plans"] = planned(args.csv, args.plan, args.budget)
     if args.csv == CSV:
         RESULTS.parent.mkdir(exist_ok=True)
+        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        result = {**{name: before[name] for name in ("plans", "held_out") if name in before}, **result}
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -86,7 +86,7 @@ def _systems(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.errors import OctoPipeError
+    from octopipe.errors import DoesNotFitError, OctoPipeError
     from octopipe.plan_file import save_plan
     from octopipe.planner.commands import command_lines
     from octopipe.planner.search import search
@@ -109,22 +109,30 @@ def run(args: argparse.Namespace) -> int:
             return run_published(args, spec, base, gpus, fixed, published, None)
     screen = console(stderr=True)
     live: Any = screen.status("looking at splits ...") if screen.is_terminal else nullcontext()
+    found: Found | None = None
+    unfit = ""
     with live as status:
-        found = search(
-            spec,
-            base,
-            gpus=gpus,
-            global_batch=args.global_batch,
-            fixed=fixed,
-            today=parse_split(args.today) if args.today else None,
-            runtime=RUNTIMES[args.runtime],
-            recompute=args.recompute or "auto",
-            budget_s=args.budget,
-            seed=args.seed,
-            say=None if status is None else status.update,
-        )
+        try:
+            found = search(
+                spec,
+                base,
+                gpus=gpus,
+                global_batch=args.global_batch,
+                fixed=fixed,
+                today=parse_split(args.today) if args.today else None,
+                runtime=RUNTIMES[args.runtime],
+                recompute=args.recompute or "auto",
+                budget_s=args.budget,
+                seed=args.seed,
+                say=None if status is None else status.update,
+            )
+        except DoesNotFitError as error:
+            if not published:
+                raise
+            unfit = str(error)
     if published:
-        return run_published(args, spec, base, gpus, fixed, published, found)
+        return run_published(args, spec, base, gpus, fixed, published, found, unfit)
+    assert found is not None
     best = found.best
     record: dict[str, Any] = {}
     if args.output or args.page:
