@@ -72,8 +72,10 @@ def _files(path: Path | None) -> list[Path]:
 
 
 ELSEWHERE = frozenset(
-    ("runtime", "nn", "measure", "training", "report", "verbs", "cli.py", "planner")
-    + ("huggingface", "torch_engine", "torchtitan.py", "megatron")
+    (
+        *("runtime", "nn", "measure", "training", "report", "verbs", "cli.py", "planner"),
+        *("huggingface", "torch_engine", "torchtitan.py", "megatron"),
+    )
 )
 """Rooms whose code makes no number of the reproduction."""
 
