@@ -2,7 +2,7 @@
 
     python benchmarks/bench_cold.py [--budget 5] [--runs 1] [--model ../shared/profiles/nemotron-h-8b.json]
 
-Every cold run gets an empty folder for compiled kernels (NUMBA_CACHE_DIR); the warm run uses the folder it filled.
+Every cold run gets an empty folder for compiled kernels (OCTOPIPE_CACHE_DIR); the warm run uses the folder it filled.
 Prints wall-clock and CPU seconds of the whole command (start of the interpreter included), and the step times, which
 should be within 1 % of each other. A loop of plain Python is timed beside them: on a machine busy with other things it
 takes longer too, and its time on a quiet machine says by how much.
@@ -29,7 +29,7 @@ def timed(model: str, budget_s: float, folder: str) -> tuple[float, float, float
     words = [sys.executable, "-m", "octopipe", "tune", model, *SETTING, "--budget", f"{budget_s:g}s"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
-    done = subprocess.run(words, env={**os.environ, "NUMBA_CACHE_DIR": folder}, capture_output=True, text=True)
+    done = subprocess.run(words, env={**os.environ, "OCTOPIPE_CACHE_DIR": folder}, capture_output=True, text=True)
     seconds = time.monotonic() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
@@ -60,7 +60,6 @@ def main() -> None:
     for run in range(args.runs):
         with tempfile.TemporaryDirectory() as folder:
             cold = timed(args.model, args.budget, folder)
-            time.sleep(2.0 * args.budget)  # the second process may still be at work on what comes last
             warm = timed(args.model, args.budget, folder)
         over = 100 * (cold[2] / warm[2] - 1)
         cells = [f"{x:.1f}" for x in (*cold, *warm)]

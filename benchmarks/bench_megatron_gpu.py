@@ -11,7 +11,7 @@ orders go through the same drop-in as plans, so that only partition, placement a
 Prints one JSON object a line; the last line of a model says how much faster the tuned plan was than the better of
 Megatron's own. `--small --device cpu` tries everything out without a GPU.
 
-The hybrid's mixer is Mamba-2 in plain torch between Megatron's own projections: mamba_ssm's kernels are not needed.
+The hybrid's mixer is Mamba-2 between Megatron's own projections, compiled on a GPU: mamba_ssm's kernels are not needed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ HYBRID = "M-M-M-M*-M-M-M-M*-M-M-M-"
 class Sizes:
     """What is built: kept small enough that a quarter of a GPU holds every plan's activations."""
 
-    def __init__(self, small: bool):
+    def __init__(self, small: bool, tokens: int | None = None):
         self.width, self.heads, self.ffn = (64, 2, 128) if small else (2048, 16, 8192)
-        self.vocab, self.tokens = (256, 32) if small else (131072, 1024)
+        self.vocab, self.tokens = (256, 32) if small else (131072, tokens or 1024)
         self.layers = len(HYBRID) if not small else 8
         self.hybrid = HYBRID if not small else "M-M*M-M-"
         self.micro_batches = 8 if small else 16
@@ -148,17 +148,19 @@ def hybrid_chunk(sizes: Sizes, config: Any, layers: range, pre: bool, post: bool
 
 
 def mixer_class() -> type:
-    """Mamba-2 in plain torch between Megatron's own column- and row-parallel projections."""
+    """Mamba-2 between Megatron's own column- and row-parallel projections."""
     import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from torch import nn
 
     from octopipe.model import Mamba2
-    from octopipe.nn.mamba import mamba2_mix
+    from octopipe.nn.mamba import compiled_mamba2_mix, mamba2_mix
 
     class Mixer(nn.Module):
         def __init__(self, config: Any, sizes: Sizes, submodules: Any = None, **_: Any):
             super().__init__()
+            if "mix" not in _KNOWN:
+                _KNOWN["mix"] = mamba2_mix if config.use_cpu_initialization else compiled_mamba2_mix()
             self.layer = layer = Mamba2(
                 hidden=sizes.width, heads=sizes.mamba_heads, head_dim=64 if sizes.width > 64 else 16, state=128
                 if sizes.width > 64 else 16, groups=1,
@@ -178,7 +180,7 @@ def mixer_class() -> type:
         def forward(self, hidden: Any, **_: Any) -> Any:
             projected = self.in_proj(hidden)[0].transpose(0, 1)
             small = self.conv_weight, self.conv_bias, self.dt_bias, self.a_log, self.d, self.gate_norm
-            mixed = mamba2_mix(self.layer, 1e-5, projected, *small)
+            mixed = _KNOWN["mix"](self.layer, 1e-5, projected, *small)
             return self.out_proj(mixed.transpose(0, 1).contiguous())
 
     return Mixer
@@ -380,6 +382,16 @@ def _allocated(device: str) -> int:
     return 0 if device == "cpu" else torch.cuda.memory_allocated()
 
 
+def compile_mixer(sizes: Sizes, device: str) -> None:
+    """All ranks at once: in the first step each would wait for the one before it."""
+    import torch
+
+    config = config_of(sizes, device, 1, None, None)
+    mixer = mixer_class()(config, sizes).to(device, config.params_dtype)
+    shape = (sizes.tokens, 1, sizes.width)
+    mixer(torch.randn(shape, device=device, dtype=config.params_dtype, requires_grad=True))[0].sum().backward()
+
+
 def run(rank: int, args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     """Every plan: losses of the first step, step times."""
     import torch
@@ -390,6 +402,8 @@ def run(rank: int, args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     data = batches(sizes, args.device)
+    if "hybrid" in args.models:
+        compile_mixer(sizes, args.device)
     for path in sorted(Path(args.out).glob("*.plan.json")):
         kind, name = path.name.split(".")[:2]
         if kind not in args.models:
@@ -559,6 +573,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--budget-s", type=float, default=45.0, help="of the tuner, per model")
+    parser.add_argument("--tokens", type=int, help="per sequence (default: 1024)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=240.0, help="of one phase")
@@ -566,7 +581,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.models = args.models.split(",")
-    sizes = Sizes(args.small)
+    sizes = Sizes(args.small, args.tokens)
     Path(args.out).mkdir(parents=True, exist_ok=True)
     if args.rank >= 0:
         phase = args.phases.split(",")[-1]

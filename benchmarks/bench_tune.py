@@ -160,7 +160,7 @@ def main() -> None:
     if not PROFILES.is_dir():
         sys.exit("the authors' layer times (../shared/profiles) are not on this machine; nothing to measure")
     parts = args.parts.split(",")
-    # numba compiles the search once per installation; that is not what is measured here.
+    # The search is compiled once per installation; that is not what is measured here.
     tune(units("nemotron-nano-v2-9b", 4, 0.3, 100.0), 4, 8, budget_s=2.0)
     if "nano" in parts:
         nano(min(args.budget, 20.0))

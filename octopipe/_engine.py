@@ -1,17 +1,23 @@
-"""The simulator's hot loops, compiled with numba.
+"""The simulator's hot loops, compiled.
 
-Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or words; simulate.py and
-lower.py build the arrays and give the results their names.
+Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or words; simulator.py and
+lowering.py build the arrays and give the results their names.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octopipe._compile import njit
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+AT_ONCE = 1 << 20
+"""Jittered durations that are drawn at a time."""
 
-@njit(cache=True)
+
+@njit
 def longest_path(order, preds, duration):  # type: ignore[no-untyped-def]
     """Start and end of every node when each starts as soon as its predecessors have ended.
 
@@ -36,14 +42,27 @@ def longest_path(order, preds, duration):  # type: ignore[no-untyped-def]
     return start, end, binding
 
 
-@njit(cache=True)
-def makespans(order, preds, duration, sigma, runs, seed):  # type: ignore[no-untyped-def]
+def makespans(order: Ints, preds: Ints, duration: Floats, sigma: float, runs: int, seed: int) -> Floats:
     """Makespans of `runs` trials in which every duration is scaled by a log-normal of mean 1."""
-    np.random.seed(seed)
-    nodes, width = preds.shape
+    draws = np.random.RandomState(seed & 0xFFFFFFFF)
+    nodes = order[duration[order] > 0.0] if sigma > 0.0 else order[:0]
+    out = np.empty(runs)
+    at_once = max(1, AT_ONCE // max(duration.size, 1))
+    for first in range(0, runs, at_once):
+        count = min(at_once, runs - first)
+        scaled = np.tile(duration, (count, 1))
+        scaled[:, nodes] *= np.exp(draws.normal(-0.5 * sigma * sigma, sigma, (count, nodes.size)))
+        out[first : first + count] = _ends(order, preds, scaled)
+    return out
+
+
+@njit
+def _ends(order, preds, duration):  # type: ignore[no-untyped-def]
+    """When the last node ends, for every row of durations."""
+    runs, nodes = duration.shape
+    width = preds.shape[1]
     end = np.zeros(nodes)
     out = np.empty(runs)
-    shift = -0.5 * sigma * sigma
     for run in range(runs):
         makespan = 0.0
         for i in range(order.size):
@@ -53,17 +72,14 @@ def makespans(order, preds, duration, sigma, runs, seed):  # type: ignore[no-unt
                 p = preds[node, k]
                 if p >= 0 and end[p] > latest:
                     latest = end[p]
-            d = duration[node]
-            if d > 0.0 and sigma > 0.0:
-                d *= np.exp(np.random.normal(shift, sigma))
-            end[node] = latest + d
+            end[node] = latest + duration[run, node]
             if end[node] > makespan:
                 makespan = end[node]
         out[run] = makespan
     return out
 
 
-@njit(cache=True)
+@njit
 def program_predecessors(  # type: ignore[no-untyped-def]
     compute_preds, transfer_of, rank_of, source, target, instr_offsets, instr_kind, instr_id, mode, ranks
 ):
@@ -124,7 +140,7 @@ def program_predecessors(  # type: ignore[no-untyped-def]
     return preds
 
 
-@njit(cache=True)
+@njit
 def evaluate(  # type: ignore[no-untyped-def]
     offsets, stage, kind, micro_batch, duration, before, after, route, stage_rank, forward_ms, gradient_ms
 ):

@@ -15,7 +15,7 @@ from octopipe._compile import njit
 Ints = NDArray[np.int32]
 
 
-@njit(cache=True)
+@njit
 def topological_order(preds: Ints) -> Ints:
     """Nodes so that predecessors come first; shorter than the graph when there is a cycle."""
     nodes, width = preds.shape

@@ -29,6 +29,7 @@ from octopipe.errors import OctoPipeError
 from octopipe.flops import Flops, layer_flops, model_flops
 from octopipe.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of, static_bytes
 from octopipe.layer_pricing import LayerCost, Pricing, priced
+from octopipe.lengths import Batch
 from octopipe.model import Layer, ModelSpec, Moe
 from octopipe.setup import Setup
 from octopipe.traffic import ring_ms
@@ -38,8 +39,11 @@ __all__ = [
     "Flops",
     "LayerCost",
     "analytic_costs",
+    "checkpointed",
     "layer_cost",
     "layer_flops",
+    "price_layers",
+    "reduction_ms",
     "setup_costs",
 ]
 
@@ -120,13 +124,14 @@ def setup_costs(
     setup: Setup,
     *,
     micro_batch_tokens: Sequence[int] | None = None,
+    batch: Batch | None = None,
     rates: Mapping[str, Rates] | None = None,
 ) -> CostTable:
     """Price every layer of a model under a set-up.
 
-    `micro_batch_tokens` gives each micro-batch its own sequence length; the table then carries a factor per
-    micro-batch and layer, relative to `seq` (attention grows faster than the rest). `rates` replaces the calibrated
-    ones, by precision.
+    `batch` says which sequences each micro-batch holds, `micro_batch_tokens` the one length of its sequences; the
+    table then carries a factor per micro-batch and layer, relative to `seq` (attention grows faster than the rest).
+    Tokens per second count sequences without their padding. `rates` replaces the calibrated ones, by precision.
     """
     if setup.seq is None:
         raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
@@ -147,20 +152,18 @@ def setup_costs(
     if setup.vocab_parallel:
         columns = _over_all_ranks(columns, pricing)
     tokens, factor = setup.seq * setup.micro_batch_size, None
+    flops = _model_flops(spec.layers, setup.seq) * setup.micro_batch_size
     if micro_batch_tokens is not None:
-        lengths = list(micro_batch_tokens)
-        if not lengths:
-            raise OctoPipeError("micro_batch_tokens is empty; give one sequence length per micro-batch")
-        for i, length in enumerate(lengths):
-            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-                raise OctoPipeError(f"micro_batch_tokens[{i}] is {length!r}; give a whole number >= 1")
-        base = _total_ms(costs)
-        of_length = {
-            length: _total_ms(_price_all(spec, replace(pricing, setup=replace(setup, seq=length)))[0]) / base
-            for length in set(lengths)
-        }
-        factor = np.array([of_length[length] for length in lengths])
-        tokens = max(1, round(sum(lengths) / len(lengths))) * setup.micro_batch_size
+        if batch is not None:
+            raise OctoPipeError("give micro_batch_tokens or a batch of lengths, not both")
+        batch = _batch_of(micro_batch_tokens, setup.micro_batch_size)
+    if batch is not None:
+        factor, bytes_more = _micro_batch_factor(spec, pricing, costs, batch)
+        for name in ("activation_bytes", "stash_bytes", "boundary_bytes"):
+            columns[name] = columns[name] * bytes_more
+        tokens = max(1, round(batch.tokens / len(batch.groups)))
+        every = [length for group in batch.groups for length in group]
+        flops = sum(_model_flops(spec.layers, length) for length in every) / len(batch.groups)
     return CostTable(
         model=spec.name,
         symbols=spec.pattern,
@@ -172,11 +175,52 @@ def setup_costs(
         gpus_per_rank=setup.gpus_per_rank,
         data_parallel=setup.dp,
         reduction=reduction,
-        model_flops=_model_flops(spec.layers, setup.seq) * setup.micro_batch_size,
+        model_flops=flops,
         setup=setup,
         tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
         **columns,  # type: ignore[arg-type]
     )
+
+
+def _batch_of(tokens: Sequence[int], size: int) -> Batch:
+    if not tokens:
+        raise OctoPipeError("micro_batch_tokens is empty; give one sequence length per micro-batch")
+    for i, length in enumerate(tokens):
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise OctoPipeError(f"micro_batch_tokens[{i}] is {length!r}; give a whole number >= 1")
+    return Batch(groups=tuple((length,) * size for length in tokens))
+
+
+def _micro_batch_factor(
+    spec: ModelSpec, pricing: Pricing, reference: list[LayerCost], batch: Batch
+) -> tuple[np.ndarray, np.ndarray]:
+    """[micro-batch, layer]: time over the set-up's own micro-batch; and per layer what its bytes must be raised by, so
+    that a factor of time never says fewer bytes than tokens make (short sequences have less attention per token)."""
+    setup = pricing.setup
+    assert setup.seq is not None
+    known: dict[tuple[int, int], np.ndarray] = {}
+
+    def took(count: int, length: int) -> np.ndarray:
+        length = -(-length // (2 * setup.cp)) * 2 * setup.cp if setup.cp > 1 else length
+        if (count, length) not in known:
+            mine = replace(setup, seq=length, micro_batch_size=count)
+            known[count, length] = _total_ms(_price_recomputing(spec, replace(pricing, setup=mine))[0])
+        return known[count, length]
+
+    base, rows, tokens = _total_ms(reference), [], []
+    for group in batch.groups:
+        tokens.append(batch.tokens_of(group) / (setup.seq * setup.micro_batch_size))
+        if not batch.packed or len(group) == 1:
+            rows.append(took(len(group), max(group)) / base)
+            continue
+        # At equal tokens only attention differs, and it grows with the sum of squared lengths: a straight line through
+        # one sequence of all tokens and two of half of them.
+        half = -(-sum(group) // 2)
+        whole, halves = took(1, 2 * half), took(2, half)
+        squares = sum(length * length for length in group) / (2.0 * half * half)
+        rows.append((halves + (whole - halves) * (squares - 1.0)) / base)
+    factor = np.maximum(np.array(rows), 1e-9)
+    return factor, np.maximum(1.0, (np.array(tokens)[:, None] / factor).max(axis=0))
 
 
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
@@ -188,7 +232,7 @@ def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
     return float(min(one, held[0], held[-1]))
 
 
-def _price_all(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
+def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
     kinds, number = _kinds(spec.layers)
     found = [priced(layer, pricing) for layer in kinds]
     return [found[k][0] for k in number], [found[k][1] for k in number]
@@ -211,22 +255,26 @@ def _price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCos
     """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
     setup, inner = pricing.setup, spec.num_layers - 2
     if setup.recompute != "full":
-        return _price_all(spec, pricing)
+        return price_layers(spec, pricing)
     count = inner if setup.recompute_layers is None else min(setup.recompute_layers, inner)
-    whole, weights = _price_all(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
+    whole, weights = price_layers(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
     rest = replace(setup, recompute="none" if count == inner else "selective", recompute_layers=None)
-    costs, _ = _price_all(spec, replace(pricing, setup=rest))
+    costs, _ = price_layers(spec, replace(pricing, setup=rest))
     for i in range(1, inner + 1):
         if i * count // inner > (i - 1) * count // inner:
-            layer, kept = whole[i], whole[i - 1].boundary_bytes
-            costs[i] = replace(
-                layer,
-                input_ms=layer.input_ms + layer.forward_ms,
-                activation_bytes=min(kept, layer.activation_bytes),
-                stash_bytes=min(kept, layer.stash_bytes),
-                workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
-            )
+            costs[i] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
     return costs, weights
+
+
+def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
+    """A layer that keeps its input, `kept` bytes, and runs its forward again before I."""
+    return replace(
+        layer,
+        input_ms=layer.input_ms + layer.forward_ms,
+        activation_bytes=min(kept, layer.activation_bytes),
+        stash_bytes=min(kept, layer.stash_bytes),
+        workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
+    )
 
 
 def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
@@ -236,23 +284,31 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
     next step's first forward compute, layer by layer; what does not fit behind them, and the last layer's share,
     shows. With ZeRO-3 all of it happened during the micro-batches.
     """
-    setup, cluster = pricing.setup, pricing.cluster
+    setup = pricing.setup
     if setup.dp * setup.cp == 1 or setup.zero == 3:
         return 0.0
     exposed, layers_per_rank = 0.0, max(1.0, len(weights) / setup.pp)
-    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
     behind = columns["forward_ms"] + columns["input_ms"] + columns["weight_ms"]
+    for i, whole in enumerate(reduction_ms(weights, pricing)):
+        exposed += max(whole - float(behind[i]), whole / layers_per_rank)
+    return exposed
+
+
+def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
+    """Per layer: its gradient reduced over the replicas and its updated weights gathered, nothing overlapped."""
+    setup, cluster = pricing.setup, pricing.cluster
+    if setup.dp * setup.cp == 1 or setup.zero == 3:
+        return [0.0] * len(weights)
+    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
     second = setup.gradient_bytes if setup.zero == 0 else WEIGHT_BYTES
     known: dict[Weights, float] = {}
-    for i, held in enumerate(weights):
-        if held not in known:
-            known[held] = sum(
-                ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
-                for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True)
-                for size in (setup.gradient_bytes, second)
-            )
-        exposed += max(known[held] - float(behind[i]), known[held] / layers_per_rank)
-    return exposed
+    for held in set(weights):
+        known[held] = sum(
+            ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
+            for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True)
+            for size in (setup.gradient_bytes, second)
+        )
+    return [known[held] for held in weights]
 
 
 def _over_all_ranks(columns: dict[str, np.ndarray], pricing: Pricing) -> dict[str, np.ndarray]:

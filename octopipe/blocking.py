@@ -14,7 +14,7 @@ CANDIDATES = 16
 """The most positions of a transfer that are compared on either rank."""
 
 
-@njit(cache=True)
+@njit
 def cheapest_positions(  # type: ignore[no-untyped-def]
     rank, offsets, source, target, ready, need, took, start, end, limit
 ):
@@ -53,7 +53,7 @@ def cheapest_positions(  # type: ignore[no-untyped-def]
     return out
 
 
-@njit(cache=True)
+@njit
 def meetings(  # type: ignore[no-untyped-def]
     rank, offsets, data, transfer_of, source, target, duration, took, ranks
 ):

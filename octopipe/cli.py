@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from octopipe.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError
+from octopipe.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError, Terminated
 
 VERBS = {
     "plan": "how to split a model over a whole cluster, and what one gets",
@@ -30,9 +30,10 @@ VERBS = {
     "scale": "weak and strong scaling of one split over more and more GPUs",
     "report": "one self-contained HTML page about plans and timelines",
     "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
-    "import": "what PyTorch, torchtitan or Megatron run today, as a plan",
+    "import": "what PyTorch, torchtitan or Megatron run today, as a plan; traces of profilers, as a profile",
     "serve": "a local page to tune and look at plans",
     "train": "train a model with a plan, for real",
+    "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
     "reproduce": "the paper's tables and figures made again, ours beside theirs",
@@ -51,9 +52,6 @@ EXIT_CODES = {
 EXTRAS = {"torch": "torch", "ortools": "exact", "transformers": "hf", "resvg_py": "png"}
 """Packages that are not always there, and the extra of ours that brings them."""
 
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C stops in good order stops so too."""
 
 MODULES = {"import": "import_plan"}
 """Verbs whose module cannot have their name."""

@@ -108,9 +108,12 @@ class Gpu:
     """Whose calibrated efficiencies hold (`calibration.py`)."""
     clock: float = 1.0
     """Clock under load over that of its generation's reference board."""
+    host_gb_per_s: float = 50.0
+    """To the host's memory, for what is offloaded."""
 
     def __post_init__(self) -> None:
-        for name in ("bf16_tflops", "memory_gib", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s", "clock"):
+        speeds = ("bf16_tflops", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s", "clock", "host_gb_per_s")
+        for name in ("memory_gib", *speeds):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise OctoPipeError(f"gpu {self.name}: {name} is {value}; give a finite number > 0")
@@ -137,6 +140,7 @@ def _gpus() -> Mapping[str, Gpu]:
     # shows), HBM TB/s, intra-node and inter-node GB/s per direction, GPUs on the fast links, generation, clock.
     # H800: data sheet, links as the paper's cluster. H100, H200, B200, GB200, GB300, MI300X: secondary sources.
     # A100, L40S: from memory. An NVL72 rack has 72 GPUs; jobs take 64 of them, which powers of two divide.
+    # To the host: PCIe 5 (4 for A100, L40S) x16 at about 80 % of its rate, NVLink-C2C for GB200 and GB300.
     # GB300 boards may draw 1400 W where GB200 draws 1200: at power ~ clock^3 that is a clock 5 % higher.
     rows = {
         "h800": (989, 1979, 80, 3.35, 200, 25, 8, "hopper", 1.0),
@@ -149,10 +153,12 @@ def _gpus() -> Mapping[str, Gpu]:
         "mi300x": (1307, 2615, 192, 5.3, 448, 50, 8, "cdna3", 1.0),
         "l40s": (362, 733, 48, 0.864, 32, 12, 8, "ada", 1.0),
     }
+    host = {"a100": 25.0, "l40s": 25.0, "gb200": 360.0, "gb300": 360.0}
     return MappingProxyType(
         {
             name: Gpu(
                 name=name,
+                host_gb_per_s=host.get(name, 50.0),
                 bf16_tflops=bf16,
                 fp8_tflops=fp8,
                 memory_gib=memory,
@@ -215,9 +221,7 @@ class Cluster:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
         if self.tp > 1 and self.node_size % self.tp and self.tp % self.node_size:
-            raise OctoPipeError(
-                f"tp {self.tp} does not divide a node of {self.node_size} GPUs; give a divisor of it"
-            )
+            raise OctoPipeError(f"tp {self.tp} does not divide a node of {self.node_size} GPUs; give a divisor of it")
         if self.gpus_per_stage % self.ep:
             product = "tp * dp" if self.cp == 1 else "tp * cp * dp"
             raise OctoPipeError(
@@ -226,9 +230,7 @@ class Cluster:
         for name, lengths in (("rank_speed", (0, self.pp)), ("rank_memory_gib", (0, 1, self.pp))):
             values = getattr(self, name)
             if len(values) not in lengths:
-                raise OctoPipeError(
-                    f"{name} has {len(values)} entries for {self.pp} ranks; give one per rank"
-                )
+                raise OctoPipeError(f"{name} has {len(values)} entries for {self.pp} ranks; give one per rank")
             if any(not 1 / MAX_RATIO <= (finite(v) or 0.0) <= MAX_TIME_MS for v in values):
                 raise OctoPipeError(f"{name} {brief(values)}: give finite numbers > 0 ({1 / MAX_RATIO:g} to 1e15)")
 

@@ -64,6 +64,7 @@ class Result:
     overlap_rate: float = float("nan")
     stages: int = 0
     splits_backward: bool = False
+    micro_batches: int = 0
     planning_s: float = float("nan")
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
@@ -112,6 +113,7 @@ def compare(
     recompute: str = "none",
     price: Price | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    own: Mapping[str, tuple[CostTable, int]] | None = None,
     channel: Channel = "directed",
     processes: int | None = None,
     progress: Progress | None = None,
@@ -120,7 +122,8 @@ def compare(
 
     `split_backward` splits B into I and W for systems that do not (the paper compares so). `recompute` full or auto
     recomputes for systems that do not decide it themselves, with `price` for the costs of every mode. `options`
-    holds the options of single systems: {"tessel": {"time_limit_s": 5}}.
+    holds the options of single systems: {"tessel": {"time_limit_s": 5}}. `own` has the costs and the number of
+    micro-batches of systems that make micro-batches of the same sequences by themselves.
     """
     wanted = list(dict.fromkeys(systems() if names is None else names))
     for name in wanted:
@@ -128,7 +131,8 @@ def compare(
     # Systems that search for seconds start first, so that no core waits for them at the end.
     queue = sorted(dict.fromkeys([*wanted, REFERENCE]), key=lambda name: name not in LONGEST_FIRST)
     settings = {name: dict((options or {}).get(name, {})) for name in queue}
-    task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel, recompute, price or _Fixed(costs))
+    prices = price or _Fixed(costs)
+    task = _Task(costs, num_ranks, num_micro_batches, split_backward, channel, recompute, prices, own or {})
     done: dict[str, Result] = {}
     interrupted = False
     try:
@@ -187,19 +191,21 @@ class _Task:
     channel: Channel
     recompute: str
     price: Price
+    own: Mapping[str, tuple[CostTable, int]]
 
     def build(self, name: str, options: Mapping[str, Any], costs: CostTable) -> Plan:
         split = self.split_backward or None
-        return build_plan(name, costs, self.num_ranks, self.num_micro_batches, split_backward=split, **options)
+        count = self.own[name][1] if name in self.own else self.num_micro_batches
+        return build_plan(name, costs, self.num_ranks, count, split_backward=split, **options)
 
     def run(self, name: str, options: Mapping[str, Any]) -> Result:
         entry = get_system(name)
         began = time.perf_counter()
         try:
             plan, costs = plan_under(
-                self.recompute,
+                "none" if name in self.own else self.recompute,
                 lambda table: self.build(name, options, table),
-                self.price,
+                _Fixed(self.own[name][0]) if name in self.own else self.price,
             )
             took = time.perf_counter() - began
             timeline = simulate(plan, costs, channel=self.channel)
@@ -230,6 +236,7 @@ class _Task:
             overlap_rate=overlap.rate,
             stages=len(plan.stages),
             splits_backward=plan.splits_backward,
+            micro_batches=plan.num_micro_batches,
             planning_s=took,
             plan=plan,
         )

@@ -85,8 +85,8 @@ class CostTable:
     """Pipelines that train side by side and reduce their gradients at the end of a step."""
     reduction: Link = field(default_factory=Link)
     """The link over which that reduction runs."""
-    gpus_per_rank: int = 1
-    """GPUs behind one pipeline rank (tp * cp), for tokens per GPU per second."""
+    gpus_per_rank: float = 1
+    """GPUs behind one pipeline rank (tp * cp; their mean where stages differ), for tokens per GPU per second."""
     model_flops: float | None = None
     """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
     setup: Setup | None = None

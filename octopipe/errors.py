@@ -35,3 +35,7 @@ class DoesNotFitError(OctoPipeError):
 
 class NotApplicableError(OctoPipeError):
     """A system's own constraints do not hold here (an even number of ranks, m >= 2p, ...)."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what Ctrl-C stops in good order stops so too."""

@@ -44,7 +44,7 @@ def dealable(
     return bool(most[-1] >= counts[main])
 
 
-@njit(cache=True, nogil=True)
+@njit
 def deals(room, kinds, shape, limit):  # type: ignore[no-untyped-def]
     """How many mixes of layers fit into one rank's room, counted up to `limit`."""
     combo = np.zeros(kinds.size, np.int64)
@@ -74,7 +74,7 @@ def deals(room, kinds, shape, limit):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _deal(most, room, kinds, shape, strides, main_ms):  # type: ignore[no-untyped-def]
     """States after one more rank of this room: every mix of the other kinds, filled up with the main one."""
     dims = kinds.size

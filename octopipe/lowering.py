@@ -319,7 +319,7 @@ def _before_in_direction(t: OpTable, source: Ints, target: Ints) -> Ints:
     return out
 
 
-@njit(cache=True)
+@njit
 def _receive_slots(rank, offsets, source, target, ready, end, prefetch, queue):  # type: ignore[no-untyped-def]
     out = np.empty(source.size)
     for k in range(queue.size - 1, -1, -1):

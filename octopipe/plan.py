@@ -240,12 +240,6 @@ def parse_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Op, ...], ...]:
     return tuple(orders)
 
 
-def orders_from_csv(text: str) -> tuple[tuple[Op, ...], ...]:
-    """The orders in PyTorch's compute-only CSV; empty cells (idle slots) are skipped."""
-    rows = [[cell for cell in line.split(",") if cell.strip()] for line in text.splitlines() if line.strip()]
-    return parse_orders(rows)
-
-
 def _encode(plan: Plan) -> OpTable:
     sizes = [len(order) for order in plan.orders]
     count = sum(sizes)

@@ -98,7 +98,12 @@ class Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile; a plain layer-times file is taken too."""
+    """Read a profile; a plain layer-times file and another tool's recording are taken too."""
+    from octopipe.foreign_times import load_foreign_profile  # which makes profiles
+
+    recorded = load_foreign_profile(path)
+    if recorded is not None:
+        return recorded
     return profile_from_object(read_json_object(path), name=stem_of(path), where=shown(path))
 
 

@@ -158,7 +158,7 @@ def _in_turn(ready: Array, took: float, ranks: int) -> Array:
     return np.asarray(np.maximum.accumulate(turn))
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _per_layer(until, slow, copies, start, f_took, i_took, w_took, f_work, i_work, w_work):  # type: ignore[no-untyped-def]
     """Work by `until`, memory aside; a layer does no more than fits between its first start and then, on its ranks."""
     layers, tokens = f_took.size, start.shape[1]
@@ -174,7 +174,7 @@ def _per_layer(until, slow, copies, start, f_took, i_took, w_took, f_work, i_wor
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _tokens(  # type: ignore[no-untyped-def]
     until, price, drop, start, f_took, i_took, w_took, f_work, i_work, w_work, activation, stash
 ):

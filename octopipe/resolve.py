@@ -1,8 +1,8 @@
 """From whatever a user names as MODEL to a CostTable.
 
-Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder) or a file
-whose "format" key says what it is; and the numbers that go with it. Does not know: how each of them is read
-(their own modules) or priced (`analytic.py`).
+Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder), another tool's
+recording of layer times or a file whose "format" key says what it is; and the numbers that go with it. Does not know:
+how each of them is read (their own modules) or priced (`analytic.py`).
 
 >>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
 34
@@ -23,7 +23,9 @@ from octopipe.cluster_file import Nodes, memory_bytes, network_of, nodes_from_ob
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import brief, letters, read_json_object, shown, stem_of
+from octopipe.foreign_times import foreign_costs
 from octopipe.layer_times import costs_of_layer_times
+from octopipe.lengths import Batch
 from octopipe.limits import MAX_TIME_MS, finite
 from octopipe.model import ModelSpec
 from octopipe.profile_file import profile_from_object
@@ -84,6 +86,9 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
             f"unknown model {shown_name!r}{suggestion(name[:80], names())}; give a preset (`octopipe models` "
             "lists them), a layer-times file or a Hugging Face config.json"
         )
+    recorded = foreign_costs(path)
+    if recorded is not None:
+        return recorded
     file, where = read_json_object(path), shown(path)
     tag = file.get("format")
     if isinstance(tag, str):
@@ -164,6 +169,8 @@ def resolve_costs(
     nodes: str | Path | Nodes | Sequence[Mapping[str, object]] | None = None,
     distributed_optimizer: bool | None = None,
     micro_batch_tokens: Sequence[int] | None = None,
+    micro_batch_lengths: Sequence[Sequence[int]] | None = None,
+    packed: bool = False,
 ) -> CostTable:
     """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
 
@@ -171,6 +178,7 @@ def resolve_costs(
     whose times already hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every
     transfer cost that much. `memory_gib` left out: the GPU's less a reserve (see `setup.py`), or no limit for a file
     of times. `nodes` is a cluster file, or what is in one. `distributed_optimizer` is an older word for `zero`.
+    `micro_batch_lengths` holds the lengths of every micro-batch's sequences, padded to the longest or `packed`.
     """
     whole = {"seq": seq, "pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
     for name, value in whole.items():
@@ -216,19 +224,46 @@ def resolve_costs(
         gpus_per_node=gpus_per_node,
         nodes=groups,
     )
+    batch = None
+    if micro_batch_lengths is not None:
+        batch = Batch(groups=tuple(tuple(group) for group in micro_batch_lengths), packed=packed)
+        setup = _with_batch(setup, batch)
     if isinstance(found, ModelSpec):
-        setup = replace(setup, seq=DEFAULT_SEQ if seq is None else seq)
+        setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
         if tp is None:
             setup = replace(setup, tp=tensor_parallel(found, setup))
-        return costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens)
+        return costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
+    if batch is not None:
+        raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
     return _measured(found, setup, gpu_given=gpu is not None or bool(groups), lengths=micro_batch_tokens)
 
 
+def _with_batch(setup: Setup, batch: Batch) -> Setup:
+    """The set-up of sequences of different length: the micro-batch of most tokens is what prices are relative to."""
+    if setup.micro_batch_size != 1:
+        raise OctoPipeError("micro_batch_lengths says what is in every micro-batch; leave micro_batch_size out")
+    largest = max(batch.groups, key=batch.tokens_of)
+    seq, size = (sum(largest), 1) if batch.packed else (max(largest), len(largest))
+    seq = -(-seq // (2 * setup.cp)) * 2 * setup.cp if setup.cp > 1 else seq
+    if setup.micro_batches not in (None, len(batch.groups)):
+        raise OctoPipeError(
+            f"lengths of {len(batch.groups)} micro-batches for {setup.micro_batches} micro-batches; give one group each"
+        )
+    return replace(
+        setup,
+        seq=seq,
+        micro_batch_size=size,
+        micro_batches=len(batch.groups),
+        samples=batch.samples,
+        batch=batch.words(),
+    )
+
+
 def costs_of_setup(
-    spec: ModelSpec, setup: Setup, *, micro_batch_tokens: Sequence[int] | None = None
+    spec: ModelSpec, setup: Setup, *, micro_batch_tokens: Sequence[int] | None = None, batch: Batch | None = None
 ) -> CostTable:
     """The costs of a model under a set-up, unequal nodes and a fixed transfer time included."""
-    table = setup_costs(spec, setup, micro_batch_tokens=micro_batch_tokens)
+    table = setup_costs(spec, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
     if setup.nodes:
         ranks = ranks_on(setup.nodes, setup.pp, setup.tp * setup.cp * setup.dp)
         whole = {

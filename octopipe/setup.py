@@ -83,13 +83,20 @@ class Setup:
     gpus_per_node: int | None = None
     nodes: tuple[tuple[str, int, int], ...] = ()
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
+    samples: int | None = None
+    """Sequences per pipeline and step, where they differ in length; `seq` is then that of the micro-batch that prices
+    are relative to."""
+    batch: str | None = None
+    """How micro-batches are made of them, in words."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size"):
             _whole(name, getattr(self, name))
-        for name in ("micro_batches", "seq", "gpus_per_node"):
+        for name in ("micro_batches", "seq", "gpus_per_node", "samples"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
+        if self.batch is not None and not isinstance(self.batch, str):
+            raise OctoPipeError(f"batch is {brief(self.batch)}; give words, or leave it out")
         for name in ("sequence_parallel", "vocab_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; give true or false")
@@ -137,6 +144,8 @@ class Setup:
     @property
     def global_batch(self) -> int | None:
         """Sequences per step over all pipelines."""
+        if self.samples is not None:
+            return self.samples * self.dp
         return None if self.micro_batches is None else self.micro_batches * self.micro_batch_size * self.dp
 
     @property
@@ -195,7 +204,9 @@ class Setup:
             where = f"{kinds}: {', '.join(sizes)}"
         length = "" if self.seq is None else f" x {self.seq} tokens"
         batch = "" if self.gpu is None and self.seq is None else f"micro-batches of {self.micro_batch_size}{length}"
-        if self.micro_batches is not None:
+        if self.batch is not None:
+            batch = self.batch
+        elif self.micro_batches is not None:
             batch = f"{self.micro_batches} {batch or 'micro-batches'}, global batch {self.global_batch}"
         how = []
         if self.gpu is not None:

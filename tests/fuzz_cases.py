@@ -17,7 +17,6 @@ import numpy as np
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-from octopipe.plan import orders_from_csv
 from octopipe.plan_file import load_plan, plan_to_json
 from octopipe.plan_setting import costs_of_plan
 from octopipe.profile_file import load_profile
@@ -116,10 +115,6 @@ def _text(path: Path) -> str:
     from octopipe.files import read_bytes
 
     return read_bytes(path).decode("utf-8", "replace")
-
-
-def _use_csv(path: Path) -> object:
-    return orders_from_csv(_text(path))
 
 
 def _use_torch_csv(path: Path) -> object:
@@ -250,7 +245,6 @@ def readers() -> tuple[Reader, ...]:
         Reader(name="cluster.toml", suffix=".toml", valid=(toml,), use=_use_cluster),
         Reader(name="torch.csv", suffix=".csv", valid=TORCH_CSVS, use=_use_torch_csv),
         Reader(name="megatron", suffix=".txt", valid=MEGATRON_TEXTS, use=_use_megatron),
-        Reader(name="csv", suffix=".csv", valid=(b"0F0,0F1,0B0,,0B1\n1F0,1B0,1F1,1B1\n",), use=_use_csv),
     )
 
 

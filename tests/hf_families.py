@@ -57,6 +57,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "bert": {"is_decoder": True}, "roberta": {"is_decoder": True},
     "bart": {"is_decoder": True, "is_encoder_decoder": False},
+    "bailing_hybrid": {"num_expert_group": 1, "linear_head_dim": 8, "linear_num_heads": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "ctrl": {"dff": 48},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma4_text": {"per_layer_config": {}, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {"per_layer_config": {}, "hidden_size_per_layer_input": 0},
+    "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "ministral": {"head_dim": 8}, "modernbert-decoder": {"pad_token_id": 0}, "nemotron": {"num_key_value_heads": 2},
+    "openai-gpt": {"n_positions": 64}, "xglm": {"attention_heads": 4},
+    "qwen4_exp_text": {"layer_types": ["linear_attention", "indexed_attention"] * 2, "indexer_n_heads": 4,
+                       "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """What the sizes alone do not say."""
 

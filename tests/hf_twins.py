@@ -117,8 +117,8 @@ def chained(model_type: str, **changes: Any) -> float:
     return off
 
 
-def pipelined(world: Any, model_type: str, plans: dict[str, Any], padded: bool) -> dict[str, tuple[float, dict]]:
-    """On a rank: loss and this rank's gradients by name, under every plan."""
+def pipelined(world: Any, model_type: str, plans: dict[str, Any], padded: bool) -> dict[str, tuple[float, dict, Any]]:
+    """On a rank: loss, this rank's gradients by name and its logits (None off the last stage), under every plan."""
     torch.set_num_threads(1)
     config = tiny_config(model_type)
     inputs = batch(config, padded=padded)
@@ -127,12 +127,15 @@ def pipelined(world: Any, model_type: str, plans: dict[str, Any], padded: bool) 
     for name, plan in plans.items():
         made = [_maker(parts, k) for k in range(len(parts))]
         with Pipeline(made, plan, parts.loss_fn, group=world, timeout_s=60.0) as pipe:
-            loss = pipe.step(*micro_batches(inputs, plan.num_micro_batches))
+            rows, labels = micro_batches(inputs, plan.num_micro_batches)
+            loss = pipe.step(rows, labels)
             named = {}
             for key, p in pipe.named_parameters():
                 k, own = key.split(".", 1)
                 named[parts.name_in_model(int(k), own)] = p
-            out[name] = (float(loss.detach()), grads_of(named.items()))  # type: ignore[arg-type]
+            outputs = pipe.forward(rows)
+            logits = outputs and torch.cat([row if isinstance(row, Tensor) else row[0] for row in outputs])
+            out[name] = (float(loss.detach()), grads_of(named.items()), logits)  # type: ignore[arg-type]
     return out
 
 
@@ -141,7 +144,7 @@ def _maker(parts: LayerList, k: int) -> Any:
 
 
 def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, padded: bool) -> dict[str, float]:
-    """Per plan: the largest difference of the pipeline's loss and gradients from the unsplit model's."""
+    """Per plan: the largest difference of the pipeline's logits, loss and gradients from the unsplit model's."""
     config = tiny_config(model_type)
     parts = cut(config)
     model = whole(config, [make(parts, k) for k in range(len(parts))], parts)
@@ -149,11 +152,14 @@ def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, 
     given = batch(config, padded=padded)
     total = (given["labels"][:, 1:] != -100).sum()
     # Row by row, as micro-batches of one row are: a router's choice must not depend on the rows beside it.
-    loss = sum(
-        model(**{k: v[row : row + 1] for k, v in given.items()}, num_items_in_batch=total, use_cache=False).loss
+    each = [
+        model(**{k: v[row : row + 1] for k, v in given.items()}, num_items_in_batch=total, use_cache=False)
         for row in range(ROWS)
-    )
-    loss.backward()  # type: ignore[union-attr]
+    ]
+    loss = sum(row.loss for row in each)
+    loss.backward()
+    logits = torch.cat([row.logits.detach() for row in each])
+    seen = given.get("attention_mask", torch.ones(ROWS, TOKENS)).bool()
     theirs = grads_of(model.named_parameters())
     found = ranks.run(pipelined, model_type, plans, padded)
     out = {}
@@ -161,5 +167,7 @@ def pipeline_differences(ranks: Any, model_type: str, plans: dict[str, Any], *, 
         mine: dict[str, Tensor] = {}
         for rank in found:
             mine |= {first[key]: grad for key, grad in rank[name][1].items()}
-        out[name] = max(worst(mine, theirs), abs(found[0][name][0] - float(loss.detach())))  # type: ignore[arg-type]
+        (outputs,) = [rank[name][2] for rank in found if rank[name][2] is not None]
+        off = float((outputs - logits)[seen].abs().max())
+        out[name] = max(worst(mine, theirs), finite(off), finite(abs(found[0][name][0] - float(loss.detach()))))
     return out

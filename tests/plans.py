@@ -9,13 +9,18 @@ import numpy as np
 
 from octopipe.cluster import Link, Network
 from octopipe.cost import CostTable
-from octopipe.plan import Op, Plan, Stage
+from octopipe.plan import Op, Plan, Stage, parse_orders
 
 
 def random_cuts(rng: random.Random, layers: int, stages: int) -> list[tuple[int, int]]:
     inner = sorted(rng.sample(range(1, layers), stages - 1))
     edges = [0, *inner, layers]
     return list(itertools.pairwise(edges))
+
+
+def from_csv(text: str) -> tuple[tuple[Op, ...], ...]:
+    """Orders as `Plan.to_csv` writes them; empty cells are skipped."""
+    return parse_orders([[cell for cell in line.split(",") if cell] for line in text.splitlines()])
 
 
 def random_plan(

@@ -80,7 +80,7 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
 
     from octopipe.errors import OctoPipeError
     from octopipe.runtime.board import Board
-    from octopipe.runtime.launch import _Watch
+    from octopipe.runtime.watch import Watch
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
@@ -89,7 +89,7 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
     board.write("waits for the output of 0F1")
     ours = [pipe for pipe, _ in pipes]
     with pytest.raises(OctoPipeError, match=r"pending ops: rank 0: no answer; rank 1: waits for the output of 0F1"):
-        _Watch([None, None], ours, print, 1.0, 0.1, store).run()
+        Watch([multiprocessing.current_process()] * 2, ours, print, store, grace_s=1.0, timeout_s=0.1).run()
     board.say("the device made no progress for 3 s")
     for _, theirs in pipes:
         theirs.close()
@@ -97,4 +97,4 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
     for process in gone:
         process.start()
     with pytest.raises(OctoPipeError, match=r"exit code 1 .*without a word|the device made no progress for 3 s"):
-        _Watch(gone, ours, print, 1.0, 30.0, store).run()
+        Watch(gone, ours, print, store, grace_s=1.0, timeout_s=30.0).run()

@@ -137,10 +137,10 @@ def test_a_search_finds_an_op_and_goes_to_it(seen: Seen, tmp_path: Path, priced:
 
 
 def test_every_panel_follows_what_if(seen: Seen, tmp_path: Path, priced: CostTable) -> None:
-    entry = _entry(priced, recompute=(1,), lower_bound_ms=100.0)
+    entry = _entry(priced, recompute=(1,), lower_bound_ms=100.0, bound_of="plans that hold each layer once")
     page = seen.open(_written(tmp_path, entry))
     before = page.locator("[data-panel=partition]").inner_html()
-    assert "above the lower bound" in page.locator(".kpi").inner_text()
+    assert "above the lower bound of plans that hold each layer once" in page.locator(".kpi").inner_text()
     page.get_by_label(re.compile("^Mamba time")).fill("1")
     until(page, "octopipe.entries[0].now !== octopipe.entries[0].base")
     assert entry.plan is not None

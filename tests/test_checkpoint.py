@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,15 @@ from octopipe.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.world import World  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
-from octopipe.training.checkpoint import NotFinite, checkpoints, latest, load_checkpoint, save_checkpoint  # noqa: E402
+from octopipe.training import checkpoint  # noqa: E402
+from octopipe.training.checkpoint import (  # noqa: E402
+    NotFinite,
+    Saving,
+    checkpoints,
+    latest,
+    load_checkpoint,
+    save_checkpoint,
+)
 from octopipe.training.shelf import DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
 
 torch.set_num_threads(1)
@@ -236,3 +245,44 @@ def test_a_folder_that_takes_nothing_is_noticed_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OctoPipeError, match="cannot be written there"), locked(tmp_path / "file"):
         pass
+
+
+def _saving(folder: Path, step: int, background: bool = True):
+    case = make("plain", 4)
+    pipe = Pipeline(case.layers, _single(), case.loss_fn, group=World(None), timeout_s=20)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    pipe.step(*make("plain", 4)[1:3])
+    optimizer.step()
+    return pipe, Saving(folder, pipe, optimizer, step=step, background=background)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    gate = threading.Event()
+    write = checkpoint._write_layers
+    monkeypatch.setattr(checkpoint, "_write_layers", lambda *a: (gate.wait(20), write(*a))[1])
+    pipe, saving = _saving(tmp_path, 1)
+    before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    assert saving.state() == Saving.WRITING and not checkpoints(tmp_path)
+    with torch.no_grad():
+        for p in pipe.parameters():
+            p.add_(1.0)
+    gate.set()
+    path = saving.finish()
+    assert saving.state() == Saving.WRITTEN and not damage(path)
+    load_checkpoint(path, pipe)
+    assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())
+    pipe.close()
+
+
+def test_a_checkpoint_that_fails_in_the_background_is_told_and_never_appears(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_layers", full)
+    pipe, saving = _saving(tmp_path, 1)
+    saving.wait()
+    assert saving.state() == Saving.FAILED
+    with pytest.raises(OctoPipeError, match="No space left on device"):
+        saving.finish()
+    assert not checkpoints(tmp_path)
+    pipe.close()

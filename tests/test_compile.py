@@ -1,89 +1,221 @@
-"""Kernels run wherever the package is: their code is kept where it can be, and not where it cannot."""
+"""Kernels: machine code gives the numbers that Python gives, wherever the package is and whatever is kept of it."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
-from numba.core import config
 
 from octopipe import _compile
+from octopipe._compile import machine, njit
+
+TABLE = (0.25, 0.5, 1.5)
+SIGN = -1
 
 
-class Kernel:
-    """What numba compiles, as far as keeping its code goes."""
-
-    def __init__(self, writable: tuple[str, ...]) -> None:
-        self.writable, self.kept_in = writable, None
-        self._cache = type("Cache", (), {"save_overload": lambda *_: None})()
-
-    def enable_caching(self) -> None:
-        if config.CACHE_DIR not in self.writable:
-            raise RuntimeError("cannot cache function: no locator available")
-        self.kept_in = config.CACHE_DIR
+class Pair(NamedTuple):
+    values: Any
+    counts: Any
 
 
-def test_code_is_kept_in_a_private_folder_where_no_other_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_compile.tempfile, "gettempdir", lambda: str(tmp_path))
-    _compile._private_folder.cache_clear()
-    before = config.CACHE_DIR
-    folder = tmp_path / f"octopipe-kernels-{os.getuid()}"
-    kernel = Kernel((str(folder),))
-    _compile._keep(kernel, ())
-    assert kernel.kept_in == str(folder) and before == config.CACHE_DIR
-    assert folder.stat().st_mode & 0o077 == 0, "others could plant code there"
-    _compile._private_folder.cache_clear()
+@njit
+def _half(x):
+    return x // 2
 
 
-def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compile.tempfile, "gettempdir", lambda: str(tmp_path))
-    folder = tmp_path / f"octopipe-kernels-{os.getuid()}"
-    folder.mkdir()
-    folder.chmod(0o777)
-    _compile._private_folder.cache_clear()
-    kernel = Kernel((str(folder),))
-    _compile._keep(kernel, ())
-    assert kernel.kept_in is None
-    _compile._private_folder.cache_clear()
+@njit
+def numbers(a, b, x, y):
+    """Every operator on whole numbers and on real ones."""
+    out = np.zeros(24)
+    out[0], out[1], out[2] = a + b, a - b, a * b
+    out[3], out[4], out[5] = a // b, a % b, a / b
+    out[6], out[7], out[8] = a << 3, a >> 1, (a & b) | (a ^ 5)
+    out[9], out[10], out[11] = x * y, x / y, -x
+    out[12], out[13] = x**2, 10.0**y
+    out[14], out[15], out[16] = min(a, x), max(a, b, y), abs(b)
+    out[17], out[18] = int(x), float(a)
+    out[19] = np.log(max(x, 1.0)) + np.sqrt(2.0) + np.floor(x) + np.ceil(x) + np.exp(y) + np.log2(3.0)
+    out[20] = 1.0 if (a < b <= 7 and not y > x) or a != b else 2.0
+    out[21] = TABLE[abs(a) % 3] + SIGN
+    out[22] = _half(a)
+    out[23] += 3
+    return out
 
 
-def test_a_kernel_runs_without_any_place_to_keep_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    import numba
+@njit
+def loops(limit):
+    """Loops that break, go on, count down, run over a tuple; a variable that becomes a real number on the way."""
+    total = 0
+    for i in range(limit):
+        if i % 3 == 0:
+            continue
+        if i > 20:
+            break
+        for j in range(i, -1, -2):
+            total += j
+    k = 0
+    while True:
+        k += 1
+        if k > 5:
+            break
+    for one in (k, total, 3):
+        total += one * 0.5
+    return total, k
 
-    def nowhere(self: object) -> None:
-        raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(numba.core.dispatcher.Dispatcher, "enable_caching", nowhere)
+@njit
+def arrays(pair, grid, flags, small):
+    """Arrays of all kinds read and written: parts, rows, lengths, copies, fills."""
+    rows, width = grid.shape
+    spare = grid.copy()
+    head = pair.counts[:-1].copy()
+    for r in range(rows):
+        row = grid[r]
+        for c in range(width):
+            row[c] += spare[rows - 1 - r, c] * pair.values[c]
+    for i in range(head.size):
+        head[i] += 1
+    flags[0], small[1] = head[-1] > 2, 7
+    found = np.searchsorted(pair.values[1:], 0.5, side="right")
+    spare[:] = 2.5
+    made = np.full((2, width), -1, np.int32)
+    made[1, 0] = found
+    return made, head[:1], spare.max() + pair.values.max()
 
-    @_compile.njit()
-    def twice(x: int) -> int:
+
+def test_operators_give_what_python_gives() -> None:
+    for a in (-7, 0, 9):
+        for b in (-4, 3):
+            for x, y in ((2.5, -1.25), (-3.75, 0.5)):
+                assert np.array_equal(numbers(a, b, x, y), numbers.python(a, b, x, y)), (a, b, x, y)
+
+
+def test_loops_give_what_python_gives() -> None:
+    for limit in (0, 4, 50):
+        assert loops(limit) == loops.python(limit)
+
+
+def test_arrays_give_what_python_gives() -> None:
+    def given() -> tuple[Any, ...]:
+        pair = Pair(np.array([0.1, 0.2, 0.5, 0.7]), np.array([3, 1, 2], np.int64))
+        return pair, np.arange(12.0).reshape(3, 4), np.zeros(2, np.bool_), np.zeros(3, np.int8)
+
+    mine, theirs = given(), given()
+    for one, other in zip(arrays(*mine), arrays.python(*theirs), strict=True):
+        assert np.array_equal(one, other)
+        assert np.asarray(one).dtype == np.asarray(other).dtype
+    for one, other in zip(mine[1:], theirs[1:], strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_what_a_kernel_writes_into_a_view_arrives() -> None:
+    grid = np.arange(12.0).reshape(3, 4)
+
+    @njit
+    def double(values):
+        for i in range(values.size):
+            values[i] *= 2.0
+
+    double(grid[:, 1])
+    assert grid[:, 1].tolist() == [2.0, 10.0, 18.0]
+    assert grid[:, 0].tolist() == [0.0, 4.0, 8.0]
+
+
+def test_what_is_not_part_of_the_language_is_refused_with_its_line() -> None:
+    @njit
+    def kernel(x):
+        return {x: 1}
+
+    with pytest.raises(TypeError, match=r"test_compile\.py:\d+: a kernel cannot do this: Dict"):
+        kernel(1)
+    with pytest.raises(TypeError, match="not str"):
+        loops("many")
+
+
+def test_python_goes_on_while_a_kernel_runs() -> None:
+    """A kernel that counts far enough does not keep another thread from counting as well."""
+
+    @njit
+    def count(steps):
+        x = 1
+        for _ in range(steps):
+            x = (x * 48271) % 2147483647
+        return x
+
+    count(1)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: (count(100_000_000), ended.set()))
+    thread.start()
+    turns = 0
+    while not ended.is_set():
+        turns += 1
+    thread.join()
+    assert turns > 1000
+
+
+# -- what is kept -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No folder but one for temporary files."""
+    monkeypatch.delenv("OCTOPIPE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
+    machine.folder.cache_clear()
+    yield tmp_path / f"octopipe-kernels-{os.getuid()}"
+    machine.folder.cache_clear()
+
+
+def _fresh() -> Any:
+    @njit
+    def twice(x):
         return 2 * x
 
-    assert twice(21) == 42
+    return twice
 
 
-def test_a_full_disk_does_not_stop_a_kernel() -> None:
-    @_compile.njit()
-    def thrice(x: int) -> int:
-        return 3 * x
+def test_code_is_kept_in_a_private_folder_where_no_other_can_be_written(elsewhere: Path) -> None:
+    assert _fresh()(21) == 42
+    assert [p.name.split("-")[0] for p in elsewhere.iterdir()] == ["twice"]
+    assert elsewhere.stat().st_mode & 0o077 == 0, "others could plant code there"
 
-    def full(*_: object) -> None:
+
+def test_a_folder_that_others_may_write_is_not_used(elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
+    assert _fresh()(21) == 42
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_full_disk_does_not_stop_a_kernel(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
         raise OSError("no space left on device")
 
-    thrice._cache._save_overload = full
-    assert thrice(14) == 42
+    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", full)
+    assert _fresh()(21) == 42
 
 
-def test_a_kernel_is_compiled_anew_when_a_file_it_calls_changes(tmp_path: Path) -> None:
-    source = tmp_path / "part.py"
-    source.write_text("one")
-    before = _compile._digest((tmp_path,))
-    source.write_text("two")
-    _compile._digest.cache_clear()
-    assert _compile._digest((tmp_path,)) != before
+def test_code_that_is_damaged_is_compiled_again(elsewhere: Path) -> None:
+    assert _fresh()(21) == 42
+    (file,) = elsewhere.iterdir()
+    good = file.read_bytes()
+    for bad in (b"", good[: len(good) // 2], good[:-1] + b"\0\0"):
+        file.write_bytes(bad)
+        assert _fresh()(21) == 42
+        assert file.read_bytes() == good
+
+
+def test_the_same_name_with_another_text_is_other_code(elsewhere: Path) -> None:
+    @njit
+    def twice(x):
+        return 2 * x + 1
+
+    assert (_fresh()(21), twice(21)) == (42, 43)
 
 
 def test_no_more_cores_are_counted_than_the_process_may_use() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plans import from_csv
 
 from octopipe.cli import main
 from octopipe.cost import CostTable
@@ -29,7 +30,7 @@ from octopipe.export.style import BUBBLES, COLOURS, shade, ticks
 from octopipe.export.svg import timeline_svg
 from octopipe.export.table import timeline_csv
 from octopipe.foreign_plan import megatron_plan
-from octopipe.plan import KINDS, Op, Plan, Stage, orders_from_csv
+from octopipe.plan import KINDS, Op, Plan, Stage
 from octopipe.plan_file import save_plan
 from octopipe.readers.megatron_text import read_megatron
 from octopipe.readers.torch_csv import read_torch_csv
@@ -238,7 +239,7 @@ def test_pytorch_text_leaves_recomputation_to_the_modules() -> None:
         orders=((Op(0, "F", 0), Op(0, "R", 0), Op(0, "B", 0)),),
     ).check()
     assert pytorch_csv(plan) == "0F0,0B0\n"
-    assert orders_from_csv(pytorch_csv(plan)) == ((Op(0, "F", 0), Op(0, "B", 0)),)
+    assert from_csv(pytorch_csv(plan)) == ((Op(0, "F", 0), Op(0, "B", 0)),)
 
 
 def test_pytorch_text_refuses_two_routes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import random
 from pathlib import Path
@@ -18,7 +19,7 @@ from random_plans import random_plan  # noqa: E402
 from ranks import shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
-from octopipe import CostTable, OctoPipeError, build_plan  # noqa: E402
+from octopipe import CostTable, OctoPipeError, build_plan, tune  # noqa: E402
 from octopipe.huggingface import layers, micro_batches  # noqa: E402
 
 FAMILIES = """
@@ -31,6 +32,7 @@ IN_RANKS = ("nemotron_h", "gemma3_text", "zamba2", "gpt2", "falcon_h1")
 `benchmarks/bench_families.py` runs every family."""
 
 
+@functools.cache
 def plans(num_layers: int = 6, micro_batches: int = ROWS) -> dict[str, Any]:
     """A plan of every kind on two ranks."""
     costs = CostTable.uniform(num_layers=num_layers, p2p_ms=0.05)
@@ -38,7 +40,14 @@ def plans(num_layers: int = 6, micro_batches: int = ROWS) -> dict[str, Any]:
         random.Random(5), num_ranks=2, num_layers=num_layers, num_micro_batches=micro_batches, routes=1
     )
     named = {name: build_plan(name, costs, 2, micro_batches) for name in ("1f1b", "zb-v", "interleaved")}
-    return {**named, "irregular": irregular}
+    # What tuning makes of layers as unequal as a hybrid's; moves instead of time, so that it is the same plan anywhere.
+    unequal = costs.replace(
+        forward_ms=[0.2, *(1.0 + 2.0 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
+        input_ms=[0.0, *(1.5 + 1.5 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
+        weight_ms=[0.2, *(0.5 + 1.5 * (k % 3 == 2) for k in range(num_layers - 2)), 2.0],
+    )
+    tuned = tune(unequal, 2, micro_batches, iterations=2000, workers=1, copies=False).plan
+    return {**named, "irregular": irregular, "tuned": tuned}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,11 +65,14 @@ def test_router_losses_travel_to_the_head() -> None:
     assert chained("mixtral", output_router_logits=True, router_aux_loss_coef=0.5) < 1e-6
 
 
-def test_tied_embeddings_are_found_and_drawn_alike_everywhere() -> None:
-    parts = cut(tiny_config("llama", tie_word_embeddings=True))
+@pytest.mark.parametrize(
+    ("family", "shared"), [("llama", "model.embed_tokens.weight"), ("ctrl", "transformer.w.weight")]
+)
+def test_tied_embeddings_are_found_and_drawn_alike_everywhere(family: str, shared: str) -> None:
+    parts = cut(tiny_config(family, tie_word_embeddings=True))  # CTRL's head has a bias beside the tied weight
     first, last = parts[0](), parts[-1]()
     name = next(iter(first.tied_to))
-    assert set(last.tied_to.values()) == set(first.tied_to.values()) == {"model.embed_tokens.weight"}
+    assert set(last.tied_to.values()) == set(first.tied_to.values()) == {shared}
     # The head's rank draws what the embedding's rank draws, without a message.
     assert torch.equal(first.get_parameter(name), last.get_parameter(name))
 

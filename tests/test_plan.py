@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import random_plan
+from plans import from_csv, random_plan
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError, PlanError
-from octopipe.plan import Op, Plan, Stage, orders_from_csv
+from octopipe.plan import Op, Plan, Stage
 from octopipe.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
 from octopipe.systems import build_plan
 
@@ -129,8 +129,8 @@ def test_plan_files_round_trip(seed: int) -> None:
 def test_csv_text_round_trips_and_reads_like_pytorchs() -> None:
     plan = small()
     assert plan.to_csv().splitlines()[0] == "0F0,0F1,0I0,0W0,0B1"
-    assert orders_from_csv(plan.to_csv()) == plan.orders
-    assert orders_from_csv("0F0,,0B0\n") == orders("0F0 0B0")
+    assert from_csv(plan.to_csv()) == plan.orders
+    assert from_csv("0F0,,0B0\n") == orders("0F0 0B0")
 
 
 def test_the_design_files_example_loads(tmp_path: Path) -> None:

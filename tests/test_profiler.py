@@ -279,3 +279,19 @@ def test_a_failing_rank_ends_all_and_is_named() -> None:
     with pytest.raises(OctoPipeError, match="rank 1: ValueError: out of cheese"):
         run_ranks(by_rank(_fail), 2, threads=1)
     assert time.monotonic() - began < 59
+
+
+def test_measuring_tells_how_far_it_has_come():
+    from octopipe.measure.profiler import LayerRing
+
+    heard: list[tuple[str, float]] = []
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    x = torch.randn(2, 4)
+    ring = LayerRing(layers, x, lambda out, y: (out - y).square().mean(), x, tell=lambda *word: heard.append(word))
+    ring.measure(2, 1, ())
+    shares = [share for _, share in heard]
+    assert shares == sorted(shares) and shares[0] == 0 and max(shares) < 1
+    assert [doing for doing, _ in heard][:3] == [
+        f"layer {k} ({n}), memory" for k, n in enumerate(("Linear", "Tanh", "Linear"))
+    ]
+    assert any("2 timed rounds of 3 layers" in doing for doing, _ in heard)

@@ -460,4 +460,4 @@ def test_a_library_call_refuses_such_a_seed_too(seed: object) -> None:
 
 def test_the_readers_of_the_fuzzer_are_all_of_them() -> None:
     assert all(isinstance(reader, Reader) and reader.valid for reader in ALL.values())
-    assert {"plan", "timeline", "profile", "layer-times", "config", "setup", "cluster.json", "csv"} <= set(ALL)
+    assert {"plan", "timeline", "profile", "layer-times", "config", "setup", "cluster.json", "torch.csv"} <= set(ALL)

@@ -203,6 +203,55 @@ def test_rings_survive_wrong_guesses(two):
 # -- small tensors, which stay in the memory they arrived in -----------------------------------------------
 
 
+class Gate(nn.Module):
+    """Two outputs of one input; `mode` says which of them its successor lets gradients through for."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.mode = nn.Linear(4, 4), nn.Linear(4, 4), "both"
+
+    def forward(self, value):
+        if isinstance(value, tuple):
+            left, right = value
+            value = (left if self.mode in ("left", "both") else left.detach()) + (
+                right if self.mode == "both" else right.detach()
+            )
+        return self.left(value), self.right(value)
+
+
+MODES = ("none", "left", "none", "both", "both", "left")
+"""What is missing once everything was there is zeros: hosts would have to wait for one another to tell."""
+
+
+def gating_layers(world, kind):
+    """Per mode: which parameters of this rank have a gradient, and the largest of each."""
+    torch.manual_seed(0)
+    layers = [Gate() for _ in range(4)]
+    plan = build_plan("zb-h1", CostTable.uniform(num_layers=4), 2, 4)
+    data = list(torch.ones(4, 2, 4))
+    transport = kind if isinstance(kind, str) else kind(world, torch.device("cpu"), timeout_s=20)
+    out = []
+    with Pipeline(
+        layers, plan, lambda out, _: out[0].square().mean(), group=world, transport=transport, timeout_s=20
+    ) as pipe:
+        for mode in MODES:
+            layers[2].mode = mode
+            for p in pipe.parameters():
+                p.grad = None
+            pipe.step(data, data)
+            out.append({name: None if p.grad is None else float(p.grad.norm()) for name, p in pipe.named_parameters()})
+    return out
+
+
+@pytest.mark.parametrize("kind", ["gloo", "strict", IpcTransport])
+def test_a_gradient_that_does_not_exist_arrives_as_none(kind, two):
+    first, _ = two.run(gating_layers, kind)
+    assert all(value is None for value in first[0].values()) and all(value is None for value in first[2].values())
+    assert {name for name, value in first[1].items() if value is None} == {"1.right.weight", "1.right.bias"}
+    assert min(value for name, value in first[3].items() if name.startswith("1")) > 0
+    assert first[3] == first[4] and first[5]["1.right.weight"] == 0.0 and first[5]["1.left.weight"] > 0
+
+
 class Pair(nn.Module):
     """Two tensors to the next layer: one to multiply, one to write to."""
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from test_tune_best import uneven
 
+from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.foreign_plan import megatron_plan
+from octopipe.readers.megatron_text import read_megatron
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner import tune
-from octopipe.tuner.restricted import runs_on_megatron
+from octopipe.tuner.restricted import runs_on_megatron, with_cuts
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -23,6 +28,32 @@ def test_megatron_gets_cyclic_stages_a_fused_backward_and_a_better_partition(see
     assert result.step_ms < min(simulate(p, costs).step_ms for p in even)
     again = tune(costs, 4, 8, iterations=1500, target="megatron")
     assert again.plan.stages == result.plan.stages
+
+
+def test_megatron_may_leave_stages_empty_where_that_is_faster() -> None:
+    # Eight layers of which the second and the last take long: as many stages as layers leave nothing to move.
+    costs = CostTable.uniform(num_layers=8, model="uneven").replace(
+        forward_ms=[0.1, 4.0, 0.5, 0.5, 0.5, 0.5, 0.5, 4.0],
+        input_ms=[0.0, 4.0, 0.5, 0.5, 0.5, 0.5, 0.5, 4.0],
+        weight_ms=[0.1, 4.0, 0.5, 0.5, 0.5, 0.5, 0.5, 4.0],
+    )
+    plan = tune(costs, 4, 8, iterations=1500, target="megatron").plan
+    full = [build_plan("interleaved", costs, 4, 8, split_backward=False, chunks=2)]
+    full += [build_plan("1f1b", costs, 4, 8, split_backward=False)]
+    assert simulate(plan.check(), costs).step_ms < min(simulate(p, costs).step_ms for p in full)
+    assert runs_on_megatron(plan)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 0, 2, 1, 0, 1, 1), (1, 2, 3, 0, 0, 0, 0, 2), (1, 0, 1, 1, 1, 2, 1, 1)])
+def test_empty_stages_are_left_out_of_a_plan_that_megatron_reads_back(sizes: tuple[int, ...]) -> None:
+    schedule = build_plan("interleaved", CostTable.uniform(num_layers=8), 4, 8, split_backward=False, chunks=2)
+    cuts = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+    letters = "E" + "t" * 6 + "L"
+    text = "|".join(letters[a:b] for a, b in itertools.pairwise(cuts))
+    plan, theirs = with_cuts(schedule, cuts), megatron_plan(read_megatron(text), pp=4, num_micro_batches=8).plan
+    assert plan.check().stages == theirs.stages and plan.orders == theirs.orders
+    held = {stage.rank for stage in plan.stages}
+    assert runs_on_megatron(plan) == (len(held) == 4)
 
 
 def test_megatron_never_gets_slower_than_its_start() -> None:

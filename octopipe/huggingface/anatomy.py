@@ -133,7 +133,7 @@ def trace(model: nn.Module) -> Anatomy:
             f"{type(model).__name__} skips whole layers at random (layerdrop {dropped:g}), which a plan cannot; "
             "set it to 0 in the config"
         )
-    problem = ""
+    reason = problem = ""
     for returns in range(4):
         try:
             return _Trace(model, path, len(layers), returns).run()
@@ -141,9 +141,11 @@ def trace(model: nn.Module) -> Anatomy:
             raise
         except Exception as error:  # whatever a family's code does with values it does not expect
             text = " ".join(str(error).split())[:160]
-            said = text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"
-            problem = problem or said
-    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {problem}")
+            if isinstance(error, Refused):
+                reason = reason or text
+            problem = problem or f"its forward fails around stand-ins for them ({type(error).__name__}: {text})"
+    # A reason of ours says more than what the family's code says about a wrong guess of what its layers return.
+    raise OctoPipeError(f"{type(model).__name__} cannot be cut into layers: {reason or problem}")
 
 
 class _Trace:
@@ -244,6 +246,8 @@ class _Trace:
                 raise Refused("its layers share a container that one fills and another reads")
             return False
         if not isinstance(leaf, PLAIN) and not callable(leaf) and type(leaf).__module__.split(".")[0] != "transformers":
+            if isinstance(leaf, Mapping):
+                raise Refused(f"its layers share a {type(leaf).__name__} that one may fill and another read")
             raise Refused(f"its layers take a {type(leaf).__name__}")
         if type(leaf).__name__.endswith("Cache"):
             raise Refused(f"its layers share a {type(leaf).__name__} in training")

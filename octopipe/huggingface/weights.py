@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,12 @@ class Weights:
         initialise(_owner(self._model, name), module)
 
     def _draw_tied(self, piece: nn.Module, prefix: str, names: Sequence[str]) -> None:
-        """Parameters whose first name is another module's: drawn as that module is."""
+        """Parameters whose first name is another module's: drawn as that module is, on every rank that holds one. A
+        module of this piece that shares it under a later name (a head with a bias, say) has drawn it over."""
+        places = Counter(id(p) for _, p in piece.named_parameters(remove_duplicate=False))
         for name in names:
             source = self._first[name]
-            if source == name or source in names:
+            if places[id(_parameter(piece, prefix, name))] == 1 and (source == name or source in names):
                 continue
             owner, _, attribute = source.rpartition(".")
             origin = self._model.get_submodule(owner)

@@ -1,7 +1,8 @@
 """The profiler: F, I and W of every distinct layer, timed through the code that trains.
 
-Knows: how to run one layer as a stage, how to time it on a GPU or a CPU alone and beside busy neighbours, what it
-holds in memory, what its parameters take. Does not know: plans or transports (`links.py` measures those).
+Knows: how to time layers on a GPU or a CPU, alone and beside busy neighbours, and how ranks' measurements become one
+profile. Does not know: how one layer runs and what it holds (`one_layer.py`), plans or transports (`links.py` measures
+those).
 
 Every rank runs the whole model's layers one by one, each rank starting at another one, round after round and without
 waiting for the device in between: so each sees the others at work on the model's own mixture, as in training. A
@@ -27,29 +28,15 @@ from torch import Tensor, nn
 from octopipe.cluster import Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.profile_file import Profile
-from octopipe.runtime.held import held_bytes
-from octopipe.runtime.stage import Stage
-from octopipe.runtime.values import flatten, rebuild
+from octopipe.runtime.exchange import gather_values
+from octopipe.runtime.values import flatten
 
 Floats = NDArray[np.float64]
+Tell = Callable[[str, float], None]
+"""Gets what is done now, and which part of the whole (0 to 1) was done before."""
 KINDS = ("forward", "input", "weight")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerMemory:
-    """Bytes of one layer and one micro-batch."""
-
-    activation_bytes: float
-    """Held from F until I; the layer's input counts, its output does not."""
-    stash_bytes: float
-    """Held from I until W."""
-    workspace_bytes: float
-    """Beyond that while an op runs (zero where the device keeps no books)."""
-    boundary_bytes: float
-    """The output tensors."""
-    parameter_bytes: float
-    gradient_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,40 +57,6 @@ class Measured:
     resident_bytes: float
     """What the device's libraries keep for themselves (matrix workspaces), whatever the layers."""
     seconds: float
-
-
-class Layer:
-    """One distinct layer ready to run."""
-
-    def __init__(self, module: nn.Module, value: Any, then: Callable[[Any], Any] | None, first: bool):
-        self.module, self.value, self.then = module, value, then
-        self.stage = Stage([module], input_grad=not first)
-        run = self.stage.forward(value, then=then)
-        leaves: list[Any] = []
-        flatten(run.outputs, leaves)
-        self.output = run.outputs
-        self.output_leaves = [t for t in leaves if isinstance(t, Tensor)]
-        self.grads: Any = None
-        if then is None:
-            self.grads = [
-                torch.randn_like(t) * 1e-3 if need else None for t, need in zip(leaves, run.outputs_need_grad)
-            ]
-        # Gradients exist from here on, as in every training step but the first.
-        run.backward_input(self.grads)
-        run.backward_weight()
-        for p in module.parameters():
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
-
-    def once(self, mark: Callable[[], None]) -> None:
-        mark()
-        run = self.stage.forward(self.value, then=self.then)
-        run.outputs = None
-        mark()
-        run.backward_input(self.grads)
-        mark()
-        run.backward_weight()
-        mark()
 
 
 def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:
@@ -146,6 +99,10 @@ def profile_layers(
     return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
 
 
+def nobody(doing: str, share: float) -> None:
+    """Nobody listens."""
+
+
 class LayerRing:
     """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
 
@@ -158,7 +115,9 @@ class LayerRing:
         *,
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
+        tell: Tell = nobody,
     ):
+        self._tell = tell
         self._began = time.perf_counter()
         if not layers:
             raise OctoPipeError("no layers to profile; give at least one module")
@@ -168,14 +127,14 @@ class LayerRing:
         if len(groups) != len(layers):
             raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
         self._device, self._group = _device_of(sample), group
-        before = _resident([], sample, target, self._device)
+        before = resident_bytes([], sample, target, self._device)
         # The last layer runs with the loss: it is never the same as an equal one in the middle.
         group_of = list(groups)
         if groups.count(groups[-1]) > 1:
             group_of[-1] = max(groups) + 1
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
-        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device)
+        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device, tell)
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
         # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
@@ -187,17 +146,20 @@ class LayerRing:
         self._issued_ms = 0.0
         _wait_all(group)
         self._run(1)
-        self._resident_bytes = _resident(self._ready, sample, target, self._device) - before
+        self._resident_bytes = resident_bytes(self._ready, sample, target, self._device) - before
 
     def measure(self, repeats: int, warm_up: int, levels: Sequence[int]) -> Measured:
         """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
         _wait_all(self._group)
+        self._tell("warming up", 0.4)
         self._run(warm_up)
+        self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
         self._all_at_work(repeats)
         for level in levels:
             if 0 < level < self._ranks:
+                self._tell(f"the same with {level} rank{'s' * (level > 1)} at work", 0.7)
                 self._some_at_work(level, max(3, repeats // 2), warm_up=1)
         return self.measured()
 
@@ -235,8 +197,8 @@ class LayerRing:
         partial: dict[int, Floats] = {}
         for level, rounds in self._partial.items():
             mine = [r for r in rounds if r is not None]
-            got: list[Any] = [None] * self._ranks
-            dist.all_gather_object(got, np.median(np.concatenate(mine), axis=0) if mine else None, group=self._group)
+            one = np.median(np.concatenate(mine), axis=0) if mine else None
+            got: list[Any] = [one] if self._group is None else gather_values(self._group, one)
             partial[level] = np.mean(got[:level], axis=0)
         quarter = np.percentile(loaded, [25, 75], axis=0)
         median = np.median(loaded, axis=0)
@@ -259,6 +221,7 @@ def _prepare(
     loss_fn: Callable[..., Tensor],
     target: Any,
     device: torch.device,
+    tell: Tell,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
@@ -269,12 +232,13 @@ def _prepare(
             made = layers[i]
             last = i == len(group_of) - 1
             module = made if isinstance(made, nn.Module) else made()
+            tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
                 ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
-            memory[g] = _memory_of(ready[g], device)
+            memory[g] = memory_of(ready[g], device)
         value = ready[g].output
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 
@@ -317,81 +281,6 @@ def _rounds(
     return out
 
 
-def _memory_of(layer: Layer, device: torch.device) -> LayerMemory:
-    parameters = list(layer.module.parameters())
-    boundary = float(sum(t.nbytes for t in layer.output_leaves))
-    sizes = {
-        "boundary_bytes": boundary,
-        "parameter_bytes": float(sum(p.nbytes for p in parameters)),
-        "gradient_bytes": float(sum(p.nbytes for p in parameters if p.requires_grad)),
-    }
-    if device.type == "cuda":
-        activation, stash, workspace = _allocated(layer)
-    else:
-        held = held_bytes(layer.stage, layer.value, then=layer.then)
-        activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
-    # What W needs counts as held from F on: the cost table knows no other way.
-    return LayerMemory(activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes)
-
-
-def _allocated(layer: Layer) -> tuple[float, float, float]:
-    """Activation, stash and workspace bytes by the caching allocator's books, input and gradients made afresh."""
-    cuda = torch.cuda
-    cuda.synchronize()
-    used = cuda.memory_allocated
-
-    def fresh(value: Any) -> Any:
-        leaves: list[Any] = []
-        flatten(value, leaves)
-        return rebuild(value, iter([t.clone() if isinstance(t, Tensor) else t for t in leaves]))
-
-    base = used()
-    cuda.reset_peak_memory_stats()
-    value = fresh(layer.value)
-    given = used() - base
-    run = layer.stage.forward(value, then=layer.then)
-    del value
-    output = used() - base
-    peak_f = cuda.max_memory_allocated() - base
-    run.outputs = None
-    held = used() - base
-    grads = fresh(layer.grads)
-    cuda.reset_peak_memory_stats()
-    result = run.backward_input(grads)
-    peak_i = cuda.max_memory_allocated() - base
-    del grads, result
-    stash = used() - base
-    cuda.reset_peak_memory_stats()
-    run.backward_weight()
-    peak_w = cuda.max_memory_allocated() - base
-    del run
-    boundary = output - held
-    incoming = float(sum(t.nbytes for t in layer.grads or () if t is not None))
-    # The gradient that came in and the output are counted as tensors between stages, not here.
-    extra = max(peak_f - held - boundary, peak_i - held - incoming, peak_w - stash, 0, given - held)
-    return float(held), float(stash), float(extra)
-
-
-def _resident(ready: Sequence[Layer], sample: Any, target: Any, device: torch.device) -> float:
-    """Allocated bytes that belong to none of these layers and samples."""
-    if device.type != "cuda":
-        return 0.0
-    torch.cuda.synchronize(device)
-    tensors: list[Any] = []
-    flatten([sample, target], tensors)
-    for layer in ready:
-        flatten([layer.value, layer.output, layer.grads or []], tensors)
-        for p in layer.module.parameters():
-            tensors += [p, p.grad]
-        tensors += layer.module.buffers()
-    own = {}
-    for t in tensors:
-        if isinstance(t, Tensor) and t.device.type == "cuda":
-            storage = t.untyped_storage()
-            own[storage.data_ptr()] = storage.nbytes()
-    return float(torch.cuda.memory_allocated(device) - sum(own.values()))
-
-
 def _device_of(value: Any) -> torch.device:
     leaves: list[Any] = []
     flatten(value, leaves)
@@ -412,9 +301,7 @@ def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
     """Every rank's measurement (collective)."""
     if group is None:
         return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    return gather_values(group, mine)
 
 
 def assemble(

@@ -7,7 +7,7 @@ done with the numbers (`validate.py`, `adapt.py`). All functions here are called
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +22,14 @@ from octopipe.errors import OctoPipeError
 from octopipe.fidelity import Fidelity, compare
 from octopipe.lowering import Channel
 from octopipe.measure.links import measure_links, measure_overlap
-from octopipe.measure.profiler import Layer, LayerRing, Measured, assemble, gather
+from octopipe.measure.one_layer import Layer
+from octopipe.measure.profiler import LayerRing, Measured, Tell, assemble, gather, nobody
 from octopipe.measure.timed_run import TimedRun, Trial, free, run_plan
 from octopipe.measure.workload import Workload
 from octopipe.model import ModelSpec
 from octopipe.plan import Op, Plan
 from octopipe.profile_file import Profile
+from octopipe.runtime.rank_process import Seat, Work
 from octopipe.runtime.world import World
 from octopipe.systems import build_plan
 from octopipe.timeline import Timeline
@@ -84,19 +86,22 @@ def profile_workload(
     links: bool = True,
     rehearsal: bool = True,
     about: dict[str, Any] | None = None,
+    tell: Tell = nobody,
 ) -> Profile:
     """Measure layers and links with all ranks at work. `rehearsal`: also run a few steps of a GPipe plan, see
-    `rehearsed`."""
+    `rehearsed`. `tell` hears how far it has come."""
     began = time.perf_counter()
     device = work.place(world.rank)
-    mine = _ring(work, world, device).measure(repeats, warm_up, levels)
+    mine = _ring(work, world, device, tell).measure(repeats, warm_up, levels)
     free(device)
     found: dict[tuple[int, int], Link] = {}
     if world.size > 1 and links:
+        tell(f"links between {world.size} ranks", 0.8)
         found, slowdown = _links(work, world, device, mine)
         about = {**(about or {}), "overlap_slowdown": round(slowdown, 4)}
     profile = _profile(work, world, device, mine, found, state_factor, about)
     if rehearsal and links and world.size > 1 and work.spec.num_layers >= world.size:
+        tell("a few steps of a plan", 0.9)
         plan = rehearsal_plan(profile, world.size)
         with closing(TimedRun(work, plan, world, profile)) as run:
             for k in range(5):
@@ -106,7 +111,7 @@ def profile_workload(
     return replace(profile, about={**profile.about, "total_seconds": seconds})
 
 
-def _ring(work: Workload, world: World, device: torch.device) -> LayerRing:
+def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobody) -> LayerRing:
     layers = work.layers(device)
     return LayerRing(
         layers,
@@ -115,6 +120,7 @@ def _ring(work: Workload, world: World, device: torch.device) -> LayerRing:
         work.batch(device, 1, step=1)[0],
         groups=work.groups,
         group=world.control,
+        tell=tell,
     )
 
 
@@ -283,8 +289,8 @@ def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "
     return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
 
 
-def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
-    """`octopipe profile`, on every rank."""
+def profile_task(seat: Seat, job: ProfileJob) -> Profile:
+    """`octopipe profile`, on every rank; tells [what is done now, the share done before]."""
     return profile_workload(
         job.work,
         World.make(None, None, None),
@@ -292,10 +298,11 @@ def profile_task(rank: int, nproc: int, job: ProfileJob) -> Profile:
         warm_up=job.warm_up,
         state_factor=job.state_factor,
         about=job.about,
+        tell=lambda doing, share: seat.tell([doing, share]),
     )
 
 
-def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profile]:
+def validate_task(seat: Seat, job: ValidateJob) -> tuple[Trial, Profile]:
     """`octopipe validate`, on every rank."""
     world, profile = World.make(None, None, None), job.profile
     if job.work.compiles and not job.profile_again:
@@ -319,18 +326,28 @@ def validate_task(rank: int, nproc: int, job: ValidateJob) -> tuple[Trial, Profi
     return trial, profile
 
 
-def on_ranks(task: Any, nproc: int, job: Any, *, device: str, timeout_s: float = 900.0) -> list[Any]:
-    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS."""
+def on_ranks(
+    task: Work,
+    nproc: int,
+    job: Any,
+    *,
+    device: str,
+    timeout_s: float = 900.0,
+    listen: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS. `listen` gets
+    what the first rank tells."""
     from octopipe.measure.mps import Mps
-    from octopipe.runtime.launch import by_rank, run_ranks
+    from octopipe.runtime.launch import run_ranks
 
+    usual: dict[str, Any] = {"timeout_s": timeout_s, "listen": listen}
     if device == "cpu":
-        return run_ranks(by_rank(task), nproc, job, environment=STEADY_MEMORY, timeout_s=timeout_s)
+        return run_ranks(task, nproc, job, environment=STEADY_MEMORY, **usual)
     # Counted without initialising CUDA here: a process that has done so before MPS started stays outside it.
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise OctoPipeError("no CUDA device here; use --device cpu")
     if gpus >= nproc:
-        return run_ranks(by_rank(task), nproc, job, timeout_s=timeout_s)
+        return run_ranks(task, nproc, job, **usual)
     with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
-        return run_ranks(by_rank(task), nproc, job, environment=mps.environment, timeout_s=timeout_s)
+        return run_ranks(task, nproc, job, environment=mps.environment, **usual)

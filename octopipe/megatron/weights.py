@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octopipe.runtime.wgrad_ops import WeightQueue
+from octopipe.runtime.wgrad_ops import WeightQueue, times
 
 
 class Split:
@@ -103,7 +103,7 @@ class _Product(torch.autograd.Function):
         ctx.parameter, ctx.holder, ctx.group = parameter[0], holder, group
         ctx.reduces, ctx.gathers, ctx.has_bias = reduces, gathers, bias is not None
         whole = _gathered(input, group) if gathers else input
-        out = torch.matmul(whole, weight.t())
+        out = times(whole, weight.t())
         return out if bias is None else out + bias
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Product(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         own = None
         if ctx.needs_input_grad[0]:
-            own = grad.matmul(weight)
+            own = times(grad, weight)
             if ctx.reduces and ctx.group is not None and ctx.group.size() > 1:
                 dist.all_reduce(own, group=ctx.group)
             if ctx.gathers:

@@ -116,6 +116,11 @@ def mamba2_mix(
 
 def compiled_mamba2_mix(**options: Any) -> Callable[..., Tensor]:
     """`mamba2_mix` through `torch.compile`, for fixed shapes."""
+    from torch._inductor import config
+
+    if not options and hasattr(config.triton, "mix_order_reduction"):
+        # In torch 2.11 this fusion breaks off over the convolution's backward ("AssertionError: 2045 v.s. 2046").
+        options = {"options": {"triton.mix_order_reduction": False}}
     return torch.compile(mamba2_mix.__wrapped__, dynamic=False, **options)  # type: ignore[attr-defined]
 
 

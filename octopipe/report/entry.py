@@ -183,6 +183,7 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
         "num_micro_batches": plan.num_micro_batches,
         "search": search_points(search),
         "lower_bound_ms": _number(plan.extra.get("lower_bound_ms")),
+        "bound_of": str(plan.extra.get("bound_of", ""))[:200],
         "system": str(plan.extra.get("system", "")),
     }
 

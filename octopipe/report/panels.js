@@ -62,7 +62,7 @@ function cards(entries) {
     if (peak > 0) facts.push(`peak ${gib(peak)}`);
     if (!n.fits) facts.push("does not fit");
     if (again) facts.push(`↻ ${again} of ${e.num_layers} layers recomputed`);
-    if (boundHolds(e)) facts.push(`${percent(Math.max(e.now.step / e.lower_bound_ms - 1, 0))} above the lower bound`);
+    if (boundHolds(e)) facts.push(`${percent(Math.max(e.now.step / e.lower_bound_ms - 1, 0))} above the lower bound${e.bound_of ? ` of ${e.bound_of}` : ""}`);
     return element("div", { class: `kpi${n.fits ? "" : " bad"}` },
       element("div", { class: "name" }, e.label, e.measured ? element("span", { class: "tag" }, "measured") : null,
         changed(e) ? element("span", { class: "tag" }, "what if") : null),
@@ -141,7 +141,7 @@ function numbersTable(entries) {
     ["MFU", (e) => rate(e, "mfu", (v) => percent(v, 2))],
     ["makespan of the compute", (e) => formatMs(e.now.makespan)],
     ["bubble", (e) => percent(numbersOf(e).bubble_ratio, 2)],
-    ["lower bound", (e) => (!e.lower_bound_ms ? "" : boundHolds(e) ? formatMs(e.lower_bound_ms) : changed(e) ? "not for what if" : "not for these costs")],
+    ["lower bound", (e) => (!e.lower_bound_ms ? "" : boundHolds(e) ? `${formatMs(e.lower_bound_ms)}${e.bound_of ? ` (${e.bound_of})` : ""}` : changed(e) ? "not for what if" : "not for these costs")],
     ...PARTS.map((p) => [`idle: ${p} (mean of the ranks)`, (e) => formatMs(numbersOf(e).bubbles_ms[p].reduce((a, b) => a + b, 0) / e.num_ranks)]),
     ["peak memory (fullest rank)", (e) => (peak(e) > 0 ? gib(peak(e)) : "not known")],
     ["fits in memory", (e) => (!(peak(e) > 0) ? "not known" : !e.capacity.some((c) => c !== null) ? "no limit given" : numbersOf(e).fits ? "yes" : "no")],

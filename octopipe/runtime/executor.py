@@ -290,9 +290,9 @@ class Executor:
                 if slot is None:
                     value, needs = self._own_input(cell, micro_batches)
                 else:
-                    value, spec = take_forward(slot)
+                    value, cell.asked = take_forward(slot)
                     slot.ended = clock()
-                    needs = spec.wanted
+                    needs = cell.asked.wanted
                 for sent in ins.release:
                     release(sent)
                 then = self._loss(targets, cell.micro_batch) if cell.last else None

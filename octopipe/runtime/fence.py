@@ -7,7 +7,7 @@ the number, then loads the data; it notes the number as taken, and the writer st
 overtake a store and no load a load, and no store a load before it, so the order of the program is the order that the
 other side sees. Arm, POWER and RISC-V let all of them overtake each other: there the number could arrive before the
 data, and the data be loaded before the number, or overwritten while it is still being read. A fence between the two, on
-either side, forbids that; Python has none, so LLVM (which numba brings along) makes one.
+either side, forbids that; Python has none, so LLVM makes one.
 """
 
 from __future__ import annotations

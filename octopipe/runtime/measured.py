@@ -20,8 +20,9 @@ import torch
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.runtime.driver import Driver
+from octopipe.runtime.exchange import gather_values
 from octopipe.runtime.slots import RankProgram
-from octopipe.runtime.world import Group, gather_objects
+from octopipe.runtime.world import Group
 from octopipe.simulator import memory_curves
 from octopipe.timeline import Extra, Spans, Timeline, Transfers
 
@@ -97,7 +98,7 @@ def _asking() -> Callable[[Any], bool]:
 
 def clock_offset_s(group: Group, rank: int) -> float:
     """What to add to this rank's clock to get rank 0's (collective). Ranks of one host share a clock."""
-    if len(set(gather_objects(group, socket.gethostname()))) == 1:
+    if len(set(gather_values(group, socket.gethostname()))) == 1:
         return 0.0
     offsets = torch.zeros(group.size(), dtype=torch.float64)
     mine = torch.zeros(1, dtype=torch.float64)
@@ -116,7 +117,7 @@ def clock_offset_s(group: Group, rank: int) -> float:
                 group.recv([mine], 0, 0).wait()
                 mine[0] = time.perf_counter()
                 group.send([mine], 0, 0).wait()
-    return float(gather_objects(group, offsets.tolist() if rank == 0 else None)[0][rank])
+    return float(gather_values(group, offsets.tolist() if rank == 0 else None)[0][rank])
 
 
 def measured_timeline(
@@ -134,7 +135,7 @@ def measured_timeline(
         "slots": [(number, sending, when + offset, size) for number, sending, when, size in slots],
         "extras": [(name, a + offset, b + offset) for name, a, b in recorder.extras],
     }
-    everyone = [mine] if group is None else gather_objects(group, mine)
+    everyone = [mine] if group is None else gather_values(group, mine)
     t = plan.table()
     times = np.array([pair for one in everyone for pair in one["ops"]], np.float64).reshape(-1, 2)
     zero = float(times.min()) if times.size else 0.0

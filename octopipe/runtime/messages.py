@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pickle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
+from octopipe.runtime.plain import check_way, decoded, encoded, torch_name
 from octopipe.runtime.values import ATOMS, Form, build, flatten, tensor_flags
 
 HEAD_BYTES = 4096
@@ -61,8 +61,8 @@ class Spec:
         """Leaf by leaf, constants included: what `Stage.forward` takes as `input_grad`."""
         described = (form, [(tuple(x.shape), str(x.dtype)[6:], x.wanted) for x in leaves], constants)
         try:
-            self.text = pickle.dumps(described)
-        except Exception as error:
+            self.text = encoded(described)
+        except OctoPipeError as error:
             raise OctoPipeError(f"a stage's output holds something that cannot be sent: {error}") from None
         self.nbytes = sum(x.nbytes for x in leaves)
         self.offset = -(-(FIXED_BYTES + len(self.text)) // ALIGNED) * ALIGNED
@@ -146,14 +146,39 @@ class Specs:
             length = int.from_bytes(head[:8], "little")
             if text is None:
                 text = head[FIXED_BYTES : FIXED_BYTES + length]
-            form, leaves, constants = pickle.loads(text)
-            made = tuple(_leaf(shape, getattr(torch, dtype), wanted) for shape, dtype, wanted in leaves)
-            spec = Spec(form, made, constants)
+            form, leaves, constants = _described(text)
+            spec = Spec(form, leaves, constants)
             if all(type(x) in ATOMS for x in constants):  # others may be changed by whoever gets them
                 if len(self._by_digest) > 4096:
                     self._by_digest.clear()
                 self._by_digest[digest] = spec
         return spec
+
+
+def _described(text: bytes) -> tuple[Form, tuple[Leaf, ...], tuple[Any, ...]]:
+    """What a description says, once it was seen to make sense: it comes from another process."""
+    try:
+        form, leaves, constants = decoded(text)
+        flags = _checked_flags(form, 0)
+        if flags.count(True) != len(leaves) or flags.count(False) != len(constants) or type(constants) is not tuple:
+            raise ValueError("as many tensors and constants as its form")
+        for shape, _, wanted in leaves:
+            if not all(type(n) is int and n >= 0 for n in shape) or type(wanted) is not bool:
+                raise ValueError(f"the shape {shape!r}")
+        return form, tuple(_leaf(tuple(s), torch_name(d, torch.dtype), w) for s, d, w in leaves), constants
+    except (OctoPipeError, TypeError, ValueError) as error:
+        raise OctoPipeError(f"a message's description cannot be read: {error}") from None
+
+
+def _checked_flags(form: Form, depth: int) -> list[bool]:
+    """`tensor_flags` of a form from elsewhere."""
+    if form is True or form is False:
+        return [form]
+    if type(form) is not tuple or not form or depth > 200:
+        raise ValueError("a form that nobody makes")
+    if form[0] is not tuple and form[0] is not list:
+        check_way(form[0])
+    return [flag for part in form[1:] for flag in _checked_flags(part, depth + 1)]
 
 
 def takes_gradient(tensor: Tensor) -> bool:

@@ -214,15 +214,14 @@ class Pipeline:
             )
             if verifier is not None:
                 verifier.finish(self.world)
-            if self._first_step:
-                self._first_step = False
-                if verifier is None:
-                    self._tell_missing()
+            first, self._first_step = self._first_step, False
             self.step_number += 1
             if not self.reducer.idle:
                 begin = self.recorder.now()
                 self.reducer.finish()
                 self.recorder.extras.append(("reduce", begin, self.recorder.now()))
+            if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
+                self._tell_missing()
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def evaluate(self, batch: Any = None, target: Any = None, *, side: Mapping[str, Any] | None = None) -> Tensor:

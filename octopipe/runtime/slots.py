@@ -50,10 +50,12 @@ class Cell:
     """Gradients of the inputs until they are handed on."""
     sent: Any = None
     """The form of the message that carried the output: its gradients have the same."""
+    asked: Any = None
+    """The form of the message that brought the input: says which gradients go back."""
 
     def clear(self) -> None:
         """Forget everything of a step that broke off."""
-        self.runs = self.value = self.needs = self.gradients = self.sent = None
+        self.runs = self.value = self.needs = self.gradients = self.sent = self.asked = None
 
 
 @dataclass(slots=True, eq=False)

@@ -381,7 +381,8 @@ class StageRun:
 
     def backward_full(self, grads: Any = None) -> list[Tensor | None]:
         """B: I and W at once. `grads` has the leaves of `outputs` (None where there is no gradient);
-        left out, every output is a scalar loss. Returns one entry per input leaf, None where none is wanted.
+        left out, every output is a scalar loss. Returns one entry per input leaf, None where none is wanted
+        or nothing depends on it.
         """
         self._queue.defer = False
         return self._backward(grads)
@@ -390,6 +391,9 @@ class StageRun:
         edges = self._edges
         if edges is None:
             raise OctoPipeError("backward of a run without a graph: run R first, and I or B only once")
+        if self._then is not None and True not in self.outputs_need_grad:
+            why = "a layer or loss_fn detaches it, or every parameter is frozen"
+            raise OctoPipeError(f"the loss depends on nothing that takes a gradient: {why}")
         leaves: list[Any]
         if grads is None:
             leaves = [None if edge is None else _one(edge) for edge in edges]
@@ -426,9 +430,9 @@ class StageRun:
         for leaf, wanted in zip(inputs, self._wanted):
             if not wanted:
                 result.append(None)
-            else:  # an input that nothing depends on still owes its sender a gradient
+            else:
                 grad = leaf.grad
-                result.append(torch.zeros_like(leaf) if grad is None else plain_gradient(grad))
+                result.append(None if grad is None else plain_gradient(grad))
                 leaf.grad = None
         return result or [None] * len(self._wanted)
 

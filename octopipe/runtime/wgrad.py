@@ -50,6 +50,7 @@ from octopipe.runtime.wgrad_ops import (
     WeightQueue,
     WeightSite,
     add_product,
+    in_rows,
     is_distributed,
 )
 
@@ -232,6 +233,8 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
         quick = not mode.habits.backward_inside  # there is no other way: also while a stage's habits are not known
     elif type(input) not in _PLAIN:
         return None
+    else:
+        input = in_rows(input)
     if (
         quick
         and not mode.queue.reruns  # checkpointing must see what is saved

@@ -10,7 +10,6 @@ process has made before, so that members that made different numbers of groups w
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from octopipe.errors import OctoPipeError
+from octopipe.runtime.exchange import gather_values
 from octopipe.runtime.meshes import roles
+from octopipe.runtime.plain import decoded, encoded
 
 Group = Any
 """A ProcessGroup or a backend of our own making: both have allreduce, broadcast, allgather, send and recv."""
@@ -90,13 +91,21 @@ class World:
             elif self.size == dist.get_world_size():
                 self._control = dist.new_group(backend="gloo")
             else:
-                pipelines: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(pipelines, self.global_ranks)
-                for ranks in sorted({tuple(p) for p in pipelines}):
+                for ranks in sorted(set(self._pipelines())):
                     made = dist.new_group(list(ranks), backend="gloo")
                     if list(ranks) == self.global_ranks:
                         self._control = made
         return self._control
+
+    def _pipelines(self) -> list[tuple[int, ...]]:
+        """The ranks of every process's pipeline (collective over the job, on whatever backend it has)."""
+        device = self.default_device()
+        count = dist.get_world_size()
+        mine = torch.full((count,), -1, dtype=torch.int64, device=device)
+        mine[: self.size] = torch.tensor(self.global_ranks)
+        table = torch.empty(count, count, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(table, mine)
+        return [tuple(r for r in row if r >= 0) for row in table.tolist()]
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """A group of some ranks of the pipeline, on the pipeline's backend (collective over them)."""
@@ -115,7 +124,7 @@ class World:
 
     def gather(self, item: Any) -> list[Any]:
         """Everybody's item, by rank (collective)."""
-        return [item] if self.control is None else gather_objects(self.control, item)
+        return [item] if self.control is None else gather_values(self.control, item)
 
     def gather_replicas(self, item: Any, timeout_s: float) -> list[Any]:
         """The item of this rank in every data-parallel pipeline (collective over them), through the store."""
@@ -125,10 +134,10 @@ class World:
         name = f"octopipe/replicas/{'-'.join(map(str, members))}"
         store, me = c10d._get_default_store(), dist.get_rank()
         count = store.add(f"{name}/count/{me}", 1)
-        store.set(f"{name}/{count}/{me}", pickle.dumps(item))  # type: ignore[arg-type]
+        store.set(f"{name}/{count}/{me}", encoded(item))  # type: ignore[arg-type]
         keys = [f"{name}/{count}/{member}" for member in members]
         store.wait(keys, timedelta(seconds=timeout_s))
-        return [pickle.loads(store.get(key)) for key in keys]
+        return [decoded(store.get(key)) for key in keys]
 
     def new_tags(self, count: int) -> int:
         """The first of so many message tags that no pipeline of this world has used before (collective).
@@ -244,16 +253,3 @@ def broadcast(group: Group, tensor: Tensor, root: int) -> Any:
     if needs_host(group, tensor):
         return HostWork(tensor, lambda host: group.broadcast([host], options))
     return group.broadcast([tensor], options)
-
-
-def gather_objects(group: Group, item: Any) -> list[Any]:
-    """Everybody's item over a gloo group."""
-    data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    group.allgather([sizes], [torch.tensor([data.numel()])]).wait()
-    longest = max(int(n) for n in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: data.numel()] = data
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(group.size())]
-    group.allgather([parts], [padded]).wait()
-    return [pickle.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes)]

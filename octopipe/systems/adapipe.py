@@ -118,7 +118,7 @@ def recomputed_layers(ranges: LayerRanges, sizes: Sequence[int]) -> list[tuple[i
     ]
 
 
-@njit(cache=True)
+@njit
 def _least_recompute(saved, enters, times, cells, grid):  # type: ignore[no-untyped-def]
     """Least recomputed time per (stage, first, stop), by extending each first layer's tables stop by stop.
 

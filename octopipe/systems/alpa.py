@@ -3,8 +3,10 @@
 Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022.
 Rule: minimise T = sum_s t_s + (m-1) max_s t_s with t_s the forward and backward of a stage, over all cuts of the
 layer list whose in-flight micro-batches fit under 1F1B. Transfers are ignored; the order is 1F1B.
-Simplified: one device (or tensor-parallel group) per stage, so the choice of submeshes falls away. Alpa runs
-one programme per candidate of max t; we keep the Pareto frontier of (sum, max) instead: same optimum.
+Made for equal devices: on unequal ranks it takes all for the same speed and the smallest memory.
+Simplified: one device (or tensor-parallel group) per stage; with submeshes of a whole cluster it stands in
+`planner/published/alpa.py`. Alpa runs one programme per candidate of max t; we keep the Pareto frontier of
+(sum, max) instead: same optimum.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ def alpa(setting: Setting) -> Plan:
     costs, p, m = setting.costs, setting.num_ranks, setting.num_micro_batches
 
     def solve(reserve: Floats) -> Plan | None:
-        sizes = alpa_partition(layer_ranges(costs, p, m, reserve_bytes=reserve), m)
+        sizes = alpa_partition(layer_ranges(costs, p, m, reserve_bytes=reserve, equal_ranks=True), m)
         return None if sizes is None else one_f_one_b_plan(costs, p, m, sizes)
 
     return within_memory("alpa", costs, p, solve)

@@ -4,7 +4,8 @@ Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large Model
 Rule: minimise block*(m-1) + total + transfers + unhidden gradient reduction, block the slowest of all stages
 and transfers; then 1F1B with K_i = min(p-i, D) micro-batches in flight on rank i (policy PA) or
 min(2(p-i)-1, D) (policy PB, for high communication), D what fits in memory.
-Simplified: one device per stage (replication of stages is the cluster's data parallelism); the reduction of
+Made for equal devices: on unequal ranks it takes all for the same speed and the smallest memory.
+Simplified: one device per stage (replicated stages need the cluster: `planner/published/dapple.py`); the reduction of
 stage i hides behind min(i, m-1) blocks of the smallest possible size, so that the programme is exact; the
 policy is the faster of the two by simulation. `latency_ms` is the paper's formula L (as generally known).
 """
@@ -41,7 +42,8 @@ def dapple(setting: Setting) -> Plan:
     def solve(reserve: Floats) -> Plan | None:
         # A cap on the micro-batches in flight that is as loose as memory allows.
         for cap in range(min(p, m), 0, -1):
-            ranges = layer_ranges(costs, p, m, in_flight=[min(p - s, cap, m) for s in range(p)], reserve_bytes=reserve)
+            held = [min(p - s, cap, m) for s in range(p)]
+            ranges = layer_ranges(costs, p, m, in_flight=held, reserve_bytes=reserve, equal_ranks=True)
             sizes = dapple_partition(ranges, m)
             if sizes is not None:
                 break

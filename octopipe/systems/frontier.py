@@ -100,7 +100,7 @@ def _range(before: int, after: int, layers: int, from_last: bool) -> tuple[int, 
     return (layers - after, layers - before) if from_last else (before, after)
 
 
-@njit(cache=True)
+@njit
 def _undominated(labels):  # type: ignore[no-untyped-def]
     """Which rows no earlier row matches or beats in every column; rows come sorted lexicographically."""
     rows, width = labels.shape

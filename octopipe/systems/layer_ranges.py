@@ -87,14 +87,19 @@ def layer_ranges(
     ranks: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
     reserve_bytes: Floats | None = None,
+    equal_ranks: bool = False,
 ) -> LayerRanges:
-    """The costs of every range; micro-batches of several sizes count by their mean time and largest bytes."""
+    """The costs of every range; micro-batches of several sizes count by their mean time and largest bytes.
+
+    `equal_ranks`: as a system sees them that was made for equal devices: all as fast as each other, and with the
+    smallest memory of all.
+    """
     p, m, layers = num_ranks, num_micro_batches, costs.num_layers
     ranks = tuple(range(p)) if ranks is None else tuple(ranks)
     held = tuple(min(p - s, m) for s in range(p)) if in_flight is None else tuple(in_flight)
     factor = costs.micro_batch_factor
     mean, largest = (1.0, 1.0) if factor is None else (factor[:m].mean(axis=0), factor[:m].max(axis=0))
-    slow = np.array([costs.slowdown(r) for r in ranks])[:, None, None]
+    slow = np.array([1.0 if equal_ranks else costs.slowdown(r) for r in ranks])[:, None, None]
     moved = np.concatenate(([0.0], costs.boundary_bytes * mean))  # moved[k]: the tensor that enters layer k
     before = np.concatenate(([0.0], costs.boundary_bytes * largest))
     after = before.copy()
@@ -114,6 +119,8 @@ def layer_ranges(
     capacity = np.array([costs.capacity_bytes(r) for r in ranks])
     if reserve_bytes is not None:
         capacity = capacity - reserve_bytes[list(ranks)]
+    if equal_ranks:
+        capacity = np.full(p, capacity.min())
     return LayerRanges(
         costs=costs,
         ranks=ranks,

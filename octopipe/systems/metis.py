@@ -3,9 +3,10 @@
 Um et al., "Metis: Fast Automatic Distributed Training on Heterogeneous GPUs", ATC 2024.
 Rule: minimise (m-1) max t + sum t + transfers + slowest gradient reduction + slowest optimizer update, over
 the order in which device types stand in the pipeline and the layers each device gets; the order is 1F1B.
-Simplified: one rank per stage, so group sizes fall away. Metis fills stages by shares of a layer, rounds and
-repairs; we search the same space (type order, layer split, memory limits) with an exact programme over the
-Pareto frontier of (sum, slowest stage, slowest reduction, slowest update): never a worse cost.
+Simplified: one rank per stage, so group sizes and data shares fall away (`planner/published/metis.py` has
+them). Metis fills stages by shares of a layer, rounds and repairs; we search the same space (type order, layer
+split, memory limits) with an exact programme over the Pareto frontier of (sum, slowest stage, slowest
+reduction, slowest update): never a worse cost.
 """
 
 from collections.abc import Iterator, Sequence

@@ -5,10 +5,11 @@ Co-Optimization", EuroSys 2025.
 Rule: minimise (m-1) max_i t_i + sum_i t_i + max_i(d_i - sum_{j<i} t_j), t the steady time of a micro-batch
 (recomputation included), d what the first or last micro-batch adds (gradient reduction, optimizer); a stage
 recomputes the fewest of its layers that let its in-flight micro-batches fit. The order is 1F1B.
-Simplified: no offloading and no sharding choices, so (t, d) of a range has one Pareto point. Stages are
-indexed by layer range and not limited to L/p +- 2 layers. Instead of a MILP: with X = sum t + max(d - sum of t
-before) a stage makes X' = t + max(X, d), so a programme over the Pareto frontier of (X, max t) has the MILP's
-optimum exactly. A stage recomputes its first layers.
+Made for equal devices: on unequal ranks it takes all for the same speed and the smallest memory.
+Simplified: no offloading and no sharding choices (those need the cluster: `planner/published/mist.py`), so (t,
+d) of a range has one Pareto point. Stages are indexed by layer range and not limited to L/p +- 2 layers.
+Instead of a MILP: with X = sum t + max(d - sum of t before) a stage makes X' = t + max(X, d), so a programme
+over the Pareto frontier of (X, max t) has the MILP's optimum exactly. A stage recomputes its first layers.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def mist(setting: Setting) -> Plan:
     costs, p, m = setting.costs, setting.num_ranks, setting.num_micro_batches
 
     def solve(reserve: Floats) -> Plan | None:
-        ranges = layer_ranges(costs, p, m, reserve_bytes=reserve)
+        ranges = layer_ranges(costs, p, m, reserve_bytes=reserve, equal_ranks=True)
         sizes = mist_partition(ranges, m)
         if sizes is None:
             return None

@@ -238,7 +238,7 @@ def _orders(plan: Plan, filled: NDArray[np.int32]) -> list[list[Op]]:
     return orders
 
 
-@njit(cache=True)
+@njit
 def _fill(  # type: ignore[no-untyped-def]
     offsets, waits_for, target, duration, hop, weight, takes, frees, stash, glued, last_forward, cap, steady, draining
 ):

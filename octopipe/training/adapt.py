@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from octopipe.contention import predict
 from octopipe.cost import CostTable
@@ -29,6 +28,7 @@ from octopipe.errors import OctoPipeError
 from octopipe.plan import KINDS, Plan
 from octopipe.price import stage_times
 from octopipe.profile_file import Profile
+from octopipe.runtime.exchange import broadcast_value, moment, receive_value, send_value
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.world import World
 from octopipe.timeline import Timeline
@@ -85,13 +85,14 @@ class Adapter:
 
     def propose(self, plan: Plan, world: World | None = None) -> Plan | None:
         """A plan predicted to be faster by more than the threshold, or None (collective: rank 0 searches)."""
-        box: list[Any] = [None, 0.0]
+        found: tuple[Plan | None, float] = (None, 0.0)
         if world is None or world.rank == 0:
-            box = list(self._search(plan))
+            found = self._search(plan)
         if world is not None and world.control is not None:
-            dist.broadcast_object_list(box, src=world.global_ranks[0], group=world.control)
-        self.last_gain = float(box[1])
-        return box[0]
+            with moment("while rank 0 looked for a better plan"):
+                found = broadcast_value(world.control, found, 0)
+        self.last_gain = float(found[1])
+        return found[0]
 
     def _search(self, plan: Plan) -> tuple[Plan | None, float]:
         found = tune(
@@ -231,9 +232,7 @@ def _exchange(world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]
             out[k] = mine[k]
         for taker in takers:
             if world.rank == source:
-                dist.send_object_list([mine[k]], dst=world.global_ranks[taker], group=world.control)
+                send_value(world.control, mine[k], taker)
             elif world.rank == taker:
-                box: list[Any] = [None]
-                dist.recv_object_list(box, src=world.global_ranks[source], group=world.control)
-                out[k] = box[0]
+                out[k] = receive_value(world.control, source)
     return out

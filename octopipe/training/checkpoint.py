@@ -21,7 +21,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
+from octopipe.runtime.exchange import broadcast_value
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.training.shelf import (
     FORMAT,
@@ -44,7 +46,16 @@ from octopipe.training.shelf import (
     wrong_files,
 )
 
-__all__ = ["NotFinite", "checkpoints", "latest", "load_checkpoint", "read_record", "save_checkpoint"]
+__all__ = [
+    "NotFinite",
+    "Saving",
+    "checkpoints",
+    "latest",
+    "load_checkpoint",
+    "read_layer",
+    "read_record",
+    "save_checkpoint",
+]
 
 
 class NotFinite(OctoPipeError):
@@ -62,40 +73,90 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-...` (collective over the pipeline and its data-parallel twins; twins of the first write
     nothing). `keep`: how many checkpoints to leave, the newest ones; one verified older one stays beside them."""
-    home = Path(folder)
-    target, partial = home / f"step-{step:08d}", home / f"step-{step:08d}.partial"
-    world = pipe.world
-    leads = world.rank == 0 and world.replica == 0
-    # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
-    _agree(pipe, _not_finite(pipe, optimizer, home) if world.replica == 0 else "", NotFinite)
-    _agree(pipe, _attempt(lambda: _fresh(partial), home) if leads else "")
-    written: dict[int, dict[str, Any]] = {}
-    problem = ""
-    if world.replica == 0:
-        problem = _attempt(lambda: written.update(_write_layers(partial, pipe, optimizer, step)), partial)
-    _agree(pipe, problem)
-    everybody = world.gather(written)
-    problem = ""
-    if leads:
-        files: dict[int, dict[str, Any]] = {}
-        for some in everybody:
-            files.update(some)
-        record = {
+    return Saving(folder, pipe, optimizer, step=step, about=about, keep=keep).finish()
+
+
+class Saving:
+    """A checkpoint under way. With `background` the layers are copied to the host at once, so that training may go
+    on, and a thread writes them; `state` says how far it is and `finish` makes the checkpoint appear.
+
+    Made and finished by all ranks alike; between the two no message is sent. One at a time: finish it before the next.
+    """
+
+    WRITTEN, WRITING, FAILED = range(3)
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int,
+        about: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        background: bool = False,
+    ):
+        self._home, self._pipe, self._keep = Path(folder), pipe, keep
+        self._target = self._home / f"step-{step:08d}"
+        self._partial = self._home / f"step-{step:08d}.partial"
+        self._leads = pipe.world.rank == 0 and pipe.world.replica == 0
+        self._record = {
             **(about or {}),
             "format": FORMAT,
             "step": step,
             "num_layers": pipe.plan.num_layers,
             "optimizer": None if optimizer is None else type(optimizer).__name__,
-            "layers": [files[k] for k in sorted(files)],
         }
-        problem = _attempt(lambda: _publish(partial, target, record), target)
-    _agree(pipe, problem)
-    # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
-    _agree(pipe, wrong_files(target, written) if world.replica == 0 else "")
-    if leads and keep is not None:
-        problem = _attempt(lambda: rotate(home, keep), home)
-    _agree(pipe, problem)
-    return target
+        self._written: dict[int, dict[str, Any]] = {}
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+        writes = pipe.world.replica == 0
+        # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
+        _agree(pipe, _not_finite(pipe, optimizer, self._home) if writes else "", NotFinite)
+        _agree(pipe, _attempt(lambda: _fresh(self._partial), self._home) if self._leads else "")
+        if not writes:
+            return
+        contents = _contents(pipe, optimizer, step)
+        if not background:
+            self._write(contents)
+            return
+        copied = list(contents)
+        self._thread = threading.Thread(target=self._write, args=(copied,), name="octopipe-save", daemon=True)
+        self._thread.start()
+
+    def state(self) -> int:
+        """This rank's part: WRITTEN, WRITING or FAILED."""
+        if self._thread is not None and self._thread.is_alive():
+            return self.WRITING
+        return self.FAILED if self._problem else self.WRITTEN
+
+    def wait(self) -> None:
+        """Until this rank has written its part or failed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> Path:
+        """Wait for all ranks' parts, then make the checkpoint appear, whole (collective)."""
+        self.wait()
+        pipe, target = self._pipe, self._target
+        _agree(pipe, self._problem)
+        everybody = pipe.world.gather(self._written)
+        problem = ""
+        if self._leads:
+            files = {k: entry for some in everybody for k, entry in some.items()}
+            record = {**self._record, "layers": [files[k] for k in sorted(files)]}
+            problem = _attempt(lambda: _publish(self._partial, target, record), target)
+        _agree(pipe, problem)
+        # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
+        _agree(pipe, wrong_files(target, self._written) if pipe.world.replica == 0 else "")
+        keep = self._keep
+        if self._leads and keep is not None:
+            problem = _attempt(lambda: rotate(self._home, keep), self._home)
+        _agree(pipe, problem)
+        return target
+
+    def _write(self, contents: Iterable[dict[str, Any]]) -> None:
+        self._problem = _attempt(lambda: self._written.update(_write_layers(self._partial, contents)), self._partial)
 
 
 def load_checkpoint(
@@ -120,7 +181,7 @@ def load_checkpoint(
 
     def layer(k: int) -> dict[str, Any]:
         if k not in files:
-            files[k] = _read_layer(home, k, record)
+            files[k] = read_layer(home, k, record)
         return files[k]
 
     state = {f"{k}.{n}": v for k in pipe.modules() for n, v in layer(k)["state"].items()}
@@ -177,9 +238,8 @@ def _refused(name: str, home: Path) -> str:
     return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
 
 
-def _write_layers(
-    folder: Path, pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int
-) -> dict[int, dict[str, Any]]:
+def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int) -> Iterator[dict[str, Any]]:
+    """What this rank writes, a layer at a time, in copies on the host."""
     writer: dict[int, int] = {}
     for stage in pipe.plan.stages:
         for k in range(stage.first, stage.stop):
@@ -189,24 +249,25 @@ def _write_layers(
         for shared in pipe.layers.shared():
             number, name = shared.key.split(".", 1)
             moments.setdefault(int(number), {})[name] = _compact(optimizer.state.get(shared.parameter, {}))
-    written = {}
     for k, module in pipe.modules().items():
         if writer[k] == pipe.rank:
             state = _compact(module.state_dict())
-            content = {"layer": k, "step": step, "state": state, "optimizer": moments.get(k, {})}
-            memory = io.BytesIO()
-            torch.save(content, memory)
-            data = memory.getbuffer()
-            with open(folder / layer_file(k), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            written[k] = {
-                "layer": k,
-                "file": layer_file(k),
-                "bytes": len(data),
-                "sha256": hashlib.sha256(data).hexdigest(),
-            }
+            yield {"layer": k, "step": step, "state": state, "optimizer": moments.get(k, {})}
+
+
+def _write_layers(folder: Path, contents: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    written = {}
+    for content in contents:
+        k = content["layer"]
+        memory = io.BytesIO()
+        torch.save(content, memory)
+        data = memory.getbuffer()
+        with open(folder / layer_file(k), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        sha256 = hashlib.sha256(data).hexdigest()
+        written[k] = {"layer": k, "file": layer_file(k), "bytes": len(data), "sha256": sha256}
     return written
 
 
@@ -244,11 +305,7 @@ def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeErr
     said = pipe.world.gather(problem)
     problem = next((text for text in said if text), "")
     if pipe.world.dp_group is not None:
-        box = [problem]
-        torch.distributed.broadcast_object_list(
-            box, src=torch.distributed.get_process_group_ranks(pipe.world.dp_group)[0], group=pipe.world.dp_group
-        )
-        problem = box[0]
+        problem = broadcast_value(pipe.world.dp_group, problem, 0)
     if problem:
         raise kind(problem)
 
@@ -256,7 +313,8 @@ def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeErr
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def _read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
+def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's file, once it is what its checksum says; `record`: what `read_record` gives."""
     path = home / layer_file(k)
     expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
     if record["format"] == FORMAT and not expected:

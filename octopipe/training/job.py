@@ -64,6 +64,8 @@ class TrainJob:
     checkpoint: str | None = None
     save_every: int | None = None
     keep: int = 3
+    async_save: bool = False
+    """Copy to the host, write behind the next steps; a failure is told at the next step."""
     resume: bool = False
     resume_step: int | None = None
     """Go on from this step's checkpoint instead of the newest good one."""

@@ -23,6 +23,7 @@ from octopipe.model import ModelSpec
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime import launch
+from octopipe.runtime.exchange import broadcast_value
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
@@ -40,11 +41,7 @@ class Everyone:
 
     def first(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
-        if self._group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        return value if self._group is None else broadcast_value(self._group, value, 0)
 
     def first_or_fail(self, make: Callable[[], Any]) -> Any:
         """What the first rank makes, on every rank; its error, too."""

@@ -221,6 +221,19 @@ def _name_older(home: Path, path: Path) -> None:
     beside.replace(home / OLDER)
 
 
+def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
+    """A checkpoint named by its own folder, or by the folder of its run: that of a step, or the newest good one."""
+    if (Path(path) / RUN).is_file():
+        if step is not None:
+            raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
+        if why := damage(path):
+            raise DamagedCheckpoint(f"{why}; take another checkpoint")
+        return Path(path)
+    if not checkpoints(path):
+        raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
+    return choose(path, step)[0]
+
+
 def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[str]]:
     """The checkpoint to go on from: that of a step, or the newest good one; and what is wrong with newer ones."""
     found = checkpoints(folder)

@@ -38,7 +38,7 @@ from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
 from octopipe.training.adapt import Adapter, switch
-from octopipe.training.checkpoint import load_checkpoint, read_record, save_checkpoint
+from octopipe.training.checkpoint import Saving, load_checkpoint, read_record
 from octopipe.training.data import micro_batches, open_tokens
 from octopipe.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
@@ -205,6 +205,7 @@ class _Run:
         self.seen = 0
         """Samples trained on, by all pipelines."""
         self.saved: str | None = None
+        self._saving: Saving | None = None
         self.reports: list[StepReport] = []
         self._source = open_tokens(job.data, vocab=job.spec.vocab, seq=job.seq, seed=job.seed)
         self._one_host = len({*pipe.world.gather(socket.gethostname())}) == 1
@@ -213,6 +214,8 @@ class _Run:
         self.first = self.resume() if job.resume else 1
 
     def close(self) -> None:
+        if self._saving is not None:  # the run broke off: what is written stays incomplete, and is named so
+            self._saving.wait()
         self.pipe.close()
 
     def result(self) -> TrainResult | None:
@@ -286,17 +289,39 @@ class _Run:
             saves = job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0))
             if saves or last:
                 self._watch.settle()
+            self._finish_saving(at_once=bool(saves) or last)
             if saves:
-                assert job.checkpoint is not None
-                about = {"model": identity(job.spec), "samples": self.seen, "seed": job.seed}
-                self.saved = str(
-                    save_checkpoint(job.checkpoint, self.pipe, self.optimizer, step=step, about=about, keep=job.keep)
-                )
+                self._save(step)
+                self._finish_saving(at_once=not job.async_save or last)
             if job.adapt_every and step % job.adapt_every == 0 and not last:
                 self._adapt(step)
             yield
             if self.stopped_by:
                 return
+
+    def _save(self, step: int) -> None:
+        job = self.job
+        assert job.checkpoint is not None
+        self._saving = Saving(
+            job.checkpoint,
+            self.pipe,
+            self.optimizer,
+            step=step,
+            about={"model": identity(job.spec), "samples": self.seen, "seed": job.seed},
+            keep=job.keep,
+            background=job.async_save,
+        )
+
+    def _finish_saving(self, *, at_once: bool) -> None:
+        """Make a checkpoint appear once all ranks have written it; say what went wrong with it."""
+        saving = self._saving
+        if saving is None:
+            return
+        # One that failed on a rank is finished, too: its error is every rank's.
+        if not at_once and self._everyone.most(saving.state(), self.job.timeout_s) == Saving.WRITING:
+            return
+        self._saving = None
+        self.saved = str(saving.finish())
 
     def _adapt(self, step: int) -> None:
         """Correct the costs by the step just made; switch plans where that pays."""
@@ -308,6 +333,7 @@ class _Run:
         self.profile = adapter.profile
         if plan is None:
             return
+        self._finish_saving(at_once=True)
         self.seat.tell(Phase(text=f"step {step}: switching plans for {100 * adapter.last_gain:.0f} % more speed"))
         self.pipe, optimizer = switch(
             self.pipe,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal
 
 from octopipe.bounds import PlanClass, lower_bound
@@ -30,7 +29,7 @@ from octopipe.tuner.result import Callback, Found, Progress, Step, TuneResult
 from octopipe.tuner.robust import mean_jittered_ms, most_robust
 from octopipe.tuner.search import Search
 from octopipe.tuner.settings import SETTINGS
-from octopipe.tuner.warm import compile_search
+from octopipe.tuner.warm import compile_kernels
 
 Method = Literal["best", "octopipe", "random", "exact"]
 METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
@@ -81,11 +80,11 @@ def tune(
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
             notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
-    _compile(method)
-    began = time.monotonic()
+    compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
     plans = PlanClass(recompute=recompute, copies=copies and method == "best")
     bound_name, bound = lower_bound(*setting, *plans)
+    began = time.monotonic()
     optimal = False
     common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
     common["progress"] = progress
@@ -174,17 +173,6 @@ def _class_of(plan: Plan | None, plans: PlanClass) -> PlanClass:
         return plans
     recomputes = any(s.recompute for s in plan.stages)
     return PlanClass(recompute=plans.recompute or recomputes, copies=plans.copies or bool(plan.replicas()))
-
-
-@cache
-def _compile(method: Method) -> None:
-    """Make numba compile (or load) the search before the clock starts: a budget is for searching."""
-    if method == "best":
-        compile_search()
-        return
-    tiny = CostTable.uniform(num_layers=4, activation_bytes=1.0).replace(rank_memory_bytes=(1e3,))
-    lower_bound(tiny, 2, 2)
-    IterativeSearch(tiny, 2, 2, budget_s=600.0, iterations=6).run()
 
 
 def _check(

@@ -6,6 +6,8 @@ Knows: what `--for` names allow. Does not know: how their files are written (`ex
 - `torch`: any partition, placement and order, but every layer on one rank, and no recomputation per stage.
 - `megatron`: stage i on rank i mod pp, a multiple of pp stages, 1F1B or interleaved 1F1B with a fused backward. There
   the order follows from the number of stages, so only the partition is searched: boundaries annealed on the step time.
+  Stages between the first and the last may be empty, as long as every rank holds layers. A plan leaves them out; that
+  Megatron passes micro-batches through their ranks, one more transfer each way, is not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Literal
 
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError
+from octopipe.foreign_plan import megatron_order
 from octopipe.plan import Plan
 from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import build_plan
@@ -44,6 +47,8 @@ class FixedSchedules:
         self.log: list[Step] = []
         self.made = 0
         self.best: tuple[Plan, Timeline] | None = None
+        self.shape: tuple[Plan, list[int]] | None = None
+        """The schedule with all of its stages, and the cuts, that the best plan was made of."""
         self.told_s = 0.0
         self.start = start
 
@@ -52,12 +57,12 @@ class FixedSchedules:
         plans = self._schedules()
         try:
             for plan in plans:
-                self._consider(plan, "start")
+                self._consider(plan, _cuts(plan), "start")
             # Each number of stages for a while, then the best for as long again.
             for k, plan in enumerate(plans):
-                self._anneal(plan, (k + 1) / (2 * len(plans)))
-            if self.best is not None:
-                self._anneal(self.best[0], 1.0)
+                self._anneal(plan, _cuts(plan), (k + 1) / (2 * len(plans)))
+            if self.shape is not None:
+                self._anneal(*self.shape, 1.0)
         except KeyboardInterrupt:
             interrupted = True
         if self.best is None:
@@ -95,38 +100,45 @@ class FixedSchedules:
             return self.made / self.iterations
         return (time.monotonic() - self.began) / self.budget_s
 
-    def _anneal(self, plan: Plan, until: float) -> None:
+    def _anneal(self, plan: Plan, cuts: list[int], until: float) -> None:
         """Move boundaries by a layer, alone or several in a row, at falling temperature."""
-        cuts = [s.first for s in plan.stages] + [plan.num_layers]
-        current = makespan_ms(plan, self.costs)
+        cuts = list(cuts)
+        last = len(plan.stages)
+        current = makespan_ms(with_cuts(plan, cuts), self.costs)
         first = self._share()
         while (now := self._share()) < until and len(plan.stages) > 1:
             self.made += 1
             k = self.dice.randrange(1, len(plan.stages))
             e = min(k + self.dice.choice((0, 0, 1, 2, self.ranks)), len(plan.stages) - 1)
             by = self.dice.choice((-1, 1))
-            if cuts[k] + by <= cuts[k - 1] or cuts[e] + by >= cuts[e + 1]:
+            # The first and the last stage hold embedding and head; those between may become empty.
+            if cuts[k] + by < cuts[k - 1] + (k == 1) or cuts[e] + by > cuts[e + 1] - (e + 1 == last):
                 continue
             for j in range(k, e + 1):
                 cuts[j] += by
+            if _idle_rank(plan, cuts):
+                for j in range(k, e + 1):
+                    cuts[j] -= by
+                continue
             other = with_cuts(plan, cuts)
             value = makespan_ms(other, self.costs)
             heat = SETTINGS.balance_hot * current * (1.0 - (now - first) / max(until - first, 1e-9)) ** 2 / 4
             if value <= current - heat * math.log(max(self.dice.random(), 1e-300)):
                 current = value
                 if self.best is None or value < self.best[1].makespan_ms:
-                    self._consider(other, "migrate layers")
+                    self._consider(plan, cuts, "migrate layers")
             else:
                 for j in range(k, e + 1):
                     cuts[j] -= by
             if self._tell() is True:
                 raise KeyboardInterrupt
 
-    def _consider(self, plan: Plan, move: str) -> None:
+    def _consider(self, schedule: Plan, cuts: list[int], move: str) -> None:
+        plan = with_cuts(schedule, cuts)
         timeline = simulate(plan, self.costs)
         before = self.best[1].step_ms if self.best is not None else math.inf
         if timeline.fits and timeline.step_ms < before:
-            self.best = plan, timeline
+            self.best, self.shape = (plan, timeline), (schedule, list(cuts))
             phase = "start" if move == "start" else "partition"
             seconds = time.monotonic() - self.began
             self.log.append(Step(self.made, seconds, phase, move, before, timeline.step_ms, timeline.step_ms))
@@ -142,16 +154,45 @@ class FixedSchedules:
         )
 
 
+def _cuts(plan: Plan) -> list[int]:
+    return [s.first for s in plan.stages] + [plan.num_layers]
+
+
+def _idle_rank(plan: Plan, cuts: list[int]) -> bool:
+    """Whether all stages of some rank would be empty."""
+    held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
+    return len(held) < plan.num_ranks
+
+
 def with_cuts(plan: Plan, cuts: list[int]) -> Plan:
-    """The plan with its stages cut there."""
-    return replace(plan, stages=tuple(replace(s, first=cuts[k], stop=cuts[k + 1]) for k, s in enumerate(plan.stages)))
+    """The plan with its stages cut there; those that hold nothing are left out of it."""
+    full = [k for k in range(len(plan.stages)) if cuts[k] < cuts[k + 1]]
+    stages = tuple(replace(plan.stages[k], first=cuts[k], stop=cuts[k + 1]) for k in full)
+    if len(full) == len(plan.stages):
+        return replace(plan, stages=stages)
+    number = {k: i for i, k in enumerate(full)}
+    orders = tuple(
+        tuple(op._replace(stage=number[op.stage]) for op in order if op.stage in number) for order in plan.orders
+    )
+    return replace(plan, stages=stages, orders=orders, routes=(tuple(range(len(full))),))
 
 
 def runs_on_megatron(plan: Plan) -> bool:
-    """Stage i on rank i mod pp, as many on every rank, a fused backward, nothing recomputed by stage."""
-    cyclic = all(stage.rank == k % plan.num_ranks for k, stage in enumerate(plan.stages))
-    fused = all(op.kind in "FB" for order in plan.orders for op in order)
-    return (
-        cyclic and fused and len(plan.stages) % plan.num_ranks == 0 and len(plan.routes) == 1
-        and not any(s.recompute for s in plan.stages)
-    )  # fmt: skip
+    """Stage i on rank i mod pp, as many on every rank once empty ones are put back, in Megatron's own order."""
+    pp, m = plan.num_ranks, plan.num_micro_batches
+    if len(plan.routes) != 1 or any(s.recompute for s in plan.stages):
+        return False
+    if any(op.kind not in "FB" for order in plan.orders for op in order):
+        return False
+    places: list[int] = []
+    for stage in plan.stages:
+        after = places[-1] + 1 if places else 0
+        places.append(after + (stage.rank - after) % pp)
+    if places[0] != 0 or (places[-1] + 1) % pp:
+        return False  # embedding and head lie elsewhere than in the first and the last stage
+    number, chunks = {k: i for i, k in enumerate(places)}, (places[-1] + 1) // pp
+    own = (megatron_order(rank, pp, chunks, m, pp) for rank in range(pp))
+    expected = tuple(
+        tuple(op._replace(stage=number[op.stage]) for op in order if op.stage in number) for order in own
+    )
+    return plan.orders == expected or len(places) == places[-1] + 1

@@ -44,7 +44,6 @@ from octopipe.tuner.result import Callback, Found, Progress, Step
 from octopipe.tuner.settings import SETTINGS
 from octopipe.tuner.starts import structure_of
 from octopipe.tuner.systems import Systems
-from octopipe.tuner.warm import wait_for
 
 
 class Search:
@@ -200,7 +199,6 @@ class Search:
         """Orders of the best structures as decoded, and of plans from outside as they are, shared out among lanes."""
         if self.best_plan is None or self.stop.is_set():
             return
-        self._wait_for("orders")
         # What transfers' buffers take beside what the orders alone say.
         buffers = self._buffers() if self.problem.has_buffers else 0.0
         problem = self.problem.with_margin(self.problem.rank[MARGIN] + buffers)
@@ -229,15 +227,6 @@ class Search:
             if self.judge.step_ms(start) < np.inf:
                 turns[lane.number] += make(lane, start.name, start.structure, orders_in(self.judge.scratch))
         self._together(pool, lambda lane: lane.polish(turns[lane.number]))
-
-    def _wait_for(self, kernels: str) -> None:
-        """Until these are compiled; that is not searching, so the clock stands still."""
-        began = time.monotonic()
-        wait_for(kernels)
-        waited = time.monotonic() - began
-        self.began += waited
-        for lane in self.lanes:
-            lane.budget.began += waited
 
     def _polisher(
         self, problem: Problem, factors: np.ndarray | None, lane: Lane, name: str, structure: np.ndarray, orders: Orders

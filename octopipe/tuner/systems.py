@@ -20,7 +20,6 @@ from octopipe.tuner.encode import arrays_of, plan_of, writable
 from octopipe.tuner.polish import Polisher
 from octopipe.tuner.settings import SETTINGS
 from octopipe.tuner.starts import structure_of
-from octopipe.tuner.warm import ready, wait_for
 
 SLOW = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""
@@ -47,10 +46,6 @@ class Systems:
         """Build the systems that apply here, share their structures out, improve the best plan with copies."""
         from octopipe.systems import build_plan, systems
 
-        while self.counted is None and not (ready("systems") and ready("orders")):
-            if self.stop.wait(SETTINGS.poll_s) or self.share() > SETTINGS.copies_until:
-                return
-        wait_for("systems")
         several: list[Plan] = [self.start] if self.start is not None and len(self.start.routes) > 1 else []
         began = time.thread_time()
         names = sorted(systems(), key=lambda n: (n not in COPYING, n not in UNLIKE))
@@ -70,7 +65,6 @@ class Systems:
             elif len(plan.stages) <= self.max_stages:
                 structure = structure_of(self.problem, self.max_stages, plan)
                 inboxes[number % len(inboxes)].append((name, structure))
-        wait_for("orders")
         self._improve([p for p in several if writable(p)])
 
     def _improve(self, plans: list[Plan]) -> None:

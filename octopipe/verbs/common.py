@@ -87,6 +87,29 @@ def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
     parser.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 4096, or what the file says)")
 
 
+def add_length_arguments(parser: Any) -> None:
+    """Sequences of different length and how micro-batches are made of them."""
+    parser.add_argument("--lengths", metavar="FILE", help="one step's sequence lengths, one per line or a JSON list")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--pad",
+        dest="batching",
+        action="store_const",
+        const="pad",
+        help="with --lengths: --micro-batch-size sequences each, padded to their longest (default)",
+    )
+    how.add_argument(
+        "--pack", dest="batching", action="store_const", const="pack", help="... one after the other, --seq tokens each"
+    )
+    how.add_argument(
+        "--dynamic",
+        dest="batching",
+        action="store_const",
+        const="dynamic",
+        help="... grouped by DynaPipe's programme (default for the system dynapipe)",
+    )
+
+
 def add_training_arguments(parser: Any) -> None:
     """How state, precision and activations are kept."""
     parser.add_argument(
@@ -126,6 +149,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool 
     group.add_argument("--dp", type=whole_number, help="pipelines side by side (default: 1)")
     add_hardware_arguments(group)
     add_batch_arguments(group)
+    add_length_arguments(group)
     add_training_arguments(group)
     group.add_argument(
         "--vocab-parallel",
@@ -166,6 +190,8 @@ SETUP_FLAGS = {
     "speeds": "speeds",
     "gpus_per_node": "gpus_per_node",
     "cluster": "nodes",
+    "micro_batch_lengths": "micro_batch_lengths",
+    "packed": "packed",
 }
 """Flag -> key of a plan's "setting" (and, but for speeds, keyword of `resolve_costs`)."""
 OF_A_MODEL = (
@@ -183,6 +209,7 @@ OF_A_MODEL = (
     "gpus_per_node",
     "gpus",
     "cluster",
+    "lengths",
 )
 """Flags that change nothing where layer times were measured: they are in the times already."""
 
@@ -266,6 +293,8 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
         if values and len(values) != args.pp and (name == "speeds" or len(values) != 1):
             allowed = "one per rank" if name == "speeds" else f"1 or {args.pp}"
             raise OctoPipeError(f"{_flag(name)} gives {len(values)} numbers for {args.pp} ranks; give {allowed}")
+    if getattr(args, "lengths", None) is not None and args.micro_batches is not None:
+        raise OctoPipeError(f"{args.lengths} and its batching make the micro-batches; leave --micro-batches out")
     args.micro_batches = micro_batches_of(
         global_batch=args.global_batch,
         micro_batch_size=args.micro_batch_size or 1,
@@ -275,6 +304,52 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
     )
 
 
+def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:
+    """The micro-batches that a file of lengths makes, in `args.micro_batch_lengths`; of several pipelines' those of the
+    one that has most to do. `batching` overrules the flags."""
+    from octopipe.errors import OctoPipeError
+
+    how = batching or getattr(args, "batching", None)
+    if getattr(args, "lengths", None) is None:
+        if how is not None and getattr(args, "micro_batch_lengths", None) is None:
+            raise OctoPipeError(f"--{how} says what is made of sequences of different length; give --lengths")
+        return
+    from octopipe.lengths import Batch, dealt, packed_groups, padded_groups, read_lengths
+    from octopipe.resolve import resolve_spec
+
+    how = how or ("dynamic" if getattr(args, "system", None) == "dynapipe" else "pad")
+    if args.global_batch is not None:
+        raise OctoPipeError(f"{args.lengths} says how many sequences a step has; leave --global-batch out")
+    for flag, only in (("micro_batch_size", "pad"), ("seq", "pack")):
+        if getattr(args, flag) is not None and how != only and batching is None:
+            raise OctoPipeError(f"{_flag(flag)} counts with --{only}; leave it out with --{how}")
+    lengths = read_lengths(args.lengths)
+    spec = resolve_spec(model)
+    if spec is None:
+        raise OctoPipeError(f"{model}: lengths need a preset or a config.json; a file of times knows one length")
+    if how == "dynamic":
+        from octopipe.batching import dynamic_groups
+        from octopipe.resolve import resolve_costs
+
+        given = {k: v for k, v in setting_from(args).items() if k not in ("model", "speeds", "seq", "recompute")}
+        given = {k: v for k, v in given.items() if k not in ("micro_batch_size", "micro_batch_lengths", "packed")}
+        setup = resolve_costs(spec, pp=args.pp, **given).setup
+        assert setup is not None
+        groups = dynamic_groups(spec, setup, lengths)
+    elif how == "pack":
+        groups = packed_groups(lengths, args.seq or max(lengths))
+    else:
+        groups = padded_groups(lengths, args.micro_batch_size or 1)
+    batch = Batch(groups=groups, packed=how == "pack")
+    if (args.dp or 1) > 1:
+        batch = Batch(groups=dealt(groups, args.dp, lambda g: float(batch.tokens_of(g)))[0], packed=batch.packed)
+    args.micro_batch_lengths = [list(group) for group in batch.groups]
+    args.packed = batch.packed or None
+    args.micro_batches = len(batch.groups)
+    args.seq = args.micro_batch_size = None
+    args.lengths_file, args.lengths = args.lengths, None
+
+
 def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
     from octopipe.resolve import resolve_costs
@@ -282,6 +357,7 @@ def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     model = model_from(args)
     refuse_idle_flags(args, model)
     settle_sizes(args, model)
+    settle_lengths(args, model)
     given = setting_from(args)
     given.pop("model")
     given["rank_speed"] = given.pop("speeds", ())

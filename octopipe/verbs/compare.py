@@ -53,7 +53,15 @@ def run(args: argparse.Namespace) -> int:
         names = [name.strip() for name in args.systems.split(",") if name.strip()]
         if not names:
             raise OctoPipeError("--systems names no system; give some, separated by commas: 1f1b,zb-v")
+    lengths, before = args.lengths, argparse.Namespace(**vars(args))
     costs = costs_from(args)
+    own = {}
+    if lengths is not None and args.batching in (None, "pad"):
+        # DynaPipe groups sequences by itself: its row has its own micro-batches.
+        before.batching = "dynamic"
+        before.micro_batch_size = before.seq = None
+        theirs = costs_from(before)
+        own["dynapipe"] = (theirs, before.micro_batches)
     with _progress() as progress:
         result = compare(
             costs,
@@ -64,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
             recompute="auto" if args.recompute == "auto" else "none",
             price=PriceFrom(args) if args.recompute == "auto" else None,
             options={name: {"time_limit_s": args.time_limit} for name in SOLVERS},
+            own=own,
             progress=progress,
         )
     if args.json:

@@ -1,6 +1,7 @@
 """`octopipe import FILE|STRING -o plan.json`: what PyTorch, torchtitan or Megatron run today, as a plan.
 
-Knows: how to tell a schedule CSV from a Megatron text. Does not know: either (readers/, foreign_plan.py).
+Knows: how to tell a schedule CSV from a Megatron text and both from a recording of layer times, which becomes a
+profile. Does not know: any of them (readers/, foreign_plan.py, foreign_times.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from octopipe.verbs.plan_costs import add_cost_arguments, setting_of
 if TYPE_CHECKING:
     from octopipe.cost import CostTable
     from octopipe.foreign_plan import ForeignPlan
+    from octopipe.profile_file import Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  a schedule CSV of torch.distributed.pipelining or torchtitan (compute_only or compute_comms)\n"
         "  a --pipeline-model-parallel-layout of Megatron-LM:  'Et*3|(tt|)*29,m|L'   (with --pp)\n"
         "  a --hybrid-layer-pattern of Megatron-LM:            'M-M*-|M-M--'         (with --pp)\n"
-        "  a file that holds such a text"
+        "  a file that holds such a text\n"
+        "or times of layers, which become a profile (--model: the model they are of):\n"
+        "  a trace of torch.profiler (.json, .json.gz)\n"
+        "  an export of Nsight Systems (.sqlite), or a CSV of its nsys stats about NVTX ranges\n"
+        "  a CSV with a line of layer names and a line of times (or lines that begin with F, B, I, W)"
     )
     parser.add_argument("source", metavar="SOURCE", help="a file or a text, see below")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write the plan (default: standard output)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object about the plan (with -o)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the plan or profile (default: standard output)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object about it (with -o)")
     group = parser.add_argument_group("Megatron")
     group.add_argument("--pp", type=whole_number, help="--pipeline-model-parallel-size")
     group.add_argument("--vp", type=whole_number, help="stages per rank (follows from the text; checked)")
@@ -51,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.json and not args.output:
         raise OctoPipeError("--json and the plan would both go to standard output; give -o FILE")
+    profile = _recorded(args)
+    if profile is not None:
+        return _keep(profile, args)
     found = _read(args)
     plan = found.plan
     setting = setting_of(args)
@@ -78,6 +87,60 @@ def run(args: argparse.Namespace) -> int:
         words = (
             f"{args.output}: {plan.extra['system']}, {counted(len(plan.stages), 'stage')} on "
             f"{counted(plan.num_ranks, 'rank')}, {counted(plan.num_micro_batches, 'micro-batch')}"
+        )
+        console(stderr=True).print(words, soft_wrap=True, markup=False)
+    return 0
+
+
+def _recorded(args: argparse.Namespace) -> Profile | None:
+    """The profile, where SOURCE is a recording of layer times."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.foreign_times import KINDS, kind_of_file, load_foreign_profile
+    from octopipe.resolve import resolve_costs
+
+    kind = kind_of_file(args.source)
+    if kind is None:
+        return None
+    for flag in ("pp", "vp", "micro_batches", "schedule", "group_size", "partition"):
+        if getattr(args, flag) is not None:
+            raise OctoPipeError(
+                f"--{flag.replace('_', '-')} is for plans; {args.source} is {KINDS[kind]}: leave it out"
+            )
+    setting = setting_of(args)
+    if setting and not args.model:
+        raise OctoPipeError(f"--{next(iter(setting)).replace('_', '-')} prices a model; give --model, too")
+    for name in ("speeds", "p2p_ms", "nodes"):
+        if name in setting:
+            raise OctoPipeError(f"--{name.replace('_', '-')} is no part of a profile; give it to simulate or tune")
+    setting.pop("model", None)
+    return load_foreign_profile(args.source, resolve_costs(args.model, pp=1, **setting) if args.model else None)
+
+
+def _keep(profile: Profile, args: argparse.Namespace) -> int:
+    import sys
+
+    from octopipe.verbs.export import say
+
+    say(tuple(profile.about["notes"]))
+    if not args.output:
+        sys.stdout.buffer.write(profile.to_json() + b"\n")
+        return 0
+    profile.save(args.output)
+    if args.json:
+        print_json(
+            {
+                "profile": args.output,
+                "source": profile.about["source"],
+                "model": profile.costs.model,
+                "layers": profile.about["layers"],
+                "notes": profile.about["notes"],
+            }
+        )
+    else:
+        costs = profile.costs
+        words = (
+            f"{args.output}: {counted(costs.num_layers, 'layer')}, F {costs.forward_ms.sum():.3f} ms, "
+            f"I {costs.input_ms.sum():.3f} ms, W {costs.weight_ms.sum():.3f} ms; use it as MODEL of simulate and tune"
         )
         console(stderr=True).print(words, soft_wrap=True, markup=False)
     return 0

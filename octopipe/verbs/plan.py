@@ -55,12 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="any",
         help="only what this runtime can run (default: any)",
     )
+    group.add_argument(
+        "--system",
+        type=_systems,
+        default=("octopipe",),
+        metavar="NAMES",
+        help="who plans: octopipe, alpa, dapple, metis, mist (as published), several with commas, or all "
+        "(default: octopipe)",
+    )
     group.add_argument("--today", metavar="SIZES", help="what you run now, e.g. tp=4,pp=8,vp=5: shown beside")
     group.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="for all of it (default: 30s)")
     group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
     group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+PUBLISHED = ("alpa", "dapple", "metis", "mist")
+
+
+def _systems(text: str) -> tuple[str, ...]:
+    """An argparse type: who plans."""
+    known = ("octopipe", *PUBLISHED)
+    names = known if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} plans no cluster; one of {', '.join(known)}, or all")
+    return names
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,6 +98,13 @@ def run(args: argparse.Namespace) -> int:
     if args.global_batch is None:
         raise OctoPipeError("how many sequences per step? give --global-batch")
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    published = [name for name in args.system if name in PUBLISHED]
+    if published:
+        from octopipe.verbs.plan_published import refuse_idle, run_published
+
+        refuse_idle(args)
+        if "octopipe" not in args.system:
+            return run_published(args, spec, base, gpus, fixed, published, None)
     screen = console(stderr=True)
     live: Any = screen.status("looking at splits ...") if screen.is_terminal else nullcontext()
     with live as status:
@@ -93,12 +121,14 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             say=None if status is None else status.update,
         )
+    if published:
+        return run_published(args, spec, base, gpus, fixed, published, found)
     best = found.best
     if args.output and best.plan is not None:
-        save_plan(best.plan.with_extra(**_provenance(args, best)), args.output)
+        save_plan(best.plan.with_extra(**provenance_of(args, best)), args.output)
     lines = command_lines(best, model=args.model, plan_file=args.output or "plan.json", runtime=args.runtime)
     if args.json:
-        print_json(_numbers(args, found, lines))
+        print_json(numbers_of(args, found, lines))
     else:
         _show(args, spec, found, lines)
     return 0
@@ -142,7 +172,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     return spec, base, gpus
 
 
-def _provenance(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
+def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     """The plan's set-up, and the keywords that price it again."""
     known = best.setup.as_dict()
     keys = ("gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute")
@@ -153,7 +183,7 @@ def _provenance(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     return {"setting": setting, "setup": known, "step_ms": best.step_ms}
 
 
-def _numbers(args: argparse.Namespace, found: Found, lines: dict[str, str]) -> dict[str, Any]:
+def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) -> dict[str, Any]:
     return {
         "model": args.model,
         "gpus": found.best.setup.num_gpus,
@@ -175,10 +205,23 @@ def _numbers(args: argparse.Namespace, found: Found, lines: dict[str, str]) -> d
 
 
 def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[str, str]) -> None:
+    out, best = console(), found.best
+    out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
+    show_table(args, found)
+    for sentence in changes(found):
+        out.print(sentence)
+    for name, line in lines.items():
+        out.print(f"[bold]{name}[/]:", end=" ")
+        out.print(line, markup=False, soft_wrap=True)
+    if args.output:
+        out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
+
+
+def show_table(args: argparse.Namespace, found: Found) -> None:
+    """The splits, best first, and how much of the space was looked at."""
     from rich.table import Table
 
     out, best = console(), found.best
-    out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     titles = ("tp", "cp", "ep", "pp", "vp", "dp", "mb", "Z", "recompute", "tok/s", "MFU%", "bub%", "GiB", "fits", "by")
     for title in titles:
@@ -203,13 +246,6 @@ def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[s
     out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
     seen = f"{found.splits} splits, {found.judged} judged, the others' bounds are worse; {found.seconds:.1f} s"
     out.print(seen, style="dim")
-    for sentence in changes(found):
-        out.print(sentence)
-    for name, line in lines.items():
-        out.print(f"[bold]{name}[/]:", end=" ")
-        out.print(line, markup=False, soft_wrap=True)
-    if args.output:
-        out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
 
 
 def changes(found: Found) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
@@ -68,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
         state_factor=STATE_FACTOR[args.optimizer],
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
-    screen = console(stderr=True)
-    live: Any = nullcontext()
-    if screen.is_terminal:  # ranks measure together and say nothing meanwhile
-        live = screen.status(f"measuring the layers of {named(work.spec.name)} and the links on {args.nproc} ranks ...")
-    with live:
-        profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device)[0]
+    with _bar(f"{named(work.spec.name)} on {args.nproc} rank{'s' * (args.nproc > 1)}") as listen:
+        profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device, listen=listen)[0]
     if args.to_seq or args.to_tp:
         profile = extrapolated(profile, _planned(work, args.model), args.seq, args.to_seq or args.seq, args.to_tp or 1)
     profile.save(args.output)
@@ -82,6 +79,29 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(profile, args.output)
     return 0
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[Any], None] | None]:
+    """A progress bar on stderr, on a terminal only."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    # No refreshing thread: ranks may be forked while the bar is up.
+    with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(title, total=1.0)
+
+        def listen(word: Any) -> None:
+            doing, share = word
+            bar.update(task, completed=share, description=f"{title}: {doing}")
+            bar.refresh()
+
+        bar.refresh()
+        yield listen
 
 
 def absolute(name: str) -> str:

@@ -131,7 +131,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
         given = getattr(args, flag[2:].replace("-", "_"))
         if given is not None and given != value:
             raise OctoPipeError(f"{args.plan} has {flag[2:]} {value}, not {given}; leave {flag} out")
-    for name in ("chunks", "split_backward", "recompute", "recompute_layers", "gpus", "global_batch"):
+    for name in ("chunks", "split_backward", "recompute", "recompute_layers", "gpus", "global_batch", "lengths"):
         if getattr(args, name) is not None:
             raise OctoPipeError(f"--{name.replace('_', '-')} is decided by {args.plan}; leave it out")
     args.pp, args.micro_batches = plan.num_ranks, plan.num_micro_batches

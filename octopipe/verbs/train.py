@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--checkpoint", metavar="DIR", help="save at the end, and see --save-every")
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
+    kept.add_argument("--async-save", action="store_true", help="write checkpoints behind the next steps")
     kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
     kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
@@ -162,6 +163,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         checkpoint=args.checkpoint,
         save_every=args.save_every,
         keep=args.keep,
+        async_save=args.async_save,
         resume=args.resume,
         resume_step=args.resume_step,
         timeline=bool(args.timeline),

@@ -80,7 +80,7 @@ class Transport(ABC):
         """Give back what is held outside this process."""
 
 
-def spread(wanted: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def spread(wanted: Sequence[bool], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients as one entry per leaf, None where none was asked for."""
     it = iter(tensors)
     return [next(it) if flag else None for flag in wanted]

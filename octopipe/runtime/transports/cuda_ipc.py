@@ -16,9 +16,9 @@ ranks that talk: an in-order queue, as the directed channel model says (and safe
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import os
-import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +34,7 @@ from octopipe.runtime.transports.lanes import CudaLane, HostLane, Lane
 from octopipe.runtime.transports.mail import LOOK_EVERY_S, Box
 from octopipe.runtime.transports.ordered import OrderedTransport
 from octopipe.runtime.transports.ring import RingReceiver, RingSender
+from octopipe.runtime.transports.shared import Address, forget, make_shared, open_shared
 from octopipe.runtime.world import World
 
 CHUNK_BYTES = 4 << 20
@@ -64,6 +65,8 @@ class IpcTransport(OrderedTransport):
         self._receivers: dict[int, RingReceiver] = {}
         self._lanes: list[Lane] = []
         self._pinned: list[Tensor] = []
+        self._files: dict[int, tuple[int, Address]] = {}
+        """Of memory that others have still to open, by where it lies."""
         self._driver: Driver | None = None
         if device.type == "cuda":
             try:
@@ -81,13 +84,13 @@ class IpcTransport(OrderedTransport):
         for peer in sources:
             made["arena", (peer, me)] = self._make_arena()
             made["filled", (peer, me)] = self._make((1,), torch.int32)
-            made["queued", (peer, me)] = _make_file((2,), torch.int64)
+            made["queued", (peer, me)] = self._make_file((2,), torch.int64)
         for peer in targets:
             made["freed", (me, peer)] = self._make((1,), torch.int32)
         shown = self._world.gather({key: self._show(tensor) for key, tensor in made.items()})
         for peer in targets:
             arena, filled = (self._see(shown[peer][name, (me, peer)]) for name in ("arena", "filled"))
-            queued = _open_file(*shown[peer]["queued", (me, peer)])
+            queued = _open_file(shown[peer]["queued", (me, peer)])
             self._senders[peer] = RingSender(
                 arena, filled, made["freed", (me, peer)], queued, self._lane(), self._until
             )
@@ -95,11 +98,11 @@ class IpcTransport(OrderedTransport):
             freed = self._see(shown[peer]["freed", (peer, me)])
             arena, filled, queued = (made[name, (peer, me)] for name in ("arena", "filled", "queued"))
             self._receivers[peer] = RingReceiver(arena, filled, freed, queued, self._lane(), self._until)
-        self._world.gather(None)  # everybody has seen everything: names may go
-        for path in (shown[me][key] for key in made):
-            if isinstance(path, tuple):
-                with contextlib.suppress(OSError):
-                    os.unlink(path[0])
+        self._world.gather(None)  # everybody has seen everything
+        for file, address in self._files.values():
+            os.close(file)
+            forget(address.path)
+        self._files.clear()
 
     def _lane(self) -> Lane:
         lane = HostLane() if self._driver is None else CudaLane(self._driver, self.device)
@@ -110,7 +113,7 @@ class IpcTransport(OrderedTransport):
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self._driver is None:
-            return _make_file(shape, dtype)
+            return self._make_file(shape, dtype)
         tensor = torch.zeros(shape, dtype=dtype, device=self.device)
         torch.cuda.synchronize(self.device)  # zero before anybody looks
         return tensor
@@ -119,11 +122,13 @@ class IpcTransport(OrderedTransport):
         """In host memory that the copy engines reach; on the device where there is too little of that."""
         if self._driver is not None:
             with contextlib.suppress(OSError):
-                memory = _make_file(self._shape, torch.uint8)
+                memory = self._make_file(self._shape, torch.uint8)
                 try:
                     return self._pin(memory)
                 except RuntimeError:
-                    os.unlink(memory._octopipe_path)  # type: ignore[attr-defined]
+                    file, address = self._files.pop(memory.data_ptr())
+                    os.close(file)
+                    forget(address.path)
         return self._make(self._shape, torch.uint8)
 
     def _pin(self, memory: Tensor) -> Tensor:
@@ -132,20 +137,32 @@ class IpcTransport(OrderedTransport):
         self._pinned.append(memory)
         return memory
 
+    def _make_file(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros in memory that other processes can open; raises OSError where there is no room for them."""
+        nbytes = dtype.itemsize * math.prod(shape)
+        file, address = make_shared(nbytes, reserve=nbytes)
+        tensor = _mapped(file, shape, dtype)
+        self._files[tensor.data_ptr()] = file, address
+        return tensor
+
     def _show(self, tensor: Tensor) -> Any:
-        """What another process needs to see this memory."""
+        """What another process needs to see this memory: numbers and bytes, nothing that it would call."""
         if tensor.device.type == "cpu":
-            return tensor._octopipe_path, tuple(tensor.shape), tensor.dtype  # type: ignore[attr-defined]
+            return self._files[tensor.data_ptr()][1], tuple(tensor.shape), tensor.dtype
         from torch.multiprocessing.reductions import reduce_tensor
 
-        return pickle.dumps(reduce_tensor(tensor))
+        _, (_, size, stride, offset, _, *others) = reduce_tensor(tensor)
+        return [tuple(size), tuple(stride), offset, others]
 
     def _see(self, shown: Any) -> Tensor:
         if isinstance(shown, tuple):
-            memory = _open_file(*shown)
+            memory = _open_file(shown)
             return memory if self._driver is None else self._pin(memory)
-        rebuild, arguments = pickle.loads(shown)
-        return rebuild(*arguments)
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+        from torch.storage import TypedStorage
+
+        size, stride, offset, others = shown
+        return rebuild_cuda_tensor(torch.Tensor, size, stride, offset, TypedStorage, *others)
 
     # -- bodies ----------------------------------------------------------------------------------------
 
@@ -221,26 +238,20 @@ class IpcTransport(OrderedTransport):
         self._pinned.clear()
 
 
-def _make_file(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in memory that other processes can open by name; raises where there is no room for them."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    handle, path = tempfile.mkstemp(prefix="octopipe-ring-", dir=folder)
-    nbytes = dtype.itemsize * int(torch.Size(shape).numel())
+def _open_file(shown: tuple[Address, tuple[int, ...], torch.dtype]) -> Tensor:
+    address, shape, dtype = shown
     try:
-        if hasattr(os, "posix_fallocate"):  # a file merely made longer may find no room when it is written
-            os.posix_fallocate(handle, 0, nbytes)
-        else:
-            os.ftruncate(handle, nbytes)
-    except OSError:
-        os.unlink(path)
-        raise
+        file = open_shared(address)
+    except OSError as error:
+        raise OctoPipeError(
+            f"ranks that share a GPU must share memory ({error.strerror or error}); start them in one container"
+        ) from None
+    try:
+        return _mapped(file, shape, dtype)
     finally:
-        os.close(handle)
-    tensor = _open_file(path, shape, dtype)
-    tensor._octopipe_path = path  # type: ignore[attr-defined]
-    return tensor
+        os.close(file)
 
 
-def _open_file(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    count = int(torch.Size(shape).numel())
-    return torch.from_file(path, shared=True, size=count, dtype=dtype).view(shape)
+def _mapped(file: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    memory = mmap.mmap(file, dtype.itemsize * math.prod(shape))
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -30,7 +30,7 @@ class End:
 
     __slots__ = (
         "bodies", "box", "expected", "fixed", "head", "kept", "length", "memory", "message", "parts", "pointer", "room",
-        "seen", "spec", "tag", "works",
+        "seen", "spec", "tag", "whole", "works",
     )  # fmt: skip
 
     def __init__(self, slot: Slot, box: Box | None, first_tag: int):
@@ -49,6 +49,8 @@ class End:
         """The tensors that came inside the last header: `head` is not used again while somebody holds one."""
         self.kept: tuple[Leaf, Lent] | None = None
         """Room for a small body like the last."""
+        self.whole = False
+        """Whether the last message of gradients had all that were asked for: both ends know then."""
         if slot.forward:
             self.new_head()
 
@@ -133,6 +135,32 @@ class Delivery:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.wait(slot, [self.control.recv([buffer], slot.peer, slot.state.tag + 2)])
         return bytes(buffer.numpy().tobytes())
+
+    # -- which gradients there are -----------------------------------------------------------------------
+
+    def send_flags(self, slot: Slot, flags: Sequence[bool]) -> None:
+        """Say which of the gradients that were asked for there are."""
+        end: End = slot.state
+        text = torch.tensor(flags, dtype=torch.uint8)
+        if self._by_box(end, len(flags)):
+            end.box.put(text.data_ptr(), text.nbytes)  # type: ignore[union-attr]
+        else:
+            end.works.append(self.control.send([text], slot.peer, end.tag + 2))
+            end.bodies.append(text)
+
+    def take_flags(self, slot: Slot, count: int) -> list[bool]:
+        end: End = slot.state
+        text = torch.empty(count, dtype=torch.uint8)
+        if self._by_box(end, count):
+            end.box.pointer = text.data_ptr()  # type: ignore[union-attr]
+            self.wait(slot, [end.box])
+        else:
+            self.wait(slot, [self.control.recv([text], slot.peer, end.tag + 2)])
+        return [bool(flag) for flag in text.tolist()]
+
+    def _by_box(self, end: End, nbytes: int) -> bool:
+        """Whether a gradient's box is free for this: it may hold the gradients themselves."""
+        return end.box is not None and not self._inline and nbytes <= HEAD_BYTES
 
     # -- host tensors ----------------------------------------------------------------------------------
 

@@ -12,6 +12,11 @@ bodies late: the receiver makes room for them once it has read the header. Gradi
 they answer, so they need neither header nor guess. Nor do host tensors of moderate size between ranks of one host:
 they lie beside the header in shared memory (`Delivery.by_mail`), or come late where that is full.
 
+A gradient that was asked for may not exist: a layer that detaches its input has none, and the sender's parameters must
+keep `.grad` None then, as they would in one process. Zeros are sent in its place, and until a slot's gradients are
+once complete every message of them is told beside it which are there. From then on nothing is told, so that no host
+waits for another's backward; what is missing later stays zeros.
+
 No host waits for a device here. A receiver's host waits for headers, that is for the sender's host to have issued
 its forward; headers only travel downstream, so hosts run ahead of their devices as far as without them.
 """
@@ -140,8 +145,17 @@ class HeadedTransport(Transport):
 
     def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
         end: End = slot.state
+        asked = slot.cell.asked
+        if asked is not None:
+            gradients = [g for g, wanted in zip(gradients, asked.wanted) if wanted]
+        some: list[Tensor] = []
         try:
-            some = [self._ready(g) for g in gradients if g is not None]
+            if not end.whole and gradients:
+                there = [g is not None for g in gradients]
+                self.delivery.send_flags(slot, there)
+                end.whole = all(there)
+            for k, g in enumerate(gradients):
+                some.append(self._nothing(asked.asking[k]) if g is None else self._ready(g))
             slot.nbytes = sum(g.nbytes for g in some)
             box = self.delivery.by_mail(end, sum(padded(g.nbytes) for g in some))
             if box is not None:
@@ -204,6 +218,10 @@ class HeadedTransport(Transport):
     def _empty(self, leaf: Leaf) -> Tensor:
         return torch.empty(leaf.shape, dtype=leaf.dtype)
 
+    def _nothing(self, leaf: Leaf) -> Tensor:
+        """What is sent in the place of a gradient that does not exist."""
+        return self._empty(leaf).zero_()
+
     def take_forward(self, slot: Slot) -> tuple[Any, Spec]:
         end: End = slot.state
         works = end.works
@@ -247,12 +265,18 @@ class HeadedTransport(Transport):
     def take_gradient(self, slot: Slot) -> list[Tensor | None]:
         end: End = slot.state
         sent = slot.cell.sent
+        there = None
+        if not end.whole and sent.asking:
+            there = self.delivery.take_flags(slot, len(sent.asking))
+            end.whole = all(there)
         self.delivery.wait(slot, end.works)
         tensors, end.bodies = end.bodies, []
         if not tensors and end.works:  # they lie in shared memory
             tensors = self.delivery.from_mail(slot, end.works[0], sent.asking)
         end.works.clear()
         slot.posted = False
+        if there is not None and not end.whole:
+            return spread(sent.wanted, [t if known else None for t, known in zip(tensors, there)])
         return tensors if sent.bare and tensors else spread(sent.wanted, tensors)  # type: ignore[return-value]
 
     def end_step(self) -> None:

@@ -11,7 +11,7 @@ Every transfer has a box of its own, used once a step. Its sender writes the mes
 sleeps on the number (a futex), copies the message out and notes the number as taken. The next message waits for that.
 What does not fit into a box lies in the yard, all of whose memory the sender gives out and takes back; a box says
 where. The yard grows with what is under way at once, and a message for which it has no room goes some other way.
-The files have lost their names before the first step. A sender holds a lock on its file: when it dies, the lock is
+The files have no names (see `shared`). A sender holds a lock on its file: when it dies, the lock is
 free, and a receiver that has slept for a while sees so.
 
 Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) stands between a message and
@@ -30,16 +30,16 @@ import os
 import platform
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from octopipe.runtime.exchange import gather_values
 from octopipe.runtime.fence import fence
 from octopipe.runtime.slots import Slot
-from octopipe.runtime.world import Group, gather_objects
+from octopipe.runtime.transports.shared import Address, forget, make_shared, open_shared
+from octopipe.runtime.world import Group
 
-FOLDER = "/dev/shm"
 LINE = 64
 """Bytes of a cache line: a box begins with one for its numbers."""
 SENT, TAKEN, LENGTH, PLACE = range(4)
@@ -59,7 +59,7 @@ _WORD = (1 << 32) - 1
 
 
 def supported() -> bool:
-    return sys.platform == "linux" and _FUTEX > 0 and os.path.isdir(FOLDER)
+    return sys.platform == "linux" and _FUTEX > 0
 
 
 class _Time(ctypes.Structure):
@@ -120,16 +120,20 @@ class Yard:
 class Shelf:
     """The boxes from one rank to another: a mapped file. Its first line says whether the sender has closed it."""
 
-    def __init__(self, path: str, boxes: int, room: int, *, create: bool):
+    def __init__(self, boxes: int, room: int, *, at: Address | None = None):
+        """`at`: where the other end has made it; without it, it is made here."""
         self._stride = LINE + room
         front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
         size = front + YARD_BYTES
-        self._file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0) | os.O_CLOEXEC, 0o600)
+        if at is None:
+            self._file, self.address_elsewhere = make_shared(size, reserve=front)  # the yard gets memory as it is used
+        else:
+            self._file, self.address_elsewhere = open_shared(at), at
         try:
-            if create:
+            if at is None:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(self._file, size)  # the yard gets memory as it is used
-                os.posix_fallocate(self._file, 0, front)
+            elif os.fstat(self._file).st_size != size:
+                raise OSError(f"{at.path} has another size")
             self._map = mmap.mmap(self._file, size)
         except OSError:
             os.close(self._file)
@@ -282,23 +286,20 @@ class Mail:
         Collective over the group's ranks. Both ends of a pair number its boxes by the transfers' own numbers.
         """
         me = control.rank()
-        names: dict[int, str] = {}
+        names: dict[int, Address] = {}
         for peer, mine in _by_peer(slots, sending=True).items():
-            path = os.path.join(FOLDER, f"octopipe-{uuid.uuid4().hex}")
-            try:
+            with suppress(OSError):
                 if supported():
-                    self._out[peer] = Shelf(path, len(mine), room, create=True)
-                    names[peer] = path
-            except OSError:
-                _unlink(path)
-        offered = gather_objects(control, names)
+                    self._out[peer] = Shelf(len(mine), room)
+                    names[peer] = self._out[peer].address_elsewhere
+        offered = gather_values(control, names)
         for peer, mine in _by_peer(slots, sending=False).items():
             if me in offered[peer]:
                 with suppress(OSError):  # not this host's file
-                    self._in[peer] = Shelf(offered[peer][me], len(mine), room, create=False)
-        accepted = gather_objects(control, set(self._in))
-        for path in names.values():
-            _unlink(path)
+                    self._in[peer] = Shelf(len(mine), room, at=offered[peer][me])
+        accepted = gather_values(control, set(self._in))
+        for name in names.values():
+            forget(name.path)
         for peer in [p for p in self._out if me not in accepted[p]]:
             self._out.pop(peer).close(sender=True)
         boxes: dict[int, Box] = {}
@@ -327,8 +328,3 @@ def _by_peer(slots: Sequence[Slot], *, sending: bool) -> dict[int, list[Slot]]:
     for slot in sorted((s for s in slots if s.sending == sending), key=lambda s: s.number):
         out.setdefault(slot.peer, []).append(slot)
     return out
-
-
-def _unlink(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)

@@ -10,8 +10,8 @@ shared file. It is for tests; nothing moves while a rank computes.
 
 from __future__ import annotations
 
+import mmap
 import os
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from octopipe.lowering import Program
 from octopipe.runtime.slots import RankProgram, Slot
 from octopipe.runtime.transports.base import TransferError, Transport
 from octopipe.runtime.transports.gloo import GlooTransport
+from octopipe.runtime.transports.shared import forget, make_shared, open_shared
 from octopipe.runtime.world import World
 
 _SENDER, _RECEIVER, _SENT = range(3)
@@ -147,15 +148,14 @@ class StrictTransport(Transport):
 def _shared_flags(world: World, count: int) -> Any:
     """One table of step numbers that all ranks see (collective)."""
     shape = (3, max(count, 1))
-    path = ""
-    if world.rank == 0:
-        memory = "/dev/shm"
-        handle, path = tempfile.mkstemp(prefix="octopipe-strict-", dir=memory if os.path.isdir(memory) else None)
-        os.write(handle, bytes(4 * shape[0] * shape[1]))
-        os.close(handle)
-    path = world.gather(path)[0]
-    flags = np.memmap(path, dtype=np.uint32, mode="r+", shape=shape)
+    nbytes = 4 * shape[0] * shape[1]
+    made = make_shared(nbytes, reserve=nbytes) if world.rank == 0 else None
+    address = world.gather(None if made is None else made[1])[0]
+    file = open_shared(address)
+    flags = np.frombuffer(mmap.mmap(file, nbytes), np.uint32).reshape(shape)
+    os.close(file)
     world.gather(None)  # everybody has it open
-    if world.rank == 0:
-        os.unlink(path)
+    if made is not None:
+        os.close(made[0])
+        forget(address.path)
     return flags

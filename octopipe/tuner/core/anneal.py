@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from octopipe._compile import njit, part
+from octopipe._compile import njit
 from octopipe.tuner.core.decode import LAPS, NUM_KEYS, decode
 from octopipe.tuner.core.keys import (
     copy_keys,
@@ -42,7 +42,6 @@ from octopipe.tuner.core.problem import (
     RANKS,
     REDO,
     SIZE,
-    SOURCES,
     STASH,
     STATIC,
     UNIT,
@@ -68,13 +67,13 @@ LITTLE, MEMORY_WEIGHT = SETTINGS.little, SETTINGS.memory_weight
 BALANCE_HOT, BALANCE_MIGRATE = SETTINGS.balance_hot, SETTINGS.balance_migrate
 
 
-@part
+@njit
 def threshold(value, temperature, rng):  # type: ignore[no-untyped-def]
     """What a move may come to: the value plus an exponential number of this mean."""
     return value - temperature * np.log(max(uniform(rng), 1e-300))
 
 
-@part
+@njit
 def write_line(log, lines, i, move, before, after):  # type: ignore[no-untyped-def]
     """Log an improvement, while there is room; returns how many lines there are."""
     if lines == log.shape[0]:
@@ -86,13 +85,13 @@ def write_line(log, lines, i, move, before, after):  # type: ignore[no-untyped-d
     return lines + 1
 
 
-@part
+@njit
 def room(step_ms, work):  # type: ignore[no-untyped-def]
     """How busy a rank may be without making the others' orders pointless."""
     return work + ROOM * max(step_ms - work, 0.0)
 
 
-@part
+@njit
 def rate(step_ms, pace, ranks, load, work):  # type: ignore[no-untyped-def]
     """A score: the step time, a little of the ranks' mean finish as seen after nine tenths of the ops, and by how much
     the busiest rank's `load` exceeds what there is room for (`work`: the least load possible)."""
@@ -100,13 +99,13 @@ def rate(step_ms, pace, ranks, load, work):  # type: ignore[no-untyped-def]
     return (1.0 - MEAN) * step_ms + MEAN * mean + max(load - room(step_ms, work), 0.0)
 
 
-@part
+@njit
 def judge(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
     set_flight(p, st, keys)
     return decode(p, st, keys, cutoff, pace_limit, sc)
 
 
-@njit(sources=SOURCES)
+@njit
 def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, value, log):  # type: ignore[no-untyped-def]
     """Breed keys on a structure, judge it, then anneal it; returns (schedules judged, lines of `log`).
 
@@ -205,7 +204,7 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
     return judged, lines
 
 
-@part
+@njit
 def sort_keys(population, values):  # type: ignore[no-untyped-def]
     """A population by its step times."""
     keys = np.zeros(NUM_KEYS)
@@ -223,7 +222,7 @@ def sort_keys(population, values):  # type: ignore[no-untyped-def]
             population[j, k] = keys[k]
 
 
-@part
+@njit
 def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  # type: ignore[no-untyped-def]
     """Judge the best of a population again, on a structure that was accepted under `keys`, and breed it a little.
 
@@ -268,7 +267,7 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
 # -- partitions --------------------------------------------------------------------------------------------
 
 
-@part
+@njit
 def imbalance(p, st, sc, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
     """The work bound, plus what memory exceeds, plus a little for uneven stages.
 
@@ -294,7 +293,7 @@ def imbalance(p, st, sc, even, tilt, rising, wanted):  # type: ignore[no-untyped
     return value * (1.0 + even * (np.sqrt(uneven) / max(whole, 1e-12) - 1.0))
 
 
-@njit(sources=SOURCES)
+@njit
 def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
     """Anneal the boundaries on the imbalance; stages keep their ranks. `back` is room."""
     current = best = imbalance(p, st, sc, even, tilt, rising, wanted)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from octopipe._compile import part
+from octopipe._compile import njit
 from octopipe.tuner.core.problem import (
     AT_SLOT,
     BOUNDARY,
@@ -92,7 +92,7 @@ SLOTS_FROM, DONE, PENDING, IDLE = range(4)
 """Columns of `Scratch.num` for ranks, behind all slots: its first slot, ops so far, W that could run, does it wait?"""
 
 
-@part
+@njit
 def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
     """Build orders and return their step time; infinite on deadlock or as soon as it must exceed `cutoff`.
 
@@ -346,7 +346,7 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
     return last_end
 
 
-@part
+@njit
 def set_up(p, st, keys, sc):  # type: ignore[no-untyped-def]
     """Rows of stages and ranks before anything has run, after `price`."""
     ranks, M, stages, inf = p.count[RANKS], p.count[MICRO_BATCHES], st[SIZE, 0], np.inf

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octopipe._compile import njit, part
+from octopipe._compile import njit
 from octopipe.tuner.core.anneal import threshold, write_line
 from octopipe.tuner.core.moves import pick, slide
 from octopipe.tuner.core.problem import (
@@ -42,7 +42,6 @@ from octopipe.tuner.core.problem import (
     REDO,
     ROUTES,
     SIZE,
-    SOURCES,
     STAGE_BITS,
     TAIL,
     USED,
@@ -98,7 +97,7 @@ def make_times(problem: Problem, max_stages: int) -> Times:
     return Times(np.zeros(shape), np.zeros(shape, np.int64), np.zeros((2, ops), np.int64), np.zeros(ops, np.int32))
 
 
-@part
+@njit
 def copy_orders(to, of):  # type: ignore[no-untyped-def]
     for r in range(of.length.size):
         n = of.length[r]
@@ -108,7 +107,7 @@ def copy_orders(to, of):  # type: ignore[no-untyped-def]
                 to.seq[r, i] = of.seq[r, i]
 
 
-@part
+@njit
 def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped-def]
     """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end.
 
@@ -227,7 +226,7 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
     return last
 
 
-@part
+@njit
 def value_of(p, st, orders, cutoff, factors, sc):  # type: ignore[no-untyped-def]
     """What orders are judged by: their step time, or its mean over all draws of `factors`."""
     if st[ROUTES, 0] == 1 and work_bound(p, st, sc) > cutoff:
@@ -241,7 +240,7 @@ def value_of(p, st, orders, cutoff, factors, sc):  # type: ignore[no-untyped-def
     return total / factors.shape[0]
 
 
-@part
+@njit
 def read_times(p, st, orders, factors, sc, times):  # type: ignore[no-untyped-def]
     """Every op's end, and the critical path; returns the path's length. Times the orders again where they jittered."""
     size, ranks = st[SIZE, 0], p.count[RANKS]
@@ -283,7 +282,7 @@ def read_times(p, st, orders, factors, sc, times):  # type: ignore[no-untyped-de
     return found
 
 
-@part
+@njit
 def jump(orders, r, at, to):  # type: ignore[no-untyped-def]
     """Take the op at one position of a rank's sequence and put it at another."""
     code = orders.seq[r, at]
@@ -295,7 +294,7 @@ def jump(orders, r, at, to):  # type: ignore[no-untyped-def]
     orders.seq[r, to] = code
 
 
-@part
+@njit
 def hand_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
     """Move a stage to another rank; its ops are merged into that rank's sequence by their present ends."""
     of = st[RANK, s]
@@ -326,7 +325,7 @@ def hand_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
     st[RANK, s] = to
 
 
-@part
+@njit
 def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped-def]
     """One random move in place; returns its number in ORDER_MOVES, or -1."""
     n = st[SIZE, 0]
@@ -371,7 +370,7 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
     return MOVE_OP
 
 
-@njit(sources=SOURCES)
+@njit
 def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, moves, heat, best_ms, log, factors):  # type: ignore[no-untyped-def]
     """`moves` moves on fixed orders at temperature `heat` (a share of the step time); returns (step time of the
     orders, the best, lines of `log`). `best_ms` infinite: begin with the orders as they are.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from octopipe._compile import part
+from octopipe._compile import njit
 from octopipe.tuner.core.decode import (
     A_F,
     A_I,
@@ -58,7 +58,7 @@ FIRST_I = -1e3
 CROSSED, FRESH, VARIED, MOST_VARIED = SETTINGS.crossed, SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
 
 
-@part
+@njit
 def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
     """Priorities, limits and tolerances from the ranges in which good ones were seen."""
     r = float(p.count[RANKS])
@@ -85,7 +85,7 @@ def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
         keys[RULE_MORE] = 0.5 + 2.5 * uniform(rng)
 
 
-@part
+@njit
 def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
     """Change a few of the numbers."""
     step = 0.15 * p.count[RANKS]
@@ -115,7 +115,7 @@ def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
             keys[RULE_MORE] += 0.4 * bell(rng)
 
 
-@part
+@njit
 def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
     """New keys from the first `count` of a population, the best of them most often."""
     if count == 0 or uniform(rng) < FRESH:
@@ -134,13 +134,13 @@ def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
         vary_keys(p, keys, rng)
 
 
-@part
+@njit
 def copy_keys(to, population, row):  # type: ignore[no-untyped-def]
     for k in range(NUM_KEYS):
         to[k] = population[row, k]
 
 
-@part
+@njit
 def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
     """Sort keys into a population by the step time they gave, unless it is as good already or has such a one."""
     last = values.size - 1
@@ -160,7 +160,7 @@ def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
         population[i, k] = keys[k]
 
 
-@part
+@njit
 def count_of(values):  # type: ignore[no-untyped-def]
     """How many members a population has."""
     count = values.size
@@ -169,7 +169,7 @@ def count_of(values):  # type: ignore[no-untyped-def]
     return count
 
 
-@part
+@njit
 def set_flight(p, st, keys):  # type: ignore[no-untyped-def]
     """Set a structure's micro-batches in flight by the keys' rule."""
     n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
@@ -187,13 +187,13 @@ def set_flight(p, st, keys):  # type: ignore[no-untyped-def]
         st[FLIGHT, s] = min(max(flight, 1), M)
 
 
-@part
+@njit
 def way_back(p, a, last):  # type: ignore[no-untyped-def]
     """Time from the F of a stage that begins at layer `a` to its I, if nothing waits."""
     return p.layer[FORWARD, 0, last] - p.layer[FORWARD, 0, a] + p.layer[INPUT, 0, last] - p.layer[INPUT, 0, a]
 
 
-@part
+@njit
 def fill_memory(p, st, rank, share):  # type: ignore[no-untyped-def]
     """Let a rank's stages keep as many micro-batches in flight as fill this share of its memory.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from octopipe._compile import part
+from octopipe._compile import njit
 from octopipe.tuner.core.problem import (
     BOUNDS,
     ENTRY,
@@ -35,7 +35,7 @@ STAY, STAY_WIDTH, ELSEWHERE, MOST_SENT = SETTINGS.stay, SETTINGS.stay_width, SET
 REPAIR_MOVES, REPAIR_RUN, RELIEF_OFTEN = SETTINGS.repair_moves, SETTINGS.repair_run, SETTINGS.relief_often
 
 
-@part
+@njit
 def pick(st, rng, critical):  # type: ignore[no-untyped-def]
     """A stage; often one on the critical rank."""
     n = st[SIZE, 0]
@@ -48,7 +48,7 @@ def pick(st, rng, critical):  # type: ignore[no-untyped-def]
     return s
 
 
-@part
+@njit
 def slide(st, s, e, by):  # type: ignore[no-untyped-def]
     """Move boundaries s .. e by some layers, where none is left empty; stages between keep their size."""
     if s < 1 or e >= st[SIZE, 0] or st[BOUNDS, s] + by <= st[BOUNDS, s - 1] or st[BOUNDS, e] + by >= st[BOUNDS, e + 1]:
@@ -58,7 +58,7 @@ def slide(st, s, e, by):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def migrate(st, rng, critical):  # type: ignore[no-untyped-def]
     """Move one boundary by a layer or two."""
     s = pick(st, rng, critical) + below(rng, 2)
@@ -66,7 +66,7 @@ def migrate(st, rng, critical):  # type: ignore[no-untyped-def]
     return slide(st, s, s, by if uniform(rng) < 0.5 else -by)
 
 
-@part
+@njit
 def shift(st, rng):  # type: ignore[no-untyped-def]
     """Slide a run of stages by a layer: they keep their sizes, their neighbours change."""
     n = st[SIZE, 0]
@@ -76,7 +76,7 @@ def shift(st, rng):  # type: ignore[no-untyped-def]
     return slide(st, s, min(s + 1 + below(rng, LONGEST_RUN), n - 1), 1 if uniform(rng) < 0.5 else -1)
 
 
-@part
+@njit
 def move_stage(p, st, rng, critical):  # type: ignore[no-untyped-def]
     """A stage, or all that follow one another on its rank, to another rank."""
     s = pick(st, rng, critical)
@@ -90,7 +90,7 @@ def move_stage(p, st, rng, critical):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def exchange(st, rng, critical):  # type: ignore[no-untyped-def]
     """Two stages, or visits, trade ranks or places."""
     n = st[SIZE, 0]
@@ -113,7 +113,7 @@ def exchange(st, rng, critical):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def hand_over(st, s, of, to):  # type: ignore[no-untyped-def]
     """Give stage `s` and its neighbours on rank `of` to another rank."""
     e = s
@@ -126,7 +126,7 @@ def hand_over(st, s, of, to):  # type: ignore[no-untyped-def]
         e -= 1
 
 
-@part
+@njit
 def change_places(st, s, e):  # type: ignore[no-untyped-def]
     """Exchange two visits, s before e on other ranks, with as many layers as they have: ranks keep their work."""
     n = st[SIZE, 0]
@@ -149,7 +149,7 @@ def change_places(st, s, e):  # type: ignore[no-untyped-def]
         st[BOUNDS, a + k + 1] = st[BOUNDS, a + k] + widths[k]
 
 
-@part
+@njit
 def rotate(st, rng):  # type: ignore[no-untyped-def]
     """Three stages in a row trade ranks in a circle."""
     if st[SIZE, 0] < 3:
@@ -163,7 +163,7 @@ def rotate(st, rng):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def exchange_ranks(p, st, rng):  # type: ignore[no-untyped-def]
     """Two ranks trade all their stages: matters where speeds, links or memory differ."""
     x, y = below(rng, p.count[RANKS]), below(rng, p.count[RANKS])
@@ -175,7 +175,7 @@ def exchange_ranks(p, st, rng):  # type: ignore[no-untyped-def]
     return x != y
 
 
-@part
+@njit
 def split(p, st, rng, critical):  # type: ignore[no-untyped-def]
     """A stage falls into two, or sends some layers elsewhere."""
     n = st[SIZE, 0]
@@ -193,7 +193,7 @@ def split(p, st, rng, critical):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def merge(st, rng):  # type: ignore[no-untyped-def]
     """Two stages become one: neighbours, or two of a rank."""
     n = st[SIZE, 0]
@@ -214,7 +214,7 @@ def merge(st, rng):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def send(st, rng, s, width):  # type: ignore[no-untyped-def]
     """Some layers of stage `s` become a stage of its rank elsewhere in the chain; those between slide, none changes its
     size, and no rank its work but for layers that differ."""
@@ -240,7 +240,7 @@ def send(st, rng, s, width):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def fetch(st, rng):  # type: ignore[no-untyped-def]
     """The layers of a stage join another one of its rank elsewhere: as `send`, undone."""
     n = st[SIZE, 0]
@@ -265,7 +265,7 @@ def fetch(st, rng):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def insert_stage(st, at):  # type: ignore[no-untyped-def]
     """Double stage `at`: the copy stands right after it; the caller sets the boundary between them."""
     n = st[SIZE, 0]
@@ -276,7 +276,7 @@ def insert_stage(st, at):  # type: ignore[no-untyped-def]
     st[SIZE, 0] = n + 1
 
 
-@part
+@njit
 def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
     """Merge stages at-1 and at, with rank and recomputation of `keep` (one of the two)."""
     n = st[SIZE, 0]
@@ -290,7 +290,7 @@ def remove_boundary(st, at, keep):  # type: ignore[no-untyped-def]
     st[SIZE, 0] = n - 1
 
 
-@part
+@njit
 def change(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
     """One random move by its weight; returns its number in STRUCTURE_MOVES, or -1 where it did not apply."""
     if may_recompute and uniform(rng) < OTHER:
@@ -324,7 +324,7 @@ def change(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
     return move if applied else -1
 
 
-@part
+@njit
 def repair(p, st, rng, target, sc):  # type: ignore[no-untyped-def]
     """Migrate layers off the busiest rank until the work bound is below `target`, or give up; returns it."""
     now = work_bound(p, st, sc)

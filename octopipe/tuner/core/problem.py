@@ -9,17 +9,13 @@ and checks every type anew, which is most of what compiling costs.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from octopipe._compile import part
+from octopipe._compile import njit
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
-
-SOURCES = (Path(__file__).parent, Path(__file__).parents[1] / "settings.py")
-"""What the kernels of this folder are compiled from."""
 
 RANKS, MICRO_BATCHES, LAYERS, VARIANTS, HAS_EXTRAS, HAS_LIMIT, HAS_BUFFERS, NUM_COUNTS = range(8)
 """Places in `Problem.count`; the last three are 0 or 1."""
@@ -214,7 +210,7 @@ def make_rng(*seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 1 << 62, 1).astype(np.uint64)
 
 
-@part
+@njit
 def uniform(rng):  # type: ignore[no-untyped-def]
     """A number in [0, 1), by xorshift."""
     x = rng[0]
@@ -225,12 +221,12 @@ def uniform(rng):  # type: ignore[no-untyped-def]
     return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@part
+@njit
 def below(rng, n):  # type: ignore[no-untyped-def]
     return min(int(uniform(rng) * n), n - 1)
 
 
-@part
+@njit
 def bell(rng):  # type: ignore[no-untyped-def]
     """Roughly normal, mean 0 and deviation 1, with short tails."""
     return (uniform(rng) + uniform(rng) + uniform(rng) - 1.5) * 2.0
@@ -239,14 +235,14 @@ def bell(rng):  # type: ignore[no-untyped-def]
 # -- prices and bounds of a structure ----------------------------------------------------------------------
 
 
-@part
+@njit
 def copy_structure(to, of):  # type: ignore[no-untyped-def]
     for i in range(of.shape[0]):
         for j in range(of.shape[1]):
             to[i, j] = of[i, j]
 
 
-@part
+@njit
 def price(p, st, sc):  # type: ignore[no-untyped-def]
     """Fill the scratch's per-stage prices and per-rank sums. False when static memory alone does not fit."""
     size, stages = st[SIZE, 0], st[SIZE, 0] * st[ROUTES, 0]
@@ -307,7 +303,7 @@ def price(p, st, sc):  # type: ignore[no-untyped-def]
     return True
 
 
-@part
+@njit
 def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
     """max over ranks of (arrival of the first micro-batch + the rank's work): no order of one route can beat it.
 
@@ -337,7 +333,7 @@ def work_bound(p, st, sc):  # type: ignore[no-untyped-def]
     return worst
 
 
-@part
+@njit
 def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
     """When the last reduction and optimizer update end, given each stage's last W in sc.done."""
     size, routes = st[SIZE, 0], st[ROUTES, 0]
@@ -383,7 +379,7 @@ def extras_end(p, st, sc):  # type: ignore[no-untyped-def]
     return latest
 
 
-@part
+@njit
 def ready_at(size, routes, s, sc):  # type: ignore[no-untyped-def]
     """When a stage's gradients are complete: its own, and those of the other copies of its layers."""
     latest = sc.done[s]
@@ -392,6 +388,6 @@ def ready_at(size, routes, s, sc):  # type: ignore[no-untyped-def]
     return latest
 
 
-@part
+@njit
 def pack(kind, s, m):  # type: ignore[no-untyped-def]
     return (kind << KIND_BITS) | (s << STAGE_BITS) | m

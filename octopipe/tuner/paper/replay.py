@@ -18,7 +18,7 @@ from octopipe.plan import B, F, I, R, W
 DEADLOCK = -1.0
 
 
-@njit(cache=True, nogil=True)
+@njit
 def replay(  # type: ignore[no-untyped-def]
     offsets, ops, ms, before, after, route, rank, forward_ms, gradient_ms, kept, held, stash, work, static, capacity,
     start, last,
@@ -103,7 +103,7 @@ def replay(  # type: ignore[no-untyped-def]
     return last.max(), over
 
 
-@njit(cache=True, nogil=True)
+@njit
 def arrange(  # type: ignore[no-untyped-def]
     size, keys, flight, wait_ms, overrun, recomputes, ms, rank, forward_ms, gradient_ms, kept, held, stash, work,
     static, capacity, out,
@@ -117,7 +117,8 @@ def arrange(  # type: ignore[no-untyped-def]
     ranks, stages, micro_batches = static.size, rank.size, held.shape[1]
     f_next, i_next = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
     f_at, i_at = np.full((stages, micro_batches), np.inf), np.full((stages, micro_batches), np.inf)
-    f_at[0, :] = 0.0
+    for m in range(micro_batches):
+        f_at[0, m] = 0.0
     clock, used, room = np.zeros(ranks), static.copy(), np.zeros(ranks)
     channel = np.zeros((ranks, ranks))
     length = np.zeros(ranks, np.int64)
@@ -126,7 +127,8 @@ def arrange(  # type: ignore[no-untyped-def]
     for s in range(stages):
         if recomputes[s]:
             # What R brings back must always find its place.
-            room[rank[s]] = max(room[rank[s]], (held[s] - kept[s]).max())
+            for m in range(micro_batches):
+                room[rank[s]] = max(room[rank[s]], held[s, m] - kept[s, m])
     left = 2 * stages * micro_batches
     while left > 0:
         # The rank whose next op starts first decides first: what others do later cannot arrive before.
@@ -243,7 +245,7 @@ def arrange(  # type: ignore[no-untyped-def]
     return length
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _stashed(stash, stage, batch, head, tail):  # type: ignore[no-untyped-def]
     """Bytes that the weight gradients of a rank that wait would free."""
     total = 0.0
@@ -252,7 +254,7 @@ def _stashed(stash, stage, batch, head, tail):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _weight(r, ms, stash, used, clock, w_stage, w_batch, w_head, out, length):  # type: ignore[no-untyped-def]
     """The W that waits longest on rank r runs now."""
     s, m = w_stage[r, w_head[r]], w_batch[r, w_head[r]]

@@ -1,0 +1,147 @@
+"""Types of the kernels' language, and values of Python taken apart into numbers a kernel can be called with.
+
+Knows: numbers, arrays and named tuples of them. Does not know: statements or machine code.
+
+A value is passed as one or several words: a number as itself, an array as its address and its lengths (it is
+contiguous, or a copy is passed and written back), a tuple as its parts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+INT, UINT, FLOAT, BOOL = "int", "uint", "float", "bool"
+LLVM = {INT: "i64", UINT: "i64", FLOAT: "double", BOOL: "i1"}
+RANK = {BOOL: 0, INT: 1, UINT: 1, FLOAT: 2}
+"""Of two numbers the result has the type of higher rank."""
+ITEMS = {
+    # of an array, by numpy's name: what is stored, what it is read as
+    "float64": ("double", FLOAT, 8),
+    "int64": ("i64", INT, 8),
+    "uint64": ("i64", UINT, 8),
+    "int32": ("i32", INT, 4),
+    "int8": ("i8", INT, 1),
+    "bool": ("i8", BOOL, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Contiguous, of one kind of number."""
+
+    item: str
+    ndim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuple:
+    """Of any types; with names where it is a named tuple."""
+
+    parts: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Something that is known when a kernel is compiled: a function, a module, a tuple of numbers."""
+
+    thing: Any
+
+
+NUMBERS = {
+    bool: BOOL, int: INT, np.int64: INT, np.int32: INT, np.int8: INT, float: FLOAT, np.float64: FLOAT,
+}  # fmt: skip
+_TRIAL = np.zeros(1)
+Type = Any
+"""INT, UINT, FLOAT, BOOL, an Array, a Tuple or a Known."""
+
+
+def words(type_: Type) -> list[str]:
+    """The machine types that a value is passed as."""
+    if isinstance(type_, Array):
+        return ["ptr", *["i64"] * type_.ndim]
+    if isinstance(type_, Tuple):
+        return [word for part in type_.parts for word in words(part)]
+    return [] if isinstance(type_, Known) else [LLVM[type_]]
+
+
+def joined(a: Type, b: Type) -> Type:
+    """The type of a variable that holds either; None where there is none."""
+    if a == b:
+        return a
+    if isinstance(a, str) and isinstance(b, str):
+        return a if RANK[a] > RANK[b] else b if RANK[b] > RANK[a] else INT
+    if isinstance(a, Tuple) and isinstance(b, Tuple) and len(a.parts) == len(b.parts):
+        parts = tuple(joined(x, y) for x, y in zip(a.parts, b.parts, strict=True))
+        return None if None in parts else Tuple(parts, a.names)
+    return None
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _address_in_object(array: np.ndarray) -> int:
+    """The same many times quicker: numpy's objects begin with it."""
+    return ctypes.c_size_t.from_address(id(array) + object.__basicsize__).value
+
+
+address = _address if _address_in_object(_TRIAL) != _address(_TRIAL) else _address_in_object
+
+
+class Arguments:
+    """Arguments of one call: their types and words, and what must be written back afterwards."""
+
+    __slots__ = ("back", "types", "words")
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        self.words: list[Any] = []
+        self.back: list[tuple[np.ndarray, np.ndarray]] = []
+        """Arrays that were not contiguous, and the copies that are passed."""
+        self.types = self._take(given)
+
+    def _take(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Note the words of these values; what they are of, in a form that is quick to compare."""
+        words, types = self.words, list[Any]()
+        for value in given:
+            kind = type(value)
+            if kind is np.ndarray:
+                if not value.flags.c_contiguous:
+                    whole = np.ascontiguousarray(value)
+                    self.back.append((value, whole))
+                    value = whole
+                words.append(address(value))
+                words.extend(value.shape)
+                types.append((value.dtype.char, value.ndim))
+            elif kind in NUMBERS:
+                words.append(value)
+                types.append(NUMBERS[kind])
+            elif kind is np.bool_:
+                words.append(bool(value))
+                types.append(BOOL)
+            elif isinstance(value, tuple):
+                types.append((kind, self._take(value)))
+            else:
+                raise TypeError(f"a kernel takes numbers, arrays and tuples of them, not {kind.__name__}")
+        return tuple(types)
+
+    def write_back(self) -> None:
+        for given, copy in self.back:
+            if given.flags.writeable:
+                given[...] = copy
+
+
+def full_type(key: Any) -> Type:
+    """The type behind what `Arguments` noted, which is quicker to make and to compare."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key[0], str):
+        item = np.dtype(key[0]).name
+        if item not in ITEMS:
+            raise TypeError(f"a kernel takes arrays of {', '.join(ITEMS)}, not of {item}")
+        return Array(item, key[1])
+    return Tuple(tuple(full_type(part) for part in key[1]), getattr(key[0], "_fields", ()))

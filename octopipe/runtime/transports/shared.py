@@ -1,0 +1,74 @@
+"""Memory that ranks of one host share, and that is gone with the last of them, however they end.
+
+Knows: how such memory is made, told to another process and opened there. Does not know: what lies in it.
+
+The memory has no name in any folder: it is a file that lives only as long as some process has it open, and another
+process opens it through the maker's entry in /proc. So nothing is left behind by a rank that is killed, at whatever
+moment. Where a system has no such files they are named ones, which their maker takes away once all have opened them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from typing import NamedTuple
+
+FOLDER = "/dev/shm"
+
+
+class Address(NamedTuple):
+    """Where another process finds the memory."""
+
+    path: str
+    home: str
+    """The system and the process table in which `path` means something."""
+    device: int
+    inode: int
+
+
+def make_shared(nbytes: int, *, reserve: int) -> tuple[int, Address]:
+    """A descriptor of so many zeros, `reserve` of them backed by memory at once (OSError where there is not enough)."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("octopipe", os.MFD_CLOEXEC)
+        path = f"/proc/{os.getpid()}/fd/{file}"
+    else:
+        file, path = tempfile.mkstemp(prefix="octopipe-", dir=FOLDER if os.path.isdir(FOLDER) else None)
+    try:
+        os.ftruncate(file, nbytes)
+        if hasattr(os, "posix_fallocate"):  # a file merely made longer may find no room when it is written
+            os.posix_fallocate(file, 0, reserve)
+        status = os.fstat(file)
+    except OSError:
+        os.close(file)
+        forget(path)
+        raise
+    return file, Address(path, _home(), status.st_dev, status.st_ino)
+
+
+def open_shared(address: Address) -> int:
+    """A descriptor of another process's memory; OSError where it is none of this host's."""
+    if address.home != _home():
+        raise FileNotFoundError(f"{address.path} belongs to another host or container")
+    file = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
+    status = os.fstat(file)
+    if (status.st_dev, status.st_ino) != (address.device, address.inode):
+        os.close(file)
+        raise FileNotFoundError(f"{address.path} is another file")
+    return file
+
+
+def forget(path: str) -> None:
+    """Take a name away, where the memory has one."""
+    if not path.startswith("/proc/"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _home() -> str:
+    """Equal for processes that find each other's files."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return os.uname().nodename

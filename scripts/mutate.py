@@ -1,0 +1,247 @@
+"""Mutation: one operator or constant is flipped at a time, and the nearest tests must notice.
+
+    make mutate                                    60 flips over all modules
+    python scripts/mutate.py --sample 20 --modules plan timeline --seed 3
+    python scripts/mutate.py --flips plan:210 bounds:88:14      every flip of a line, or the one at a column
+
+The package and its tests are copied to a folder of their own, one flip is made there, and the tests of the module run
+until one fails. A flip that survives is printed with its line; flips that change no behaviour (another hash constant,
+a bound that cannot be reached) survive rightly and are named in `EQUIVALENT` with the reason. Text of error messages
+is not flipped. The exit code is 1 if less than `--least` of the flips that are not equivalent were noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
+MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plan": ("octopipe/plan.py", ("tests/test_plan.py", "tests/test_lower.py", "tests/test_simulate.py")),
+    "lowering": ("octopipe/lowering.py", ("tests/test_lower.py", "tests/test_simulate.py")),
+    "blocking": ("octopipe/blocking.py", ("tests/test_lower.py",)),
+    "price": ("octopipe/price.py", ("tests/test_price.py", "tests/test_simulate.py", "tests/test_plan.py")),
+    "simulator": ("octopipe/simulator.py", ("tests/test_simulate.py",)),
+    "timeline": ("octopipe/timeline.py", ("tests/test_timeline.py", "tests/test_simulate.py")),
+    "bounds": ("octopipe/bounds.py", ("tests/test_bounds.py",)),
+    "analytic": ("octopipe/analytic.py", ("tests/test_analytic.py", "tests/test_published.py")),
+    "flops": ("octopipe/flops.py", ("tests/test_analytic.py", "tests/test_published.py")),
+    "layer_pricing": ("octopipe/layer_pricing.py", ("tests/test_analytic.py", "tests/test_published.py")),
+    "traffic": ("octopipe/traffic.py", ("tests/test_analytic.py", "tests/test_published.py")),
+    "footprint": ("octopipe/footprint.py", ("tests/test_analytic.py", "tests/test_published.py")),
+    "stage": ("octopipe/runtime/stage.py", ("tests/test_split.py", "tests/test_odd_layers.py", "tests/test_rerun.py")),
+    "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py", "tests/test_executor.py")),
+    "wgrad_ops": ("octopipe/runtime/wgrad_ops.py", ("tests/test_wgrad.py", "tests/test_split.py")),
+}
+"""Name: the file, and the tests nearest to it, the quickest to notice first."""
+EQUIVALENT: dict[tuple[str, str], str] = {}
+"""Module and stripped line: why no flip of it changes a result."""
+FLIPS: dict[type, tuple[str, str]] = {
+    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "+"), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
+    ast.BitOr: ("|", "&"), ast.BitAnd: ("&", "|"),
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """One place of a module with another text."""
+
+    module: str
+    line: int
+    """From 1."""
+    column: int
+    """From 0, in characters."""
+    old: str
+    new: str
+
+    def applied(self, text: str) -> str:
+        lines = text.splitlines(keepends=True)
+        row = lines[self.line - 1]
+        assert row[self.column :].startswith(self.old), (self, row)
+        lines[self.line - 1] = f"{row[: self.column]}{self.new}{row[self.column + len(self.old) :]}"
+        return "".join(lines)
+
+
+class _Finder(ast.NodeVisitor):
+    """Every flip of a module."""
+
+    def __init__(self, module: str, text: str):
+        self.module, self.found = module, list[Flip]()
+        self._lines = text.splitlines()
+
+    def _column(self, line: int, offset: int) -> int:
+        return len(self._lines[line - 1].encode()[:offset].decode())
+
+    def _between(self, left: ast.expr, right: ast.expr, operator: ast.AST) -> None:
+        """The operator's text stands after the one operand and before the other, on one line or the next."""
+        if type(operator) not in FLIPS:
+            return
+        old, new = FLIPS[type(operator)]
+        line, at = left.end_lineno or 0, self._column(left.end_lineno or 0, left.end_col_offset or 0)
+        while line <= right.lineno:
+            end = self._column(line, right.col_offset) if line == right.lineno else len(self._lines[line - 1])
+            place = self._lines[line - 1].find(old, at, end)
+            if place >= 0:
+                self.found.append(Flip(module=self.module, line=line, column=place, old=old, new=new))
+                return
+            line, at = line + 1, 0
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        self._between(node.left, node.right, node.op)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for left, right in zip(node.values, node.values[1:]):
+            self._between(left, right, node.op)
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators):
+            self._between(left, right, operator)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if type(node.value) in (int, float, bool) and node.lineno == node.end_lineno:
+            column = self._column(node.lineno, node.col_offset)
+            old = self._lines[node.lineno - 1][column : self._column(node.lineno, node.end_col_offset or 0)]
+            new = str(not node.value) if isinstance(node.value, bool) else f"({old} + 1)"
+            self.found.append(Flip(module=self.module, line=node.lineno, column=column, old=old, new=new))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in NAMES and node.func.lineno == node.func.end_lineno:
+            column = self._column(node.func.lineno, node.func.end_col_offset or 0) - len(name)
+            self.found.append(
+                Flip(module=self.module, line=node.func.lineno, column=column, old=name, new=NAMES[name])
+            )
+        self.generic_visit(node)
+
+    # What is no behaviour, or only words.
+    def visit_Raise(self, node: ast.Raise) -> None:
+        return
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        return
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        return
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for part in (*node.args.defaults, *(d for d in node.args.kw_defaults if d is not None), *node.body):
+            self.visit(part)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if not any(isinstance(t, ast.Name) and t.id == "__slots__" for t in node.targets):
+            self.generic_visit(node)
+
+
+def flips(module: str, root: Path = ROOT) -> list[Flip]:
+    """All flips of a module, in the order of the text, none twice."""
+    text = (root / MODULES[module][0]).read_text()
+    finder = _Finder(module, text)
+    finder.visit(ast.parse(text))
+    return sorted(set(finder.found), key=lambda f: (f.line, f.column))
+
+
+def noticed(flip: Flip | None, module: str, home: Path, limit_s: float) -> tuple[str, float]:
+    """"killed", "timeout" or "survived", and how long that took; without a flip whether the tests pass as they are."""
+    file, tests = MODULES[module]
+    original = (ROOT / file).read_text()
+    (home / file).write_text(original if flip is None else flip.applied(original))
+    present = [t for t in tests if (home / t).exists()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *present]
+    environment = {"PYTHONPATH": str(home), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(home)}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=home, env=environment, capture_output=True, timeout=limit_s, start_new_session=True
+        )
+        result = "survived" if done.returncode == 0 else "killed"
+        if flip is None and done.returncode:
+            print(done.stdout.decode(errors="replace")[-3000:], file=sys.stderr)
+    except subprocess.TimeoutExpired:
+        result = "timeout"
+    finally:
+        (home / file).write_text(original)
+    return result, time.monotonic() - began
+
+
+def chosen(args: argparse.Namespace) -> Iterator[Flip]:
+    if args.flips:
+        for word in args.flips:
+            module, line, *column = word.split(":")
+            for flip in flips(module):
+                if flip.line == int(line) and (not column or flip.column == int(column[0])):
+                    yield flip
+        return
+    rng = random.Random(args.seed)
+    every = [flip for module in args.modules for flip in flips(module)]
+    yield from sorted(rng.sample(every, min(args.sample, len(every))), key=lambda f: (f.module, f.line, f.column))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Flip one operator at a time; the nearest tests must notice.")
+    parser.add_argument("--modules", nargs="+", choices=sorted(MODULES), default=list(MODULES))
+    parser.add_argument("--sample", type=int, default=60, help="flips in all (default: 60)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flips", nargs="+", metavar="MODULE:LINE[:COLUMN]", help="these, instead of a sample")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for one flip's tests (default: 600)")
+    parser.add_argument("--least", type=float, default=0.9, help="share that must be noticed (default: 0.9)")
+    parser.add_argument("--list", action="store_true", help="print the flips and stop")
+    args = parser.parse_args()
+    picked = list(chosen(args))
+    if args.list:
+        for flip in picked:
+            print(f"{flip.module}:{flip.line}:{flip.column}  {flip.old} -> {flip.new}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="octopipe-mutate-") as name:
+        home = Path(name)
+        for part in COPIED:
+            source = ROOT / part
+            if source.is_dir():
+                shutil.copytree(source, home / part, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy2(source, home / part)
+        for module in dict.fromkeys(flip.module for flip in picked):  # compiles kernels, and shows that tests pass
+            result, took = noticed(None, module, home, 10 * args.limit_s)
+            print(f"{module}: its tests {'pass' if result == 'survived' else 'fail'} in {took:.0f} s", flush=True)
+            if result != "survived":
+                return 2
+        counts = {"killed": 0, "timeout": 0, "survived": 0, "equivalent": 0}
+        for number, flip in enumerate(picked, 1):
+            result, took = noticed(flip, flip.module, home, args.limit_s)
+            row = (ROOT / MODULES[flip.module][0]).read_text().splitlines()[flip.line - 1].strip()
+            if result == "survived" and (flip.module, row) in EQUIVALENT:
+                result = "equivalent"
+            counts[result] += 1
+            print(
+                f"{number}/{len(picked)} {result:10} {flip.module}:{flip.line}:{flip.column} "
+                f"{flip.old} -> {flip.new}  {took:.0f} s    {row}",
+                flush=True,
+            )
+    seen = counts["killed"] + counts["timeout"]
+    share = seen / max(1, seen + counts["survived"])
+    print(f"{seen} of {seen + counts['survived']} noticed ({share:.0%}), {counts['equivalent']} change nothing")
+    return int(share < args.least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
