@@ -24,8 +24,8 @@ MIST_BEHIND = (0.098, 0.205)
 """How much lower Mist's throughput is than OctoPipe's."""
 LARGEST = ("nemotron-h-56b", 8)
 WEIGHT = (
-    "on Jamba, whose layers are short, whole tensors in one queue cost many-staged plans more here than in the paper's "
-    "runs: the reading was judged on Nemotron-H"
+    "on Jamba, whose layers are short, whole tensors in one queue cost many-staged plans more here than in the "
+    "paper's runs: the reading was judged on Nemotron-H"
 )
 TIGHT = "the search was given few moves; more --iterations help"
 Steps = dict[tuple[str, int], dict[str, float]]
@@ -65,8 +65,7 @@ def run(bench: Bench) -> Result:
         pictures[f"end-to-end-{m}.svg"] = bars(title, groups, series, unit="× 1F1B", base=0.5, paper=marks)
     text = (
         "OctoPipe holds each layer once and recomputes nothing; every plan of ours fits the 80 GB of an H800 by our "
-        "account of "
-        "memory. The paper prints no table of this figure: what its text states has a row.",
+        "account of memory. The paper prints no table of this figure: what its text states has a row.",
     )
     return Result(rows=tuple(rows), costs=bench.costs_in_words, text=text, tables=tuple(tables), pictures=pictures)
 

@@ -144,38 +144,26 @@ def run(bench: Bench) -> Result:
     best_of = tuple(_line(t, names) for t in _best_of_each(tried))
     text = (
         f"The paper prints nine absolute measurements of its baselines. {len(tried)} readings were tried on all of "
-        "them: "
-        "backward whole (fused), I and W one after the other (in place), W put off into bubbles (deferred); the head's "
-        "measured time × 1 to 3; each GPU sending its share of a boundary tensor or the whole; transfers beside "
-        "computation "
-        "(directed), in one queue a rank (single) or instead of it (blocking); Mist's stages of any size, or within "
-        "two "
-        "layers of the mean as in its published programme.",
+        "them: backward whole (fused), I and W one after the other (in place), W put off into bubbles (deferred); "
+        "the head's measured time × 1 to 3; each GPU sending its share of a boundary tensor or the whole; transfers "
+        "beside computation (directed), in one queue a rank (single) or instead of it (blocking); Mist's stages of "
+        "any size, or within two layers of the mean as in its published programme.",
         f"**Used: {READING.words}.** {used.within} of {len(used.errors)} within 10 %, worst {100 * used.worst:.1f} "
-        "%. OctoPipe's "
-        "own executor runs transfers beside computation.",
+        "%. OctoPipe's own executor runs transfers beside computation.",
         f"Why not the plain readings: with the head as published, W put off and transfers ideal {plain.within} of "
         f"{len(plain.errors)} fit (worst {100 * plain.worst:.1f} %; 1F1B on 56B is {_ms(plain, '1f1b'):.0f} ms). "
-        "Backward whole "
-        f"gives 1F1B on 56B {_ms(fused, '1f1b'):.0f} ms, near the paper's 2406, but then Mist takes "
-        f"{_ms(fused, 'mist'):.0f} ms "
-        f"where 1996 were measured and Interleaved {_ms(fused, 'interleaved'):.0f} where 2116 were; and a whole "
-        "backward "
-        "leaves four equal stages and eight micro-batches 3/11 = 27.3 % of bubble, more than the 21.4 % measured for "
-        "GPT-13B. "
-        "So the baselines were split, as the paper says, and the missing time is in the head: three measurements "
-        "that share "
-        "nothing else (56B on 8 ranks, 8B on 4, 9B on 4) ask for about 2.5 times the fitted time of the published "
-        "files. The "
-        "other assumptions follow: the order of Table III needs Interleaved's many transfers to cost something (whole "
-        "tensors, one queue a rank), and 8B's small gain from Mist needs the limit its programme has. What the data "
-        "cannot "
-        "say is why the head takes so long there; the time of day or other jobs would not move the head alone.",
+        f"Backward whole gives 1F1B on 56B {_ms(fused, '1f1b'):.0f} ms, near the paper's 2406, but then Mist takes "
+        f"{_ms(fused, 'mist'):.0f} ms where 1996 were measured and Interleaved {_ms(fused, 'interleaved'):.0f} where "
+        "2116 were; and a whole backward leaves four equal stages and eight micro-batches 3/11 = 27.3 % of bubble, "
+        "more than the 21.4 % measured for GPT-13B. So the baselines were split, as the paper says, and the missing "
+        "time is in the head: three measurements that share nothing else (56B on 8 ranks, 8B on 4, 9B on 4) ask for "
+        "about 2.5 times the fitted time of the published files. The other assumptions follow: the order of Table "
+        "III needs Interleaved's many transfers to cost something (whole tensors, one queue a rank), and 8B's small "
+        "gain from Mist needs the limit its programme has. What the data cannot say is why the head takes so long "
+        "there; the time of day or other jobs would not move the head alone.",
         "Absolute times are printed for Nemotron-H alone. The baselines' ratios on the other families (below) fit "
-        "best with "
-        f"× 2.5 for Jamba and × {LLAMA_HEAD:g} for LLaMA, and LLaMA 8B's gain of 1.40 is out of any plan's reach "
-        "beyond × 2: those "
-        "factors are used.",
+        f"best with × 2.5 for Jamba and × {LLAMA_HEAD:g} for LLaMA, and LLaMA 8B's gain of 1.40 is out of any plan's "
+        "reach beyond × 2: those factors are used.",
     )
     bench.say("the head by family")
     families, columns_of_families = _by_family(bench)

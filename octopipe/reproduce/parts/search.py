@@ -88,10 +88,8 @@ def run(bench: Bench) -> Result:
     tables = (("Iterations per phase, all seeds; mean step time", ("method", *PHASES, "ms"), counts),)
     text = (
         f"{SEEDS} seeds each. Both begin with 1F1B and stop when many iterations in a row find nothing better; the "
-        "paper "
-        "counts 319 and 326 iterations of an equal time. A search runs on a simulator, not on the cluster: the "
-        "published layer "
-        "times are used as they are, without the reading of the head.",
+        "paper counts 319 and 326 iterations of an equal time. A search runs on a simulator, not on the cluster: "
+        "the published layer times are used as they are, without the reading of the head.",
     )
     return Result(rows=tuple(rows), costs=bench.costs_in_words, text=text, tables=tables, pictures={"search.svg": svg})
 
