@@ -67,6 +67,8 @@ class Setup(TypedDict, total=False):
     nodes: str | Path | Sequence[Mapping[str, object]] | None
     distributed_optimizer: bool | None
     micro_batch_tokens: Sequence[int] | None
+    micro_batch_lengths: Sequence[Sequence[int]] | None
+    packed: bool
 
 
 class TuneKeywords(Setup, total=False):
