@@ -114,6 +114,20 @@ def test_arrays_give_what_python_gives() -> None:
         assert np.array_equal(one, other)
 
 
+@pytest.mark.parametrize("item", ["float32", "int16", "int32", "uint8", "uint16", "uint32", "uint64", "bool"])
+def test_arrays_of_any_width_are_read_and_written(item: str) -> None:
+    @njit
+    def turned(values, first):
+        for i in range(values.size // 2):
+            values[i], values[values.size - 1 - i] = values[values.size - 1 - i], values[i]
+        return values[0] + first
+
+    most = 1 if item == "bool" else 200 if item[0] == "u" else 100
+    values = np.array([0, 1, 0, 1, most], item)
+    assert turned(values, np.float32(0.5)) == most + 0.5
+    assert values.tolist() == [most, 1, 0, 1, 0] and values.dtype == item
+
+
 def test_what_a_kernel_writes_into_a_view_arrives() -> None:
     grid = np.arange(12.0).reshape(3, 4)
 

@@ -177,7 +177,10 @@ class Text:
         reg = self.reg(f"load {stored}, ptr {address}")
         if type_ == BOOL:
             return Value(BOOL, [self.reg(f"trunc i8 {reg} to i1")])
-        return Value(type_, [reg if stored == LLVM[type_] else self.reg(f"sext {stored} {reg} to i64")])
+        if stored != LLVM[type_]:
+            how = "fpext" if type_ == FLOAT else "zext" if item.startswith("u") else "sext"
+            reg = self.reg(f"{how} {stored} {reg} to {LLVM[type_]}")
+        return Value(type_, [reg])
 
     def store(self, item: str, address: str, value: Value) -> None:
         stored, type_, _ = ITEMS[item]
@@ -185,7 +188,7 @@ class Text:
         if type_ == BOOL:
             reg = self.reg(f"zext i1 {reg} to i8")
         elif stored != LLVM[type_]:
-            reg = self.reg(f"trunc i64 {reg} to {stored}")
+            reg = self.reg(f"{'fptrunc' if type_ == FLOAT else 'trunc'} {LLVM[type_]} {reg} to {stored}")
         self.line(f"store {stored} {reg}, ptr {address}")
 
     def new_array(self, item: str, lengths: list[str], zero: bool = False) -> Value:

@@ -21,10 +21,15 @@ RANK = {BOOL: 0, INT: 1, UINT: 1, FLOAT: 2}
 ITEMS = {
     # of an array, by numpy's name: what is stored, what it is read as
     "float64": ("double", FLOAT, 8),
+    "float32": ("float", FLOAT, 4),
     "int64": ("i64", INT, 8),
-    "uint64": ("i64", UINT, 8),
     "int32": ("i32", INT, 4),
+    "int16": ("i16", INT, 2),
     "int8": ("i8", INT, 1),
+    "uint64": ("i64", UINT, 8),
+    "uint32": ("i32", INT, 4),
+    "uint16": ("i16", INT, 2),
+    "uint8": ("i8", INT, 1),
     "bool": ("i8", BOOL, 1),
 }
 
@@ -120,11 +125,14 @@ class Arguments:
             elif kind in NUMBERS:
                 words.append(value)
                 types.append(NUMBERS[kind])
-            elif kind is np.bool_:
-                words.append(bool(value))
-                types.append(BOOL)
             elif isinstance(value, tuple):
                 types.append((kind, self._take(value)))
+            elif isinstance(value, np.ndarray | np.generic):
+                # The same in its plain form: a memory map, a number of another width.
+                plain = value.view(np.ndarray) if isinstance(value, np.ndarray) else value.item()
+                if type(plain) is kind:
+                    raise TypeError(f"a kernel takes numbers, arrays and tuples of them, not {kind.__name__}")
+                types += self._take((plain,))
             else:
                 raise TypeError(f"a kernel takes numbers, arrays and tuples of them, not {kind.__name__}")
         return tuple(types)
