@@ -69,6 +69,7 @@ class Setup(TypedDict, total=False):
     micro_batch_tokens: Sequence[int] | None
     micro_batch_lengths: Sequence[Sequence[int]] | None
     packed: bool
+    tokens_per_pipeline: int | None
 
 
 class TuneKeywords(Setup, total=False):
