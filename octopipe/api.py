@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from octopipe.comparison import Comparison
     from octopipe.comparison import Progress as CompareProgress
+    from octopipe.search_record import Callback
     from octopipe.tuner import Method, TuneResult
-    from octopipe.tuner.result import Callback
 
 SETUP = "setup"
 """Where a plan and a timeline carry their set-up as every verb prints it."""

@@ -57,6 +57,8 @@ class TrainJob:
     """Of the CPU per rank; default: the cores, shared equally."""
     compile_scans: bool | None = None
     """Our Mamba-2's scan through `torch.compile`; default: on a GPU, unless there are faster kernels."""
+    kernels: tuple[str, ...] = ()
+    """Kernels of our own layers by name; a transformers model has its choice made already."""
     data: str | None = None
     seed: int = 0
     profile: Profile | None = None
@@ -70,6 +72,9 @@ class TrainJob:
     resume: bool = False
     resume_step: int | None = None
     """Go on from this step's checkpoint instead of the newest good one."""
+    elastic: bool = False
+    """Go on where the folder holds a checkpoint, begin where it holds none: what a launcher that starts ranks again
+    needs, with as many of them as are left."""
     timeline: bool = False
     adapt_every: int | None = None
     """Look every so many steps whether a plan tuned on the measured times is worth switching to."""
@@ -121,6 +126,13 @@ class TrainJob:
                     f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
                     "leave --micro-batches out"
                 )
+        if self.elastic and (self.checkpoint is None or (self.micro_batches is None and self.plan is None)):
+            raise OctoPipeError(
+                "an elastic run needs --checkpoint and --micro-batches: the default number of micro-batches depends on "
+                "how many ranks are left"
+            )
+        if self.elastic and self.resume:
+            raise OctoPipeError("an elastic run goes on by itself where it can; leave --resume out")
         if self.resume_step is not None and not self.resume:
             raise OctoPipeError("a step to resume from has no effect on a new run; add --resume")
         if self.seed < 0:

@@ -22,7 +22,7 @@ from octopipe.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.verbs.runnable import model_of, needs_torch, told
+from octopipe.verbs.runnable import kernel_words, model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 GIB = float(1 << 30)
 
+
+ELASTIC_TUNE_S = 10.0
+"""For a new plan where the one that was given is for another number of ranks."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
@@ -58,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+    )
+    run_.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
         help="Mamba-2's scan through torch.compile (default: on cuda)",
@@ -77,14 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--async-save", action="store_true", help="write checkpoints behind the next steps")
     kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
     kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
+    kept.add_argument(
+        "--elastic", action="store_true", help="go on where DIR has a checkpoint, with the ranks torchrun has left"
+    )
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.runtime import launch
+    from octopipe.runtime import launch, slurm
 
+    slurm.adopt()
     job = job_from(args)
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
@@ -124,7 +138,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.systems.registry import get_system
     from octopipe.training.job import TrainJob
 
-    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers)
+    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device}
+    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
@@ -132,6 +147,11 @@ def job_from(args: argparse.Namespace) -> TrainJob:
             check_target(path)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
+    tune_s, micro_batches = args.tune, args.micro_batches
+    if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
+        # Other ranks than it was made for are left: the same batch, and a plan made anew.
+        micro_batches = micro_batches or plan.num_micro_batches
+        tune_s, plan = None if args.no_measure and not args.profile else ELASTIC_TUNE_S, None
     if args.tune is not None and args.no_measure and not args.profile:
         raise OctoPipeError("--tune needs costs: give --profile, or leave --no-measure out")
     if nproc // args.dp > spec.num_layers:
@@ -149,10 +169,10 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         steps=args.steps,
         plan=plan,
         system=args.system,
-        tune_s=args.tune,
+        tune_s=tune_s,
         dp=args.dp,
         seq=max(lengths) if lengths else args.seq or 128,
-        micro_batches=args.micro_batches,
+        micro_batches=micro_batches,
         micro_batch_size=1 if lengths else args.micro_batch_size or 1,
         lengths=lengths,
         groups=groups,
@@ -163,6 +183,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         dtype=args.dtype,
         device=args.device,
         compile_scans=args.compile_scans,
+        kernels=() if hasattr(spec, "class_name") else args.kernels,
         data=args.data,
         seed=args.seed,
         profile=profile,
@@ -173,6 +194,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         async_save=args.async_save,
         resume=args.resume,
         resume_step=args.resume_step,
+        elastic=args.elastic,
         timeline=bool(args.timeline),
         adapt_every=args.adapt,
         timeout_s=args.timeout,
