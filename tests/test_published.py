@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,3 +58,14 @@ def test_one_set_of_rates_per_generation_and_precision() -> None:
     assert {g.generation for g in GPUS.values()} >= {"hopper", "blackwell"}
     for (_, _), rates in RATES.items():
         assert 0.3 < rates.gemm < 0.9 and 0.2 < rates.core < 0.8 and 0.5 < rates.link <= 1.0
+
+
+def test_a_fit_never_looks_at_the_rows_it_leaves_out(bench: ModuleType) -> None:
+    rows = bench.read_rows(bench.CSV)[15:19]
+    wrong = [replace(row, tokens_per_s_per_gpu=7.0) if i == 3 else row for i, row in enumerate(rows)]
+    found = [bench.Fit(these, neutral=True).solve([0, 1, 2], rounds=1) for these in (rows, wrong)]
+    np.testing.assert_array_equal(found[0], found[1])
+    fit = bench.Fit(rows, neutral=True)
+    assert abs(fit.errors(found[0], [0, 1, 2])).sum() < abs(fit.errors(fit.start, [0, 1, 2])).sum()
+    for rates in fit.rates_from(found[0]).values():
+        assert 0.2 <= rates.gemm <= 0.9 and 50 <= rates.half <= 2000
