@@ -57,7 +57,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def on_both(hosts: tuple[str, str], arguments: list[str], folder: Path) -> list[str]:
-    """What torchrun prints on each host. Hosts have a name, processes and memory of their own; they share the network."""
+    """What torchrun prints on each host. Hosts have names, processes and memory of their own and share the network."""
     inside = "mount -t tmpfs none /dev/shm && hostname {host} && exec " + shlex.join(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
     )
