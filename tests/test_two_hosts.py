@@ -57,7 +57,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def on_both(hosts: tuple[str, str], arguments: list[str], folder: Path) -> list[str]:
-    """What torchrun prints on each host. A host has its own name and its own shared memory: nothing but the network."""
+    """What torchrun prints on each host. Hosts have names, processes and memory of their own and share the network."""
     inside = "mount -t tmpfs none /dev/shm && hostname {host} && exec " + shlex.join(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
     )
@@ -66,7 +66,8 @@ def on_both(hosts: tuple[str, str], arguments: list[str], folder: Path) -> list[
     for k, host in enumerate(hosts):
         rest = ["--master-addr", f"{ADDRESS}.1", "--master-port", "29511", *arguments]
         command = f"{inside.format(host=host)} {k} {shlex.join(rest)}"
-        words = ["ip", "netns", "exec", host, "unshare", "--mount", "--uts", "sh", "-c", command]
+        apart = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        words = ["ip", "netns", "exec", host, *apart, "sh", "-c", command]
         running.append(
             subprocess.Popen(
                 words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
