@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sqlite3
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,7 +278,32 @@ def readers() -> tuple[Reader, ...]:
         Reader(name="trace", suffix=".json", valid=(json.dumps(TRACE).encode(),), use=_use_foreign_times),
         Reader(name="times.csv", suffix=".csv", valid=TIMES_CSVS, use=_use_foreign_times),
         Reader(name="megatron", suffix=".txt", valid=MEGATRON_TEXTS, use=_use_megatron),
+        Reader(name="recording", suffix=".json", valid=_recordings(), use=_use_costs),
     )
+
+
+def _recordings() -> tuple[bytes, ...]:
+    """A trace of torch.profiler, an export of Nsight Systems, a report of its, a CSV of times."""
+    back = "autograd::engine::evaluate_function: XBackward0"
+    events: list[dict[str, Any]] = []
+    for k in range(3):
+        more = {"ph": "X", "pid": 1, "tid": 1}
+        events.append({**more, "cat": "user_annotation", "name": f"layer {k}", "ts": 10.0 * k, "dur": 8.0})
+        args = {"Sequence number": k, "correlation": k}
+        events.append({**more, "cat": "cpu_op", "name": "aten::mm", "ts": 10.0 * k + 1, "dur": 5.0, "args": args})
+        events.append({**more, "cat": "cpu_op", "name": back, "ts": 90.0 - 9 * k, "dur": 6.0, "args": args})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.sqlite"
+        base = sqlite3.connect(path)
+        base.execute('CREATE TABLE NVTX_EVENTS (start INT, "end" INT, eventType INT, text TEXT, globalTid INT)')
+        rows = [(9 * k, 9 * k + 5, 59, f"layer {k // 2} {'bwd' if k % 2 else 'fwd'}", 1) for k in range(4)]
+        base.executemany("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?)", rows)
+        base.commit()
+        base.close()
+        exported = path.read_bytes()
+    report = b"Range,Proj Med (ns)\n:layer 0 fwd,5\n:layer 0 bwd,9\n:layer 1 fwd,6\n:layer 1 bwd,8\n"
+    times = b"layer,embed,0,head\nF,1,2,3\nB,2,4,6\n"
+    return json.dumps({"traceEvents": events}).encode(), exported, report, times
 
 
 def outcome(reader: Reader, path: Path) -> str:

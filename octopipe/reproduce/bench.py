@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import octopipe
+from octopipe.bounds import lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import write_whole
@@ -49,7 +50,7 @@ class Options:
     """Folder of the authors' layer times; None: analytic costs."""
     measured: Path | None = None
     """Runs measured on a device, one JSON object a line; None: there are none."""
-    iterations: int = 4000
+    iterations: int = 12000
     """Moves per lane of a search."""
     rounds: int = 100
     """Iterations of Algorithm 1 in the ablation; the search process takes three times as many."""
@@ -72,8 +73,10 @@ def _files(path: Path | None) -> list[Path]:
 
 
 ELSEWHERE = frozenset(
-    ("runtime", "nn", "measure", "training", "report", "verbs", "cli.py", "planner")
-    + ("huggingface", "torch_engine", "torchtitan.py", "megatron")
+    (
+        *("runtime", "nn", "measure", "training", "report", "verbs", "cli.py", "planner"),
+        *("huggingface", "torch_engine", "torchtitan.py", "megatron"),
+    )
 )
 """Rooms whose code makes no number of the reproduction."""
 
@@ -164,7 +167,7 @@ class Bench:
         if authors is False or not self.is_measured(model):
             return table
         hidden = spec_of(model, authors=True).hidden
-        return read(table, reading or self.reading, hidden=hidden, tp=tp, gb_per_s=gb_per_s)
+        return read(table, reading or reading_of(True, model), hidden=hidden, tp=tp, gb_per_s=gb_per_s)
 
     def baseline(
         self, name: str, costs: CostTable, ranks: int, micro_batches: int, *, reading: Reading | None = None
@@ -190,8 +193,10 @@ class Bench:
         method: Method = "best",
         phases: Sequence[str] = PHASES,
         start: Plan | None = None,
+        seed: int | None = None,
     ) -> Plan:
         """A search of so many moves; found once it is read from disk. `plan.extra` has its log."""
+        seed = self.options.seed if seed is None else seed
         begin = "" if start is None else hashlib.sha256(repr((start.stages, start.orders)).encode()).hexdigest()
         parts = (
             costs.digest(),
@@ -201,7 +206,7 @@ class Bench:
             method,
             tuple(phases),
             begin,
-            self.options.seed,
+            seed,
             LANES,
             code_digest(without="reproduce"),
         )
@@ -218,7 +223,7 @@ class Bench:
             ranks,
             micro_batches,
             budget_s=FOREVER_S,
-            seed=self.options.seed,
+            seed=seed,
             method=method,
             start=start,
             workers=LANES,
@@ -235,6 +240,11 @@ class Bench:
             save_plan(plan, path)
         self.plans[key] = plan
         return plan
+
+    def most(self, costs: CostTable, ranks: int, micro_batches: int) -> float:
+        """The largest speed-up over 1F1B that any plan can have which holds each layer once and recomputes nothing."""
+        bound = lower_bound(costs, ranks, micro_batches, False, False)
+        return self.baseline("1f1b", costs, ranks, micro_batches).step_ms / bound.ms
 
     def step(self, plan: Plan, costs: CostTable, *, channel: Channel = "directed", label: str = "OctoPipe") -> Timeline:
         return simulate(plan, costs, channel=channel, label=label)

@@ -78,8 +78,7 @@ def whole_page(results: Sequence[tuple[Part, Result]], *, preface: Sequence[str]
         "# The paper, number by number",
         *preface,
         f"**{told} claims: {counts['reproduced']} reproduced, {counts['better']} better, {counts['not reproduced']} "
-        "not "
-        f"reproduced** (and {counts['shown']} numbers of ours for which the paper prints none).",
+        f"not reproduced** (and {counts['shown']} numbers of ours for which the paper prints none).",
         table(
             ("part", "labels", *VERDICTS),
             (

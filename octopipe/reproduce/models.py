@@ -116,8 +116,7 @@ def model_costs(
     if times.symbols != costs.symbols:
         raise OctoPipeError(
             f"{measured.name}: {len(times.symbols)} layers in another order than the {len(costs.symbols)} of "
-            f"{spec.name}; "
-            "give the authors' own files, or --profiles none"
+            f"{spec.name}; give the authors' own files, or --profiles none"
         )
     costs = costs.replace(
         model=name, forward_ms=times.forward_ms, input_ms=times.input_ms, weight_ms=times.weight_ms, model_flops=None

@@ -22,13 +22,12 @@ def preface(options: Options, *, complete: bool) -> list[str]:
     """What a reader must know before any number."""
     lines = [
         f"Made by `{COMMAND}` (`make reproduce`); do not edit. Every table and figure of the OctoPipe paper, its "
-        "numbers beside "
-        "ours, a verdict for each: **reproduced** (the same within the stated share, or as good), **better**, or **not "
-        "reproduced** with the reason. Ratio is ours / paper.",
+        "numbers beside ours, a verdict for each: **reproduced** (the same within the stated share, 10 % unless the "
+        "note says otherwise, or as good), **better**, or **not reproduced** with the reason. Ratio is ours / paper.",
         f"Costs: {costs_in_words(options.profiles)}. Searches of {options.iterations} moves a lane, two lanes, seed "
         f"{options.seed}; Algorithm 1 with {options.rounds} iterations an ablation: the same numbers on every "
-        "machine. Step "
-        "times of the paper were measured on 64 H800; ours are predicted by the simulator (its own fidelity is below).",
+        "machine. Step times of the paper were measured on H800s; ours are predicted by the simulator, whose own "
+        "fidelity is a part below.",
         f"How the paper is read: {reading_of(options.profiles is not None).words}. Why is the first part.",
     ]
     if not complete:

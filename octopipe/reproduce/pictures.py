@@ -13,7 +13,7 @@ from octopipe.export.style import short_number, ticks
 from octopipe.export.svg import scene_svg
 
 COLOURS = ("#9aa5b1", "#4f8fd0", "#f7bb42", "#2cbe6a", "#de653a", "#c6aac4", "#5b6875", "#d33d61")
-LEFT, RIGHT, TOP, HEIGHT, FOOT = 54.0, 16.0, 58.0, 220.0, 64.0
+LEFT, RIGHT, TOP, HEIGHT, FOOT = 54.0, 16.0, 72.0, 220.0, 64.0
 PAPER = "#17212b"
 """The colour of the mark that says where the paper's value stands."""
 
@@ -31,9 +31,10 @@ def bars(
     marks = paper or {}
     every = [v for values in (*series.values(), *marks.values()) for v in values if v is not None]
     top = max(every, default=1.0) * 1.08
-    width = max(640.0, LEFT + RIGHT + len(groups) * (len(series) * 15.0 + 18.0))
+    wide = 22.0 if top >= 100 else 17.0
+    width = max(640.0, LEFT + RIGHT + len(groups) * (len(series) * wide + 18.0))
     group_width = (width - LEFT - RIGHT) / max(len(groups), 1)
-    bar = min(26.0, (group_width - 12.0) / max(len(series), 1))
+    bar = min(34.0, (group_width - 12.0) / max(len(series), 1))
     scale = HEIGHT / (top - base) if top > base else 1.0
     floor = TOP + HEIGHT
     shapes = _frame(title, width, base, top, scale, unit)
@@ -46,10 +47,13 @@ def bars(
                 continue
             tall = max((value - base) * scale, 0.0)
             shapes.append(Rect(x + k * bar, floor - tall, bar - 2, tall, COLOURS[k % len(COLOURS)]))
-            if bar >= 14:
-                shown = f"{value:.2f}" if value < 20 else short_number(round(value))
-                shapes.append(Label(x + (k + 0.5) * bar - 1, floor - tall - 3, shown, 8, "middle", QUIET))
             mark = marks.get(name, [None] * len(groups))[g]
+            above = None if mark is None else (mark - value) * scale
+            # A number that the paper's mark would strike through goes inside the bar.
+            inside = above is not None and -4 < above < 14 and tall > 24
+            y = floor - tall + (12 + max(-above, 0.0) if inside and above is not None else -3)
+            shown = f"{value:.2f}" if value < 20 else short_number(round(value))
+            shapes.append(Label(x + (k + 0.5) * bar - 1, y, shown, 8, "middle", INK if inside else QUIET))
             if mark is not None:
                 y = floor - (mark - base) * scale
                 shapes.append(Line(x + k * bar - 1, y, x + (k + 1) * bar - 1, y, PAPER, 2.0))
@@ -91,7 +95,7 @@ def lines(
 
 
 def _frame(title: str, width: float, base: float, top: float, scale: float, unit: str) -> list[Shape]:
-    shapes: list[Shape] = [Label(LEFT, 20, title, 13, bold=True), Label(8, TOP - 8, unit, 10, fill=QUIET)]
+    shapes: list[Shape] = [Label(LEFT, 20, title, 13, bold=True), Label(8, TOP - 14, unit, 10, fill=QUIET)]
     for at in ticks(base, top, 5):
         y = TOP + HEIGHT - (at - base) * scale
         shapes.append(Line(LEFT, y, width - RIGHT, y, GRID, 1.0))

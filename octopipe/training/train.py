@@ -30,17 +30,19 @@ from torch import Tensor
 from octopipe.contention import predict
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
+from octopipe.lengths import sequence_numbers
 from octopipe.measure.trial import Workload, profile_workload
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime import launch
+from octopipe.runtime.batches import to_device
 from octopipe.runtime.exchange import moment, told
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
 from octopipe.training.adapt import Adapter, switch
 from octopipe.training.checkpoint import Saving, load_checkpoint, read_record
-from octopipe.training.data import micro_batches, open_tokens
+from octopipe.training.data import length_micro_batches, micro_batches, open_tokens, weighted
 from octopipe.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
 from octopipe.training.parts import (
@@ -49,6 +51,7 @@ from octopipe.training.parts import (
     backend,
     folder,
     identity,
+    length_factor,
     memory_bytes,
     optimizer_of,
     plan_of,
@@ -155,6 +158,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         device=job.device,
         dtype="float32" if job.dtype == "bfloat16" else job.dtype,
         compile_scans=job.compile_scans,
+        asked_kernels=job.kernels,
         seed=job.seed,
     )
     device = work.place(seat.local_rank)
@@ -165,6 +169,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             profile = profile_workload(work, world, repeats=8, warm_up=2)
         # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
+    if profile is not None and job.groups:
+        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     seat.tell(Phase(text="building the model"))
@@ -174,7 +180,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         return Pipeline(
             layers,
             plan,
-            work.loss(layers),
+            weighted(work.loss(layers)) if job.lengths else work.loss(layers),
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,
@@ -216,6 +222,7 @@ class _Run:
         self.saved: str | None = None
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
+        self._numbers = sequence_numbers(job.lengths, job.groups)
         self._source = open_tokens(job.data, vocab=job.spec.vocab, seq=job.seq, seed=job.seed)
         self._one_host = len({*pipe.world.gather(socket.gethostname())}) == 1
         # A GPU would wait for the host at every report.
@@ -366,9 +373,15 @@ class _Run:
 
     def _step(self, step: int) -> Tensor:
         job, pipe, program = self.job, self.pipe, self.pipe.executor.program
-        count = job.num_micro_batches * job.micro_batch_size
-        inputs = targets = None
-        if program.needs_batch or program.needs_target:
+        count = len(job.lengths) // job.dp if job.lengths else job.num_micro_batches * job.micro_batch_size
+        inputs: Any = None
+        targets: Any = None
+        if job.lengths and (program.needs_batch or program.needs_target):
+            inputs, targets = length_micro_batches(
+                self._source, self.seen, self._numbers[pipe.world.replica], job.lengths, job.dp
+            )
+            inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
+        elif program.needs_batch or program.needs_target:
             mine = self.seen + pipe.world.replica * count
             inputs, targets = micro_batches(self._source, mine, job.num_micro_batches, job.micro_batch_size)
             inputs, targets = ([t.to(pipe.device, non_blocking=True) for t in part] for part in (inputs, targets))
@@ -380,7 +393,7 @@ class _Run:
             group["lr"] = job.lr * min(1.0, step / job.warmup) if job.warmup else job.lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.seen += job.dp * count
+        self.seen += len(job.lengths) or job.dp * count
         return loss
 
     def _exchange(self) -> list[list[float]]:

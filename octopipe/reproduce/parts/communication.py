@@ -122,9 +122,8 @@ def run(bench: Bench) -> Result:
         "ours",
     )
     text = (
-        "Overlap counts sends and receives, each on its own rank, that run behind computation at least in part: what "
-        "the paper "
-        "marks as overlappable.",
+        "Overlap counts sends and receives, each on its own rank, that run behind computation at least in part: "
+        "what the paper marks as overlappable.",
     )
     return Result(
         rows=tuple(rows), costs=bench.costs_in_words, text=text, tables=(("Table III", columns, tuple(lines)),)

@@ -23,6 +23,10 @@ BASELINE_RANGES = {"interleaved": (0.98, 1.14), "tessel": (0.99, 1.13)}
 MIST_BEHIND = (0.098, 0.205)
 """How much lower Mist's throughput is than OctoPipe's."""
 LARGEST = ("nemotron-h-56b", 8)
+WEIGHT = (
+    "on Jamba, whose layers are short, whole tensors in one queue cost many-staged plans more here than in the "
+    "paper's runs: the reading was judged on Nemotron-H"
+)
 TIGHT = "the search was given few moves; more --iterations help"
 Steps = dict[tuple[str, int], dict[str, float]]
 
@@ -34,7 +38,7 @@ def run(bench: Bench) -> Result:
             steps[entry.name, m] = steps_of(bench, entry.name, m)
     gain = {case: {n: s[n] / s["octopipe"] for n in BASELINES} for case, s in steps.items()}
     mixed = [case for case in steps if not case[0].startswith("llama")]
-    rows = [*_headline(gain, mixed), *_stated(gain, mixed), *_baselines(steps, mixed)]
+    rows = [*_headline(gain, mixed), *_stated(bench, gain, mixed), *_baselines(steps, mixed)]
     rows += _plain_head(bench, gain)
     rows += _our_jambas(bench)
     tables, pictures = [], {}
@@ -61,8 +65,7 @@ def run(bench: Bench) -> Result:
         pictures[f"end-to-end-{m}.svg"] = bars(title, groups, series, unit="× 1F1B", base=0.5, paper=marks)
     text = (
         "OctoPipe holds each layer once and recomputes nothing; every plan of ours fits the 80 GB of an H800 by our "
-        "account of "
-        "memory. The paper prints no table of this figure: what its text states has a row.",
+        "account of memory. The paper prints no table of this figure: what its text states has a row.",
     )
     return Result(rows=tuple(rows), costs=bench.costs_in_words, text=text, tables=tuple(tables), pictures=pictures)
 
@@ -95,14 +98,20 @@ def _headline(gain: Steps, mixed: list[tuple[str, int]]) -> list[Row]:
 _LESS = dict.fromkeys(BASELINES, "our baseline is the better one: see its own rows")
 
 
-def _stated(gain: Steps, mixed: list[tuple[str, int]]) -> list[Row]:
+def _most(bench: Bench, model: str, micro_batches: int) -> str:
+    """Why a speed-up is not larger: what is proven possible, and what was searched."""
+    most = bench.most(bench.costs(model, RANKS, micro_batches), RANKS, micro_batches)
+    return f"no plan gains more than {most:.2f}× over 1F1B under this reading (proven bound); " + TIGHT
+
+
+def _stated(bench: Bench, gain: Steps, mixed: list[tuple[str, int]]) -> list[Row]:
     rows = [
         Row.at_least(
             f"{model}, 16 micro-batches: speed-up over 1F1B",
             paper,
             gain[model, 16]["1f1b"],
             unit="×",
-            why=TIGHT,
+            why=_most(bench, model, 16),
             source=SECTION,
         )
         for model, paper in LLAMA.items()
@@ -116,8 +125,7 @@ def _stated(gain: Steps, mixed: list[tuple[str, int]]) -> list[Row]:
             " > ".join(f"{s:.2f}" for s in sizes),
             falls,
             source=SECTION,
-            why="8B is held up by its head, a single layer that no plan can divide: our plan is at that wall, the "
-            "paper's was above it",
+            why="8B is held up by its head, a single layer that no plan can divide: our plan is near that wall",
         )
     )
     for family, (low, high) in FAMILIES.items():
@@ -135,7 +143,7 @@ def _stated(gain: Steps, mixed: list[tuple[str, int]]) -> list[Row]:
             2406 / 1619,
             gain[LARGEST]["1f1b"],
             unit="×",
-            why=TIGHT,
+            why=f"our 1F1B is 6 % faster than the paper's; {_most(bench, *LARGEST)}",
             source="§VIII-A, Table III",
         )
     )
@@ -165,7 +173,7 @@ def _baselines(steps: Steps, mixed: list[tuple[str, int]]) -> list[Row]:
                     value,
                     unit="×",
                     source=SECTION,
-                    why=f"our {TITLES[name]} is simulated without the overheads of the paper's runs",
+                    why=WEIGHT,
                 )
             )
     behind = [1.0 - steps[case]["octopipe"] / steps[case]["mist"] for case in mixed]

@@ -40,8 +40,7 @@ def run(bench: Bench) -> Result:
     picture = bars("Mean error of the prediction, measured on an H200", groups, series, unit="% error")
     text = (
         "Ours is measured on one H200 shared by four ranks, not on 64 H800: the same simulator against another "
-        "machine. "
-        "Each run is one plan (a published system or a tuned one) of a hybrid, a LLaMA or a Jamba.",
+        "machine. Each run is one plan (a published system or a tuned one) of a hybrid, a LLaMA or a Jamba.",
     )
     costs = f"profiles measured on the device ({bench.options.measured.name if bench.options.measured else ''})"
     return Result(rows=tuple(rows), costs=costs, text=text, pictures={"fidelity.svg": picture})

@@ -43,10 +43,9 @@ def run(bench: Bench) -> Result:
     columns = ("model", "parameters (B)", "layers", "vocabulary", "dense FFN", "experts", "expert FFN", "Mamba")
     text = (
         "The authors' public configurations of the two scaled Jambas are not those of Table II: 20B has 64 layers "
-        "(the table "
-        "prints 32) and experts of 4224, 100B a dense FFN of 24576 and 16 experts of 3456, both a vocabulary of "
-        "65536 and "
-        "Mamba-2. Where their layer times are used, so are their sizes; our presets follow the table.",
+        "(the table prints 32) and experts of 4224, 100B a dense FFN of 24576 and 16 experts of 3456, both a "
+        "vocabulary of 65536 and Mamba-2. Where their layer times are used, so are their sizes; our presets follow "
+        "the table.",
     )
     tables = (("The two Jambas whose sizes the authors chose", columns, tuple(lines)),)
     return Result(rows=tuple(rows), costs="none needed", text=text, tables=tables)

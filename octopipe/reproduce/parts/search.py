@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from octopipe.cost import CostTable
@@ -13,33 +17,26 @@ from octopipe.reproduce.pictures import lines
 from octopipe.reproduce.reading import whole_plan, with_backward
 from octopipe.reproduce.row import Result, Row, Value
 from octopipe.simulator import simulate
-from octopipe.tuner import tune
+from octopipe.tuner import Method, tune
 
 MODEL, RANKS, MICRO_BATCHES, LAYERS = "nemotron-h-8b", 8, 16, 224
 PHASES = ("partition", "placement", "schedule")
 SHARES = {"octopipe": (0.517, 0.348, 0.135), "random": (0.356, 0.316, 0.328)}
 EXACT_S = 10.0
+SEEDS = 3
+METHODS: Mapping[Method, str] = {"octopipe": "Algorithm 1", "random": "random search"}
 SOURCE = "Table IV, §VIII-D"
 
 
 def run(bench: Bench) -> Result:
-    costs = stretched(bench.costs(MODEL, RANKS, MICRO_BATCHES))
-    start = with_backward(whole_plan("1f1b", costs, RANKS, MICRO_BATCHES), costs, bench.reading.backward)
-    found = {
-        method: bench.searched(
-            costs,
-            RANKS,
-            MICRO_BATCHES,
-            iterations=3 * bench.options.rounds,
-            method=method,
-            start=start,  # type: ignore[arg-type]
-        )
-        for method in ("octopipe", "random")
-    }
-    steps = {method: simulate(plan, costs).step_ms for method, plan in found.items()}
-    shares = {method: phase_shares(plan) for method, plan in found.items()}
+    reading = replace(bench.reading, head=1.0, sent="share")
+    costs = stretched(bench.costs(MODEL, RANKS, MICRO_BATCHES, reading=reading))
+    start = with_backward(whole_plan("1f1b", costs, RANKS, MICRO_BATCHES), costs, reading.backward)
+    found = {method: _seeds(bench, costs, start, method) for method in METHODS}
+    steps = {m: statistics.mean(simulate(plan, costs).step_ms for plan in plans) for m, plans in found.items()}
+    shares = {method: phase_shares(plans) for method, plans in found.items()}
     rows = []
-    for method, title in (("octopipe", "Algorithm 1"), ("random", "random search")):
+    for method, title in METHODS.items():
         for phase, paper, ours in zip(PHASES, SHARES[method], shares[method], strict=True):
             rows.append(
                 Row.holds(
@@ -68,7 +65,7 @@ def run(bench: Bench) -> Result:
             f"{steps['octopipe']:.0f} ms against {steps['random']:.0f} ms",
             steps["octopipe"] < steps["random"],
             source="Fig. 13, §VIII-D",
-            why="one seed; over seeds the two are within a few per cent",
+            why="over these seeds the two are close",
         ),
         _exact(bench, costs, start),
     ]
@@ -79,19 +76,20 @@ def run(bench: Bench) -> Result:
         Row.shown("our default search", best, unit="ms", note=f"{bench.options.iterations} moves a lane"),
     ]
     curves = {
-        title: [(float(k), ms) for k, (_, ms) in enumerate(found[method].extra["search_log"])]
-        for method, title in (("octopipe", "Algorithm 1"), ("random", "random search"))
+        title: [(float(k), ms) for k, (_, ms) in enumerate(found[method][0].extra["search_log"])]
+        for method, title in METHODS.items()
     }
-    svg = lines("Best plan so far, 224 layers, PP 8, 16 micro-batches", curves, x_name="iteration", y_name="ms")
-    counts: tuple[tuple[Value, ...], ...] = tuple(
-        (title, *(float(found[m].extra["phase_iterations"].get(p, 0)) for p in PHASES), steps[m])
-        for m, title in (("octopipe", "Algorithm 1"), ("random", "random search"))
+    svg = lines(
+        "Best plan so far (first seed), 224 layers, PP 8, 16 micro-batches", curves, x_name="iteration", y_name="ms"
     )
-    tables = (("Iterations per phase", ("method", *PHASES, "ms"), counts),)
+    counts: tuple[tuple[Value, ...], ...] = tuple(
+        (title, *(float(_count(found[m], p)) for p in PHASES), steps[m]) for m, title in METHODS.items()
+    )
+    tables = (("Iterations per phase, all seeds; mean step time", ("method", *PHASES, "ms"), counts),)
     text = (
-        "Both begin with 1F1B and stop when many iterations in a row find nothing better, so their totals differ; "
-        "the paper "
-        "counts 319 and 326 iterations of an equal time.",
+        f"{SEEDS} seeds each. Both begin with 1F1B and stop when many iterations in a row find nothing better; the "
+        "paper counts 319 and 326 iterations of an equal time. A search runs on a simulator, not on the cluster: "
+        "the published layer times are used as they are, without the reading of the head.",
     )
     return Result(rows=tuple(rows), costs=bench.costs_in_words, text=text, tables=tables, pictures={"search.svg": svg})
 
@@ -119,9 +117,23 @@ def stretched(costs: CostTable) -> CostTable:
     )
 
 
-def phase_shares(plan: Plan) -> tuple[float, float, float]:
-    """Of the iterations of a search, the share each phase got."""
-    counts = [float(plan.extra["phase_iterations"].get(phase, 0)) for phase in PHASES]
+def _seeds(bench: Bench, costs: CostTable, start: Plan, method: Method) -> list[Plan]:
+    """What a method finds from several seeds."""
+    most = 3 * bench.options.rounds
+    seeds = range(bench.options.seed, bench.options.seed + SEEDS)
+    return [
+        bench.searched(costs, RANKS, MICRO_BATCHES, iterations=most, method=method, start=start, seed=seed)
+        for seed in seeds
+    ]
+
+
+def _count(plans: Sequence[Plan], phase: str) -> int:
+    return sum(int(plan.extra["phase_iterations"].get(phase, 0)) for plan in plans)
+
+
+def phase_shares(plans: Sequence[Plan]) -> tuple[float, float, float]:
+    """Of the iterations of some searches, the share each phase got."""
+    counts = [float(_count(plans, phase)) for phase in PHASES]
     total = sum(counts) or 1.0
     return counts[0] / total, counts[1] / total, counts[2] / total
 

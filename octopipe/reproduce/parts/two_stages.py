@@ -76,8 +76,7 @@ def run(bench: Bench) -> Result:
     rows.append(Row.at_least("time saved by all three together", 1 / 3, saved, unit="%", source=SECTION))
     text = (
         "Six layers of 1T for each of F, I and W: stage 0 holds two of them (2T an op), stage 1 four (4T). Single "
-        "phases by "
-        "`tune --method octopipe --phases …` from 1F1B.",
+        "phases by `tune --method octopipe --phases …` from 1F1B.",
     )
     svg = timeline_svg(timelines, title="Two stages of 2T and 4T, two micro-batches")
     return Result(rows=tuple(rows), costs="the paper's example, exact", text=text, pictures={"two-stages.svg": svg})
