@@ -19,7 +19,7 @@ from octopipe.errors import OctoPipeError  # noqa: E402
 from octopipe.training.checkpoint import checkpoints, latest  # noqa: E402
 from octopipe.training.shelf import damage  # noqa: E402
 
-STEPS = 60
+STEPS = 40
 COMMAND = (
     *("-m", "octopipe", "train", "nemotron-h-8b", "--scale", "0.005", "--layers", "6", "--seq", "16", "--json"),
     *("--micro-batches", "4", "--steps", str(STEPS), "--save-every", "5", "--timeout", "60s"),
