@@ -27,7 +27,7 @@ MACHINES = ("manylinux_2_28_x86_64", "manylinux_2_28_aarch64")
 SETUP = ("--gpu", "h100", "--pp", "4", "--tp", "2", "--micro-batches", "8")
 PLANNING = (
     ("tune", "llama3-8b", *SETUP, "--budget", "1s", "-o", "p.json"),
-    ("simulate", "p.json"),
+    ("simulate", "--plan", "p.json"),
     ("compare", "llama3-8b", *SETUP, "--systems", "1f1b,gpipe"),
 )  # fmt: skip
 TRAINING = (

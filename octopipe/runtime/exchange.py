@@ -20,11 +20,8 @@ from torch import Tensor
 from octopipe.errors import OctoPipeError
 from octopipe.runtime.plain import decoded, empty_aside, encoded
 
-_OF_PEERS = (
-    "gloo/", "connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "store",
-    "connection refused", "connectfullmesh",
-)  # fmt: skip
-"""What errors about other ranks hold, in small letters."""
+_OF_PEERS = ("gloo/", "connectfullmesh", "tcpstore", "c10d")
+"""Parts of what torch.distributed says of other ranks, in small letters; a user's own error may speak of peers, too."""
 _moment: ContextVar[str] = ContextVar("moment", default="while ranks agreed on what to run")
 
 
@@ -120,7 +117,8 @@ def told(timeout_s: float | None = None) -> Iterator[None]:
 def peer_words(error: BaseException, timeout_s: float | None = None) -> str | None:
     """What an error of torch.distributed says about another rank; None where it is of another kind."""
     text = " ".join(str(error).split()).lower()
-    if not isinstance(error, RuntimeError) or not any(word in text for word in _OF_PEERS):
+    ours = isinstance(error, dist.DistError) or any(word in text for word in _OF_PEERS)
+    if not isinstance(error, RuntimeError) or not ours:
         return None
     if "timed out" in text or "timeout" in text:
         within = "in time" if timeout_s is None else f"within {timeout_s:g} s"
