@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz bench docs reproduce clean
+.PHONY: demo test lint types unit fuzz soak mutate package bench docs reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -20,9 +20,23 @@ types: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Damaged files for every reader; `CASES=1000000 make fuzz` for longer.
+# Damaged files for every reader, drawn and (where atheris is installed) guided by coverage; `CASES=1000000 make fuzz`
+# for longer.
 fuzz: $(VENV)/.test
 	$(BIN)/python scripts/fuzz.py --cases $(or $(CASES),100000)
+	$(BIN)/python scripts/fuzz.py --atheris --cases $(or $(CASES),100000)
+
+# Two ranks for 2,000 steps, with plans that change and ranks that die.
+soak: $(VENV)/.test
+	$(BIN)/python scripts/soak.py
+
+# One operator flipped at a time; the nearest tests must notice.
+mutate: $(VENV)/.test
+	$(BIN)/python scripts/mutate.py
+
+# Wheel and sdist in fresh environments.
+package: $(VENV)/.test
+	$(BIN)/python scripts/package.py
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/bench_simulate.py

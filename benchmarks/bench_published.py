@@ -1,9 +1,10 @@
 """Published training runs, predicted: tokens per GPU and second of every row's own split.
 
-    python benchmarks/bench_published.py                     the table, and the errors
-    python benchmarks/bench_published.py --csv FILE          rows of your own, in the same columns
-    python benchmarks/bench_published.py --fit               fit the rates again and print them
-    python benchmarks/bench_published.py --plan 10           beside it: what `octopipe plan` finds for ten of them
+python benchmarks/bench_published.py                     the table, and the errors
+python benchmarks/bench_published.py --csv FILE          rows of your own, in the same columns
+python benchmarks/bench_published.py --fit               fit the rates again and print them
+python benchmarks/bench_published.py --held-out          errors on rows that were not fitted: halves, single models
+python benchmarks/bench_published.py --plan 10           beside it: what `octopipe plan` finds for ten of them
 """
 
 from __future__ import annotations
@@ -215,32 +216,49 @@ one per generation, five for all."""
 
 
 ROUNDS = 8
+NEUTRAL = {
+    "gemm": 0.7,
+    "half": 250.0,
+    "core": 0.45,
+    "launch_ms": 0.01,
+    "passes": 2.5,
+    "moe_passes": 6.0,
+    "cast_bytes": 4.0,
+    "link": 0.8,
+}
+"""Where a fit begins that must know nothing of the rows it leaves out: round numbers, the same for every GPU."""
 
 
-def fit(path: Path, leave_out: int | None = None) -> Any:
-    """Least squares on log ratios."""
-    import numpy as np
+class Fit:
+    """Least squares on log ratios over some of the rows, near a starting point."""
 
-    rows = read_rows(path)
-    keys = sorted(RATES)
-    names: list[tuple[str, str, str]] = [(*key, name) for key in keys for name in OWN]
-    names += [(g, "", name) for g in sorted({g for g, _ in keys}) for name in GENERATION]
-    names += [("", "", name) for name in SHARED]
-    limits = OWN | GENERATION | SHARED
+    def __init__(self, rows: list[Row], *, neutral: bool = False):
+        import numpy as np
 
-    def present(generation: str, precision: str, name: str) -> float:
-        key = next(k for k in keys if k[0].startswith(generation) and k[1] == (precision or "fp8"))
-        return max(float(getattr(RATES[key], name)), 1e-6)
+        self.rows = rows
+        self.keys = sorted(RATES)
+        keys = self.keys
+        self.names: list[tuple[str, str, str]] = [(*key, name) for key in keys for name in OWN]
+        self.names += [(g, "", name) for g in sorted({g for g, _ in keys}) for name in GENERATION]
+        self.names += [("", "", name) for name in SHARED]
+        limits = OWN | GENERATION | SHARED
 
-    low, high, weight = (np.array([limits[n[2]][i] for n in names]) for i in range(3))
-    x0 = np.clip([math.log(present(*n)) for n in names], np.log(low) + 1e-6, np.log(high) - 1e-6)
+        def present(generation: str, precision: str, name: str) -> float:
+            if neutral:
+                return NEUTRAL[name]
+            key = next(k for k in keys if k[0].startswith(generation) and k[1] == (precision or "fp8"))
+            return max(float(getattr(RATES[key], name)), 1e-6)
 
-    def rates_from(x: Any) -> dict[tuple[str, str], Rates]:
+        self.low, self.high, self.weight = (np.array([limits[n[2]][i] for n in self.names]) for i in range(3))
+        start = [math.log(present(*n)) for n in self.names]
+        self.start = np.clip(start, np.log(self.low) + 1e-6, np.log(self.high) - 1e-6)
+
+    def rates_from(self, x: Any) -> dict[tuple[str, str], Rates]:
         out = {}
-        for generation, precision in keys:
+        for generation, precision in self.keys:
             own = {
                 name: math.exp(v)
-                for (g, p, name), v in zip(names, x)
+                for (g, p, name), v in zip(self.names, x, strict=True)
                 if g in ("", generation) and p in ("", precision)
             }
             if precision == "bf16":
@@ -248,53 +266,100 @@ def fit(path: Path, leave_out: int | None = None) -> Any:
             out[generation, precision] = Rates(**own)
         return out
 
-    def errors(x: Any) -> Any:
-        rates = rates_from(x)
+    def errors(self, x: Any, numbers: list[int]) -> Any:
+        """Log of predicted over published."""
+        import numpy as np
+
+        rates = self.rates_from(x)
         out = []
-        for row in rows:
+        for row in (self.rows[i] for i in numbers):
             assert row.setup.gpu is not None
             own = {p: rates[row.setup.gpu.generation, p] for p in ("bf16", "fp8")}
             out.append(math.log(quick(row, own)[0] / row.tokens_per_s_per_gpu))
         return np.array(out)
 
-    kept = [i for i in range(len(rows)) if i != leave_out]
+    def solve(self, kept: list[int], rounds: int = ROUNDS) -> Any:
+        """Levenberg-Marquardt within the bounds."""
+        import numpy as np
 
-    def residuals(x: Any) -> Any:
-        # Beyond 15 % an error counts by its size, not by its square: one odd run must not bend the rest.
-        raw = errors(x)[kept]
-        soft = np.sign(raw) * np.where(abs(raw) < 0.15, abs(raw), np.sqrt(np.maximum(0.3 * abs(raw) - 0.0225, 0.0)))
-        return np.concatenate((soft, weight * (x - x0)))
+        def residuals(x: Any) -> Any:
+            # Beyond 15 % an error counts by its size, not by its square: one odd run must not bend the rest.
+            raw = self.errors(x, kept)
+            soft = np.where(abs(raw) < 0.15, abs(raw), np.sqrt(np.maximum(0.3 * abs(raw) - 0.0225, 0.0)))
+            return np.concatenate((np.sign(raw) * soft, self.weight * (x - self.start)))
 
-    # Levenberg-Marquardt within the bounds.
-    x, damping, at = x0.copy(), 1e-2, residuals(x0)
-    for _ in range(ROUNDS):
-        slope = np.stack([(residuals(x + 0.01 * e) - at) / 0.01 for e in np.eye(x.size)], axis=1)
-        for _ in range(4):
-            normal = slope.T @ slope
-            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ at)
-            trial = np.clip(x + np.clip(move, -0.5, 0.5), np.log(low), np.log(high))
-            there = residuals(trial)
-            if there @ there < at @ at:
-                x, at, damping = trial, there, damping / 3
+        x, damping, at = self.start.copy(), 1e-2, residuals(self.start)
+        for _ in range(rounds):
+            slope = np.stack([(residuals(x + 0.01 * e) - at) / 0.01 for e in np.eye(x.size)], axis=1)
+            for _ in range(4):
+                normal = slope.T @ slope
+                move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ at)
+                trial = np.clip(x + np.clip(move, -0.5, 0.5), np.log(self.low), np.log(self.high))
+                there = residuals(trial)
+                if there @ there < at @ at:
+                    x, at, damping = trial, there, damping / 3
+                    break
+                damping *= 5
+            else:
                 break
-            damping *= 5
-        else:
-            break
-    ratio = np.exp(errors(x)) - 1
-    if leave_out is not None:
-        return ratio[leave_out]
-    for key, rates in rates_from(x).items():
+        return x
+
+
+def fit(path: Path) -> None:
+    """The rates fitted to all rows, near the present ones."""
+    import numpy as np
+
+    rows = read_rows(path)
+    every = list(range(len(rows)))
+    found = Fit(rows)
+    x = found.solve(every)
+    ratio = np.exp(found.errors(x, every)) - 1
+    for key, rates in found.rates_from(x).items():
         print(key, rates)
-    for row, r in zip(rows, ratio):
+    for row, r in zip(rows, ratio, strict=True):
         print(f"{row.name:42} {100 * r:+6.1f}%")
     print(f"median {np.median(abs(ratio)):.1%}, worst {abs(ratio).max():.1%}")
-    return None
+
+
+def held_out(path: Path, rounds: int = 4) -> dict[str, Any]:
+    """Errors on rows that a fit from round numbers has not seen: every second row, and every model in turn."""
+    import numpy as np
+
+    rows = read_rows(path)
+    every = list(range(len(rows)))
+    found = Fit(rows, neutral=True)
+    sets = {"halves": [every[0::2], every[1::2]]}
+    models = sorted({row.spec.name for row in rows})
+    sets["models"] = [[i for i in every if rows[i].spec.name == name] for name in models]
+    start = np.exp(found.errors(found.start, every)) - 1
+    out: dict[str, Any] = {
+        "unfitted": {"median": float(np.median(abs(start))), "worst": float(abs(start).max())},
+    }
+    print(f"round numbers, nothing fitted: median {np.median(abs(start)):.1%}, worst {abs(start).max():.1%}")
+    for name, left_out in sets.items():
+        errors: dict[int, float] = {}
+        for group in left_out:
+            x = found.solve([i for i in every if i not in group], rounds)
+            for i, e in zip(group, np.exp(found.errors(x, group)) - 1, strict=True):
+                errors[i] = float(e)
+        sizes = np.array([abs(errors[i]) for i in every])
+        worst = int(sizes.argmax())
+        out[name] = {
+            "median": float(np.median(sizes)),
+            "worst": float(sizes.max()),
+            "worst_row": rows[worst].name,
+            "errors": {rows[i].name: errors[i] for i in every},
+        }
+        where = f"worst {sizes.max():.1%} ({rows[worst].name})"
+        print(f"held out by {name}: median {np.median(sizes):.1%}, {where}", flush=True)
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--plan", type=int, default=0, metavar="N")
     parser.add_argument("--budget", type=float, default=30.0, metavar="S", help="of every search (default: 30)")
     args = parser.parse_args()
@@ -303,10 +368,14 @@ def main() -> None:
         return
     result = run(args.csv)
     show(result)
+    if args.held_out:
+        result["held_out"] = held_out(args.csv)
     if args.plan:
         result["plans"] = planned(args.csv, args.plan, args.budget)
     if args.csv == CSV:
         RESULTS.parent.mkdir(exist_ok=True)
+        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        result = {**{name: before[name] for name in ("plans", "held_out") if name in before}, **result}
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from octopipe.algorithm1 import PHASES, IterativeSearch, RandomSearch
+from octopipe.algorithm1.settings import Settings
 from octopipe.bounds import lower_bound
 from octopipe.cluster import Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.exact import solve
 from octopipe.files import read_json_object
 from octopipe.layer_times import costs_of_layer_times
+from octopipe.search_record import Step
 from octopipe.tuner import tune
-from octopipe.tuner.exact import solve
-from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
-from octopipe.tuner.paper.settings import Settings
-from octopipe.tuner.result import Step
 
 PROFILE = Path(__file__).resolve().parents[2] / "shared" / "profiles" / "nemotron-h-8b.json"
 SYNTHETIC = {

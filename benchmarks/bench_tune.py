@@ -3,6 +3,10 @@
 Runs on the layer times published by the paper's authors (../shared/profiles); says so and stops without them.
 Prints Markdown. Run: python benchmarks/bench_tune.py [--parts gaps,systems,nano,scale] [--budget 30]
 
+The gap cases can be run one at a time, over several seeds, with every run as a line of JSON in a file:
+
+    python benchmarks/bench_tune.py --parts gaps --cases nemotron-h-8b-R8-M16-k1.5 --seeds 0,1,2 --json gaps.jsonl
+
 Memory model of all parts: an F holds one unit per layer of its stage until I, then 0.6 of it until W. The cap is
 k * L units a rank, L the number of layers (1F1B's first rank needs about 1.0 * L); for `systems` it is what 1F1B
 needs at most, times k.
@@ -11,6 +15,7 @@ needs at most, times k.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import resource
 import statistics
@@ -50,22 +55,48 @@ def units(name: str, ranks: int, p2p_ms: float, cap_units: float | None = None) 
     return costs if cap_units is None else costs.replace(rank_memory_bytes=(cap_units * GIB,))
 
 
-def gaps(budget_s: float) -> None:
-    print(f"\n### Gap to the proven bound ({budget_s:g} s)\n")
-    print("| case | k = 1.5: bound ms | ms | gap | target | k = 1.0: bound ms | ms | gap | target |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for name, ranks, micro_batches, p2p_ms, *targets in GAPS:
-        cells = []
-        for k, target in zip((1.5, 1.0), targets):
-            costs = units(name, ranks, p2p_ms)
-            costs = costs.replace(rank_memory_bytes=(k * costs.num_layers * GIB,))
+def gap_cases() -> dict[str, tuple[str, int, int, float, float, float]]:
+    """Every gap case by its name: profile, ranks, micro-batches, transfer ms, k, target."""
+    return {
+        f"{name}-R{ranks}-M{micro_batches}-k{k:g}": (name, ranks, micro_batches, p2p_ms, k, target)
+        for name, ranks, micro_batches, p2p_ms, *targets in GAPS
+        for k, target in zip((1.5, 1.0), targets)
+    }
+
+
+def gaps(budget_s: float, cases: list[str], seeds: list[int], file: str) -> None:
+    """The gap of every case and seed; `file` gets a line of JSON for each."""
+    print(f"\n### Gap to the proven bound ({budget_s:g} s, seeds {', '.join(map(str, seeds))})\n")
+    print("| case | bound ms | ms, mean | gap, mean | worst | target |")
+    print("|---|--:|--:|--:|--:|--:|")
+    means = []
+    for case in cases:
+        name, ranks, micro_batches, p2p_ms, k, target = gap_cases()[case]
+        costs = units(name, ranks, p2p_ms)
+        costs = costs.replace(rank_memory_bytes=(k * costs.num_layers * GIB,))
+        found = []
+        for seed in seeds:
             # The problem these targets were set for: every layer on one rank, nothing recomputed.
-            result = tune(costs, ranks, micro_batches, budget_s=budget_s, recompute=False, copies=False)
+            result = tune(
+                costs, ranks, micro_batches, budget_s=budget_s, seed=seed, recompute=False, copies=False
+            )  # fmt: skip
             assert simulate(result.plan, costs).fits
-            mark = "✓" if result.gap <= target else "✗"
-            cells += [f"{result.lower_bound_ms:.1f}", f"{result.step_ms:.1f}"]
-            cells += [f"{100 * result.gap:.2f} %", f"{100 * target:.1f} % {mark}"]
-        print(f"| {name} R{ranks} M{micro_batches} | " + " | ".join(cells) + " |", flush=True)
+            found.append(result)
+            if file:
+                row = {"case": case, "seed": seed, "budget_s": budget_s, "seconds": result.seconds, "gap": result.gap,
+                       "step_ms": result.step_ms, "bound_ms": result.lower_bound_ms, "target": target,
+                       "iterations": result.iterations}  # fmt: skip
+                with Path(file).open("a") as out:
+                    out.write(json.dumps(row) + "\n")
+        mean = statistics.mean(r.gap for r in found)
+        means.append(mean)
+        print(
+            f"| {case} | {found[0].lower_bound_ms:.1f} | {statistics.mean(r.step_ms for r in found):.1f} | "
+            f"{100 * mean:.2f} % | {100 * max(r.gap for r in found):.2f} % | "
+            f"{100 * target:.1f} % {'✓' if mean <= target else '✗'} |",
+            flush=True,
+        )
+    print(f"\nMean gap: {100 * statistics.mean(means):.3f} %.", flush=True)
 
 
 def systems(budget_s: float, caps: tuple[float, ...]) -> None:
@@ -155,17 +186,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="gaps,systems,nano,scale")
     parser.add_argument("--budget", type=float, default=30.0)
+    parser.add_argument("--cases", default="", help=f"of the gaps part, some of {', '.join(gap_cases())}")
+    parser.add_argument("--seeds", default="0", help="of the gaps part, separated by commas")
+    parser.add_argument("--json", default="", metavar="FILE", help="of the gaps part: append a line for every run")
     parser.add_argument("--caps", default="1.5,1.0", help="of the systems part")
     args = parser.parse_args()
     if not PROFILES.is_dir():
         sys.exit("the authors' layer times (../shared/profiles) are not on this machine; nothing to measure")
     parts = args.parts.split(",")
+    cases = args.cases.split(",") if args.cases else list(gap_cases())
+    if unknown := [case for case in cases if case not in gap_cases()]:
+        sys.exit(f"no such case: {', '.join(unknown)}; one of {', '.join(gap_cases())}")
     # The search is compiled once per installation; that is not what is measured here.
     tune(units("nemotron-nano-v2-9b", 4, 0.3, 100.0), 4, 8, budget_s=2.0)
     if "nano" in parts:
         nano(min(args.budget, 20.0))
     if "gaps" in parts:
-        gaps(args.budget)
+        gaps(args.budget, cases, [int(seed) for seed in args.seeds.split(",")], args.json)
     if "systems" in parts:
         systems(args.budget, tuple(float(k) for k in args.caps.split(",")))
     if "scale" in parts:

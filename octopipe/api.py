@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from octopipe.comparison import Comparison
     from octopipe.comparison import Progress as CompareProgress
+    from octopipe.search_record import Callback
     from octopipe.tuner import Method, TuneResult
-    from octopipe.tuner.result import Callback
 
 SETUP = "setup"
 """Where a plan and a timeline carry their set-up as every verb prints it."""
@@ -67,6 +67,8 @@ class Setup(TypedDict, total=False):
     nodes: str | Path | Sequence[Mapping[str, object]] | None
     distributed_optimizer: bool | None
     micro_batch_tokens: Sequence[int] | None
+    micro_batch_lengths: Sequence[Sequence[int]] | None
+    packed: bool
 
 
 class TuneKeywords(Setup, total=False):

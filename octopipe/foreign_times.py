@@ -40,8 +40,10 @@ _SYMBOLS = (("mamba", "M"), ("ssm", "M"), ("moe", "#"), ("attention", "*"), ("at
 def kind_of_file(path: str | os.PathLike[str]) -> str | None:
     """Which of `KINDS` a file is, by its content; None where it is none of them (or cannot be read)."""
     try:
+        if not Path(path).is_file():  # a pipe would be waited for
+            return None
         with open(path, "rb") as file:
-            head = file.read(HEAD_BYTES) if Path(path).is_file() else b""
+            head = file.read(HEAD_BYTES)
         if head.startswith(GZIP_MAGIC):
             with gzip.open(path, "rb") as packed:
                 head = packed.read(HEAD_BYTES)

@@ -64,9 +64,7 @@ class Batch:
     def words(self) -> str:
         every = [length for group in self.groups for length in group]
         how = "packed" if self.packed else f"padded ({100 * (1 - self.tokens / self.computed_tokens):.0f} % padding)"
-        return (
-            f"{len(self.groups)} micro-batches of {len(every)} sequences, {min(every)} to {max(every)} tokens, {how}"
-        )
+        return f"{len(self.groups)} micro-batches of {len(every)} sequences, {min(every)} to {max(every)} tokens, {how}"
 
 
 def read_lengths(path: str | Path) -> tuple[int, ...]:
@@ -139,3 +137,29 @@ def dealt(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], floa
         mine[least].append(m)
     heaviest_first = sorted(range(pipelines), key=lambda r: -loads[r])
     return [tuple(groups[m] for m in sorted(mine[r])) for r in heaviest_first]
+
+
+def dealt_evenly(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
+    """As many micro-batches for every pipeline, so that one plan serves all: by size, to and fro."""
+    if len(groups) % pipelines:
+        raise OctoPipeError(
+            f"{len(groups)} micro-batches do not make {pipelines} equal pipelines; change --micro-batch-size or --dp"
+        )
+    mine: list[list[int]] = [[] for _ in range(pipelines)]
+    for place, m in enumerate(sorted(range(len(groups)), key=lambda m: -work(groups[m]))):
+        lap, at = divmod(place, pipelines)
+        mine[at if lap % 2 == 0 else pipelines - 1 - at].append(m)
+    return [tuple(groups[m] for m in sorted(numbers)) for numbers in mine]
+
+
+def sequence_numbers(lengths: Sequence[int], batches: Sequence[Groups]) -> list[list[list[int]]]:
+    """Which of a step's sequences stands where: [pipeline][micro-batch][place]. Of equal lengths the first comes first,
+    so that sequence i has length i of the file however the step is cut.
+
+    >>> sequence_numbers([5, 3, 5], [((3, 5), (5,))])
+    [[[1, 0], [2]]]
+    """
+    waiting: dict[int, list[int]] = {}
+    for i in range(len(lengths) - 1, -1, -1):
+        waiting.setdefault(lengths[i], []).append(i)
+    return [[[waiting[length].pop() for length in group] for group in groups] for groups in batches]

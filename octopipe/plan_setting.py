@@ -22,7 +22,7 @@ KEYS = (
     "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute",
     "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",
     "rank_speed", "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
-    "micro_batch_lengths", "packed",
+    "micro_batch_lengths", "packed", "tokens_per_pipeline",
 )  # fmt: skip
 """Keys of a setting, beside its model, that price a plan; others are ignored."""
 log = logging.getLogger("octopipe.plan")

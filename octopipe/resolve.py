@@ -171,6 +171,7 @@ def resolve_costs(
     micro_batch_tokens: Sequence[int] | None = None,
     micro_batch_lengths: Sequence[Sequence[int]] | None = None,
     packed: bool = False,
+    tokens_per_pipeline: int | None = None,
 ) -> CostTable:
     """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
 
@@ -178,7 +179,8 @@ def resolve_costs(
     whose times already hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every
     transfer cost that much. `memory_gib` left out: the GPU's less a reserve (see `setup.py`), or no limit for a file
     of times. `nodes` is a cluster file, or what is in one. `distributed_optimizer` is an older word for `zero`.
-    `micro_batch_lengths` holds the lengths of every micro-batch's sequences, padded to the longest or `packed`.
+    `micro_batch_lengths` holds the lengths of every micro-batch's sequences, padded to the longest or `packed`; where
+    other pipelines have fewer, `tokens_per_pipeline` is what they all have on average, for tokens per second.
     """
     whole = {"seq": seq, "pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
     for name, value in whole.items():
@@ -232,7 +234,14 @@ def resolve_costs(
         setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
         if tp is None:
             setup = replace(setup, tp=tensor_parallel(found, setup))
-        return costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
+        table = costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
+        if batch is None or tokens_per_pipeline is None:
+            return table
+        share = _positive("tokens_per_pipeline", tokens_per_pipeline) / batch.tokens
+        return table.replace(
+            tokens_per_micro_batch=max(1, round(tokens_per_pipeline / len(batch.groups))),
+            model_flops=None if table.model_flops is None else share * table.model_flops,
+        )
     if batch is not None:
         raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
     return _measured(found, setup, gpu_given=gpu is not None or bool(groups), lengths=micro_batch_tokens)

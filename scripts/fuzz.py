@@ -2,7 +2,7 @@
 
     make fuzz                                  100,000 cases over all readers
     python scripts/fuzz.py --cases 2000 --readers plan timeline --seed 7
-    python scripts/fuzz.py --atheris --readers plan --cases 100000      coverage-guided, where atheris is installed
+    python scripts/fuzz.py --atheris --cases 100000        coverage-guided, where atheris is installed
 
 A case may take `--limit-s` seconds of processor time (a busy machine is no hang) and the process `--memory-gib` of
 address space beyond what it started with. The exit code is 1 if a case raised, hung or ran out of memory; the files
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import importlib.util
 import random
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +30,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from fuzz_cases import Reader, damaged, outcome, readers  # noqa: E402
+READING = (
+    "cluster_file", "cost", "cost_record", "files", "layer_times", "layers", "limits", "model", "plan", "plan_file",
+    "plan_setting", "profile_file", "readers", "resolve", "setup", "timeline", "timeline_record", "report",
+)  # fmt: skip
+"""Modules that read; in those with kernels the counters would be compiled along."""
+if "--inner" in sys.argv:  # readers are compiled with counters as they are imported
+    import atheris
+
+    with atheris.instrument_imports(include=[f"octopipe.{name}" for name in READING]):
+        from fuzz_cases import Reader, damaged, outcome, readers
+else:
+    from fuzz_cases import Reader, damaged, outcome, readers
 
 MIB = 1 << 20
 
@@ -108,9 +121,29 @@ def guided(reader: Reader, cases: int, folder: Path) -> None:
         path.write_bytes(damaged(valid, lambda n: int(provider.ConsumeIntInRange(0, n - 1))))
         outcome(reader, path)
 
-    atheris.instrument_all()
     atheris.Setup([sys.argv[0], f"-runs={cases}", "-timeout=30", "-rss_limit_mb=4096"], one)
     atheris.Fuzz()
+
+
+def guided_each(names: list[str], cases: int) -> int:
+    """One process a reader: libFuzzer ends its own. Returns how many readers went wrong."""
+    if importlib.util.find_spec("atheris") is None:
+        print("atheris is not installed: no coverage-guided run (pip install atheris)")
+        return 0
+    wrong = 0
+    for name in names:
+        share = str(cases // len(names))
+        words = [sys.executable, __file__, "--atheris", "--inner", "--readers", name, "--cases", share]
+        began = time.monotonic()
+        done = subprocess.run(words, capture_output=True, text=True)
+        lines = [line for line in done.stderr.splitlines() if line.startswith("#")]
+        wrong += done.returncode != 0
+        result = "went wrong" if done.returncode else "clean"
+        print(f"{name:14}{result}; {time.monotonic() - began:.0f} s; {' '.join(lines[-1:])}")
+        if done.returncode:
+            print(done.stderr[-3000:], file=sys.stderr)
+        sys.stdout.flush()
+    return wrong
 
 
 def main() -> int:
@@ -122,8 +155,11 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=5.0, help="processor time of one case (default: 5)")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="that may be added in all (default: 4)")
     parser.add_argument("--keep", type=Path, default=ROOT / "out" / "fuzz", help="for files that went wrong")
-    parser.add_argument("--atheris", action="store_true", help="coverage-guided; one reader at a time")
+    parser.add_argument("--atheris", action="store_true", help="coverage-guided, one process a reader")
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.atheris and not args.inner:
+        return int(guided_each(args.readers, args.cases) > 0)
     with tempfile.TemporaryDirectory(prefix="octopipe-fuzz-", dir=_memory_disk()) as name:
         folder = Path(name)
         for reader in known.values():  # kernels are compiled, and every valid file is read, before anything counts

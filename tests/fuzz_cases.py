@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sqlite3
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +131,23 @@ def _use_megatron(path: Path) -> object:
     return read_megatron(_text(path))
 
 
+def _use_lengths(path: Path) -> object:
+    from octopipe.lengths import packed_groups, padded_groups, read_lengths
+
+    lengths = read_lengths(path)
+    return padded_groups(lengths, 2), packed_groups(lengths, max(lengths))
+
+
+def _use_foreign_times(path: Path) -> object:
+    from octopipe.foreign_times import load_foreign_profile
+
+    profile = load_foreign_profile(path)
+    if profile is None:
+        raise OctoPipeError(f"{path.name} is no recording")
+    costs = profile.costs
+    return finite_numbers(simulate(build_plan("1f1b", costs, 1, 2), costs).summary())
+
+
 def _gpu() -> Any:
     from octopipe.cluster import gpu
 
@@ -218,6 +237,17 @@ TORCH_CSVS = (
 MEGATRON_TEXTS = (b"Et*3|(tt|)*2,m|L", b"M-M*|-ME/M*/M*", b"E|(t|)*30L")
 
 
+LENGTHS = (b"[512, 1024, 96]", b"512\n1024 # long\n\n96\n")
+TRACE = {
+    "traceEvents": [
+        {"ph": "X", "cat": "user_annotation", "name": f"layer {k} {phase}", "ts": 100.0 * k + shift, "dur": 40.0,
+         "tid": 1, "pid": 1}
+        for k in range(3) for phase, shift in (("forward", 0.0), ("backward", 1000.0))
+    ]
+}  # fmt: skip
+TIMES_CSVS = (b"layer,embedding,0,1,head\nF,0.1,1.0,1.1,2.0\nB,0.2,2.1,2.2,4.1\n", b"0,1,2,3\n0.3,3.0,3.1,6.2\n")
+
+
 def _timelines() -> tuple[bytes, ...]:
     costs = CostTable.uniform(num_layers=4, activation_bytes=1e6, p2p_ms=0.1).replace(
         optimizer_ms=np.full(4, 0.5), rank_memory_bytes=(1e9,)
@@ -244,8 +274,36 @@ def readers() -> tuple[Reader, ...]:
         Reader(name="cluster.json", suffix=".json", valid=(cluster,), use=_use_cluster),
         Reader(name="cluster.toml", suffix=".toml", valid=(toml,), use=_use_cluster),
         Reader(name="torch.csv", suffix=".csv", valid=TORCH_CSVS, use=_use_torch_csv),
+        Reader(name="lengths", suffix=".txt", valid=LENGTHS, use=_use_lengths),
+        Reader(name="trace", suffix=".json", valid=(json.dumps(TRACE).encode(),), use=_use_foreign_times),
+        Reader(name="times.csv", suffix=".csv", valid=TIMES_CSVS, use=_use_foreign_times),
         Reader(name="megatron", suffix=".txt", valid=MEGATRON_TEXTS, use=_use_megatron),
+        Reader(name="recording", suffix=".json", valid=_recordings(), use=_use_costs),
     )
+
+
+def _recordings() -> tuple[bytes, ...]:
+    """A trace of torch.profiler, an export of Nsight Systems, a report of its, a CSV of times."""
+    back = "autograd::engine::evaluate_function: XBackward0"
+    events: list[dict[str, Any]] = []
+    for k in range(3):
+        more = {"ph": "X", "pid": 1, "tid": 1}
+        events.append({**more, "cat": "user_annotation", "name": f"layer {k}", "ts": 10.0 * k, "dur": 8.0})
+        args = {"Sequence number": k, "correlation": k}
+        events.append({**more, "cat": "cpu_op", "name": "aten::mm", "ts": 10.0 * k + 1, "dur": 5.0, "args": args})
+        events.append({**more, "cat": "cpu_op", "name": back, "ts": 90.0 - 9 * k, "dur": 6.0, "args": args})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.sqlite"
+        base = sqlite3.connect(path)
+        base.execute('CREATE TABLE NVTX_EVENTS (start INT, "end" INT, eventType INT, text TEXT, globalTid INT)')
+        rows = [(9 * k, 9 * k + 5, 59, f"layer {k // 2} {'bwd' if k % 2 else 'fwd'}", 1) for k in range(4)]
+        base.executemany("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?)", rows)
+        base.commit()
+        base.close()
+        exported = path.read_bytes()
+    report = b"Range,Proj Med (ns)\n:layer 0 fwd,5\n:layer 0 bwd,9\n:layer 1 fwd,6\n:layer 1 bwd,8\n"
+    times = b"layer,embed,0,head\nF,1,2,3\nB,2,4,6\n"
+    return json.dumps({"traceEvents": events}).encode(), exported, report, times
 
 
 def outcome(reader: Reader, path: Path) -> str:

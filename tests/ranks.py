@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import importlib
 import multiprocessing as mp
 import os
+import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -40,10 +43,32 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
     dist.destroy_process_group()
 
 
+def _fork_ranks(imports: Sequence[str], starts: Sequence[tuple[Any, ...]]) -> None:
+    for name in imports:
+        importlib.import_module(name)
+    fork = mp.get_context("fork")
+    ranks = [fork.Process(target=_forked, args=(rank, starts)) for rank in range(len(starts))]
+    for rank in ranks:
+        rank.start()
+    for start in starts:
+        start[3].close()
+    for rank in ranks:
+        rank.join()
+
+
+def _forked(rank: int, starts: Sequence[tuple[Any, ...]]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the process it was forked from, whatever it waits for
+    for other, start in enumerate(starts):
+        if other != rank:
+            start[3].close()
+    _serve(*starts[rank])
+
+
 class Ranks:
     """`size` processes in one world; `run(function, *args)` calls `function(world, *args)` on all of them.
 
-    `environment(rank)`: what a rank has in its environment besides.
+    `environment(rank)`: what a rank has in its environment besides. `imports`: what takes long to import, once for all
+    of them, in a process of its own that the ranks are forked from.
     """
 
     def __init__(
@@ -51,6 +76,7 @@ class Ranks:
         size: int,
         backend: str = "gloo",
         environment: Callable[[int], dict[str, str]] = lambda rank: {},
+        imports: Sequence[str] = (),
     ):
         # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
         context = mp.get_context("forkserver")
@@ -61,14 +87,17 @@ class Ranks:
         self.broken = False
         """A job failed: its ranks may be waiting for each other still."""
         self._pipes, self.processes = [], []
-        for rank in range(size):
-            mine, theirs = context.Pipe()
-            args = (rank, size, port, theirs, backend, environment(rank))
-            process = context.Process(target=_serve, args=args, daemon=True)
+        ends = [context.Pipe() for _ in range(size)]
+        self._pipes = [mine for mine, _ in ends]
+        starts = [(rank, size, port, ends[rank][1], backend, environment(rank)) for rank in range(size)]
+        if imports:
+            self.processes = [context.Process(target=_fork_ranks, args=(imports, starts), daemon=False)]
+        else:
+            self.processes = [context.Process(target=_serve, args=args, daemon=True) for args in starts]
+        for process in self.processes:
             process.start()
+        for _, theirs in ends:
             theirs.close()
-            self._pipes.append(mine)
-            self.processes.append(process)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         for pipe in self._pipes:

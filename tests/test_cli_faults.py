@@ -321,3 +321,28 @@ def test_verbs_take_these_flags() -> None:
     for verb in ("simulate", "tune", "report", "export", "train", "profile"):
         assert {"-o", "--output"} <= known[verb], verb
     assert {"--budget", "--seed", "--method", "--start", "--workers"} <= known["tune"]
+
+
+FLAGS = Path(__file__).resolve().parent / "golden" / "flags.txt"
+
+
+def _flags() -> list[str]:
+    import importlib
+
+    from octopipe.cli import MODULES, parser_of
+
+    found = []
+    for verb in VERBS:
+        module = importlib.import_module(f"octopipe.verbs.{MODULES.get(verb, verb)}")
+        for action in parser_of(verb, module)._actions:
+            found += [f"{verb} {flag}" for flag in action.option_strings if flag not in ("-h", "--help")]
+    return sorted(found)
+
+
+def test_no_flag_is_ever_taken_away() -> None:
+    """New ones are welcome: add them with `python -c "import test_cli_faults as t; t.write_flags()"` in tests/."""
+    assert set(FLAGS.read_text().split("\n")) - {""} <= set(_flags())
+
+
+def write_flags() -> None:
+    FLAGS.write_text("\n".join(_flags()) + "\n")

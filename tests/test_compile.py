@@ -82,6 +82,8 @@ def arrays(pair, grid, flags, small):
     flags[0], small[1] = head[-1] > 2, 7
     found = np.searchsorted(pair.values[1:], 0.5, side="right")
     spare[:] = 2.5
+    grid[0] = spare[1]
+    pair.values[:] = grid[2]
     made = np.full((2, width), -1, np.int32)
     made[1, 0] = found
     return made, head[:1], spare.max() + pair.values.max()

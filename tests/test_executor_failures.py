@@ -225,7 +225,7 @@ def test_killed_rank_is_noticed_and_named():
     ranks.close()
     assert worked, result
     name, text, seconds = result
-    assert name == "OctoPipeError"
+    assert name == "PeerError"
     assert "the peer is gone" in text and "from rank 1" in text and "micro-batch 1" in text
     assert seconds < 60
     assert dead == (False, "dead")
@@ -239,7 +239,7 @@ def test_hung_rank_is_named_with_its_pending_op():
     ranks.close()
     assert worked, result
     name, text, seconds = result
-    assert name == "OctoPipeError"
+    assert name == "PeerError"
     assert "within 5 s" in text
     assert "input gradient of 1B1 (micro-batch 1) from rank 1" in text
     assert "rank 1: runs 1F1" in text

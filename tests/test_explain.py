@@ -10,9 +10,9 @@ import pytest
 from octopipe.bounds import PlanClass
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
+from octopipe.explain import explain
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.tuner.explain import explain
 
 
 def costs_with_head(head: float = 7.0, **more: object) -> CostTable:

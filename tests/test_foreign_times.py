@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import sqlite3
@@ -394,7 +395,9 @@ def test_files_of_our_own_are_none_of_theirs(tmp_path: Path, profiles: Path) -> 
     schedule.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "llama"}')
-    found = [kind_of_file(p) for p in (*profiles.glob("*.json"), schedule, config, tmp_path, tmp_path / "none")]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # nobody writes to it: reading would wait for ever
+    found = [kind_of_file(p) for p in (*profiles.glob("*.json"), schedule, config, tmp_path, tmp_path / "none", pipe)]
     assert set(found) == {None}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from hf_families import tiny_config  # noqa: E402
 
@@ -28,7 +28,7 @@ def test_every_command_of_the_hugging_face_guide_runs(tmp_path: Path) -> None:
     for script in blocks(text, "python"):
         (tmp_path / script.splitlines()[0].removeprefix("# ")).write_text(script)
     commands = [line for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]
-    assert len(commands) == 5
+    assert len(commands) == 7
     said = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(GUIDES.parents[1])}
     for command in commands:
@@ -43,3 +43,7 @@ def test_every_command_of_the_hugging_face_guide_runs(tmp_path: Path) -> None:
     assert "LlamaDecoderLayer" in said[1]
     assert "predicted" in said[3]
     assert said[4].count("loss") == 3
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    start = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
+    moved = [not torch.equal(a, b) for a, b in zip(again.parameters(), start.parameters())]
+    assert all(moved)  # what was trained, not what it began with

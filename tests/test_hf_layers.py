@@ -25,7 +25,7 @@ from octopipe.huggingface import layers, micro_batches  # noqa: E402
 FAMILIES = """
     llama qwen2 qwen3 mixtral qwen3_moe nemotron_h jamba gpt2 gpt_neox gemma2 gemma3_text deepseek_v3 gpt_oss
     bamba granite granitemoe granitemoehybrid falcon_h1 qwen3_next olmo2 phi3 mistral bloom opt glm4 glm4_moe
-    minimax cohere starcoder2 stablelm mamba2 zamba2
+    minimax cohere starcoder2 stablelm mamba2 zamba2 ctrl openai-gpt
 """.split()  # noqa: SIM905
 IN_RANKS = ("nemotron_h", "gemma3_text", "zamba2", "gpt2", "falcon_h1")
 """One of hybrid layers, of windows and ties, of tensors beside the hidden state, of learned positions, of tuples;
@@ -374,6 +374,129 @@ def test_kernels_are_chosen_by_device_and_by_what_is_installed(monkeypatch: pyte
     assert kernels.choose("cuda") == kernels.Kernels(scan="mamba_ssm", delta="fla")
     assert kernels.choose("cuda", compiled=True).scan == "compiled"
     assert kernels.choose("cpu").scan == "eager"
+    there |= {"flash_attn"}
+    assert kernels.choose("cuda").attention == "flash_attn"
+    asked = kernels.choose("cuda", asked=("sdpa", "compiled"))
+    assert asked == kernels.Kernels(scan="compiled", delta="fla", attention="sdpa")
+    for words, device, why in (
+        (("flash_attn",), "cpu", "runs on a GPU"),
+        (("fast",), "cuda", "give some of"),
+        (("mamba_ssm", "eager"), "cuda", "one of them runs scan"),
+    ):
+        with pytest.raises(OctoPipeError, match=why):
+            kernels.choose(device, asked=words)
+    there.clear()
+    with pytest.raises(OctoPipeError, match="needs the package causal_conv1d, which is not installed"):
+        there.add("mamba_ssm")
+        kernels.choose("cuda", asked=("mamba_ssm",))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_attention_is_called_as_its_package_defines_it(window: int | None, monkeypatch: Any) -> None:
+    """A stand-in with the package's signature, in plain torch: the layer's result stays the same."""
+    import sys
+    import types
+
+    from octopipe.mixers import Attention as Spec
+    from octopipe.nn import kernels
+    from octopipe.nn.attention import Attention
+
+    calls = []
+
+    def flash(q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> Any:
+        assert causal and q.dtype is torch.bfloat16
+        calls.append(window_size)
+        tokens, heads = q.shape[1], q.shape[2]
+        q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+        i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+        seen = (j <= i) & ((j >= i - window_size[0]) if window_size[0] >= 0 else True)
+        scores = (q @ k.transpose(-1, -2) * softmax_scale).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).to(torch.bfloat16)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash))
+    layer = Spec(hidden=16, heads=4, kv_heads=2, head_dim=8, window=window)
+    torch.manual_seed(0)
+    plain = Attention(layer, 1e-5, {"dtype": torch.bfloat16, "device": torch.device("cpu")})
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    fast = copy.deepcopy(plain)
+    fast.attend = kernels.flash_attend()
+    x = torch.randn(2, 7, 16, dtype=torch.bfloat16)
+    assert torch.allclose(fast(x), plain(x), atol=0.05)
+    assert calls == [(-1, -1) if window is None else (window - 1, 0)]
+    wide = fast.float()(x.float())  # no kernel for single precision: torch's own
+    assert len(calls) == 1 and wide.dtype is torch.float32
+
+
+def test_liger_is_put_into_the_model_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the package's two names: norms are replaced in every layer, the loss stays the model's."""
+    import sys
+    import types
+
+    given, ran = {}, []
+
+    def patch(model: Any, **flags: Any) -> None:
+        given.update(flags)
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                usual = type(module).forward
+
+                def forward(self: Any, x: Any, usual: Any = usual) -> Any:
+                    ran.append(id(self))
+                    return usual(self, x)
+
+                module.forward = types.MethodType(forward, module)
+
+    there = types.ModuleType("liger_kernel.transformers")
+    there.monkey_patch = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None})  # type: ignore[attr-defined]
+    there._apply_liger_kernel_to_instance = patch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", there)
+    config = tiny_config("llama")
+    outputs = []
+    for liger in (False, True):
+        value: Any = torch.arange(8).view(1, 8)
+        made = [factory() for factory in layers(copy.deepcopy(config), dtype=torch.float64, liger=liger)]
+        for module in made:
+            value = module(value)
+        outputs.append(value)
+    assert torch.equal(*outputs)
+    norms = {id(n) for module in made[1:] for n in module.modules() if type(n).__name__ == "LlamaRMSNorm"}
+    assert len(norms) == 9 and norms <= set(ran)  # two a block and the last one, each in the copy that runs
+    assert given == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    with pytest.raises(OctoPipeError, match="knows no gpt2"):
+        layers(tiny_config("gpt2"), liger=True)
+
+
+def test_attention_of_any_name_that_transformers_knows_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    calls = []
+
+    def counted(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        return sdpa_attention_forward(*args, **more)
+
+    AttentionInterface.register("counted", counted)
+    value: Any = torch.arange(8).view(1, 8)
+    for factory in layers(tiny_config("llama"), attention="counted"):
+        value = factory()(value)
+    assert len(calls) == 4
+
+
+def test_kernels_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from octopipe.cli import main
+
+    for model, words, why in (
+        (str(folder), "flash-attn", "runs on a GPU"),
+        (str(folder), "compiled", "give some of eager, sdpa, flash_attn, liger"),
+        (str(folder), "sdpa,eager", "one of them runs attention"),
+        ("nemotron-h-4b", "liger", "is for transformers' models"),
+    ):
+        assert main(["train", model, "--kernels", words, "--no-measure"]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_installed_scan_kernels_are_called_as_their_packages_define_them(monkeypatch: pytest.MonkeyPatch) -> None:

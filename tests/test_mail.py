@@ -50,7 +50,7 @@ def exchange(world):
     world.gather(None)
     with open("/proc/self/maps") as maps:
         files = [line for line in maps if "octopipe" in line and "rw-s" in line]
-    assert files and all("/dev/shm" not in line and "(deleted)" in line for line in files)  # there is no name to be left
+    assert files and all("/dev/shm" not in line and "(deleted)" in line for line in files)  # no name to be left
     room = ctypes.create_string_buffer(ROOM)
     got, gave = [], []
     for turn in range(200):

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from plans import from_csv, random_plan
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError, PlanError
-from octopipe.plan import Op, Plan, Stage
+from octopipe.plan import _MAX_PROBLEMS, Op, Plan, Stage, parse_orders
 from octopipe.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
 from octopipe.systems import build_plan
 
@@ -187,3 +188,50 @@ def test_every_problem_of_a_file_is_carried_with_its_name(tmp_path: Path) -> Non
 def test_a_failed_write_says_where(tmp_path: Path) -> None:
     with pytest.raises(OctoPipeError, match="cannot be written"):
         save_plan(small(), tmp_path / "no" / "such" / "folder.json")
+
+
+# -- bounds, one past and one before ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_neighbours_on_a_route_are_those_beside_it(seed: int) -> None:
+    plan = random_plan(random.Random(seed), routes=1 + seed % 2)
+    for m in range(plan.num_micro_batches):
+        route = (None, *plan.routes[plan.route_of_micro_batch[m]], None)
+        for before, stage, after in zip(route, route[1:], route[2:]):
+            assert plan.stage_before(stage, m) == (() if before is None else (before,))
+            assert plan.stage_after(stage, m) == (() if after is None else (after,))
+
+
+@pytest.mark.parametrize(
+    ("change", "good"),
+    [
+        ({"rank": 1}, True), ({"rank": 2}, False), ({"rank": -1}, False),
+        ({"recompute": (2, 3)}, True), ({"recompute": (4,)}, False), ({"recompute": (1,)}, False),
+        ({"recompute": (2, 2)}, False), ({"stop": 5}, False),
+    ],
+)  # fmt: skip
+def test_ranks_and_layers_end_where_they_end(change: dict[str, Any], good: bool) -> None:
+    stages = (Stage(first=0, stop=2, rank=0), Stage(**{"first": 2, "stop": 4, "rank": 1, **change}))
+    orders = parse_orders([["0F0", "0B0"], ["1F0", "1R0", "1B0"] if change.get("recompute") else ["1F0", "1B0"]])
+    plan = Plan(num_layers=4, num_ranks=2, num_micro_batches=1, stages=stages, orders=orders)
+    assert (plan.problems() == []) is good, plan.problems()
+
+
+@pytest.mark.parametrize("missing", [1, 19, 20, 21, 40])
+def test_at_most_twenty_problems_are_listed(missing: int) -> None:
+    orders = [[f"0F{m}" for m in range(50)] + [f"0B{m}" for m in range(missing, 50)]]
+    plan = Plan(
+        num_layers=1, num_ranks=1, num_micro_batches=50, stages=(Stage(first=0, stop=1, rank=0),),
+        orders=parse_orders(orders),
+    )  # fmt: skip
+    assert len(plan.problems()) == min(missing, _MAX_PROBLEMS) and _MAX_PROBLEMS == 20
+
+
+def test_a_circle_is_told_from_its_first_op_back_to_it() -> None:
+    stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
+    orders = parse_orders([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
+    plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders)
+    (problem,) = plan.problems()
+    words = problem.partition(": ")[2].partition(";")[0].split(" needs ")
+    assert len(words) >= 3 and words[0] == words[-1] and len(set(words)) == len(words) - 1

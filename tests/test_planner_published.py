@@ -255,6 +255,17 @@ def test_plan_by_systems_prints_rows_and_writes_a_plan_that_prices_itself(
     assert simulate(plan, costs_of_plan(plan)).step_ms == pytest.approx(best["step_ms"])
 
 
+def test_a_search_of_ours_that_fits_nowhere_leaves_the_others_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """One GPU: no shard helps, only Mist's host memory does."""
+    words = ["plan", "llama3-8b", "--gpus", "1", "--gpu", "h100", "--global-batch", "4", "--budget", "3", "--json"]
+    assert main([*words, "--system", "octopipe,alpa,mist"]) == 0
+    rows = {row["system"]: row for row in json.loads(capsys.readouterr().out)["systems"]}
+    assert rows["mist"]["fits"] and rows["mist"]["stages"][0]["offload"]["optimizer"] > 0
+    assert not rows["octopipe"]["fits"] and "no split" in rows["octopipe"]["reason"]
+    assert not rows["alpa"]["fits"] and "fits as it was published" in rows["alpa"]["reason"]
+    assert main([*words, "--system", "alpa"]) == 3
+
+
 def test_flags_that_systems_have_no_use_for_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--system", "alpa"]
     for more, said in (

@@ -133,6 +133,40 @@ def test_metis_gives_a_slow_rank_less_work() -> None:
     assert makespan_ms(plan, costs) < makespan_ms(build_plan("1f1b", costs, 4, 8), costs)
 
 
+# -- where each differs, as its paper says ----------------------------------------------------------------------
+
+
+def test_only_metis_sees_unequal_ranks() -> None:
+    costs = CostTable.uniform(num_layers=14).replace(rank_slowdown=(1.0, 1.0, 2.0, 1.0))
+    equal = costs.replace(rank_slowdown=())
+    found = {name: build_plan(name, costs, 4, 8) for name in ("alpa", "dapple", "mist", "metis")}
+    for name in ("alpa", "dapple", "mist"):
+        assert found[name].partition == build_plan(name, equal, 4, 8).partition
+        assert makespan_ms(found["metis"], costs) < 0.8 * makespan_ms(found[name], costs)
+
+
+def test_alpa_ignores_transfers_where_dapple_cuts_at_a_narrow_place() -> None:
+    """Six equal layers, a wide tensor in the middle: DAPPLE counts its transfer as a stage, Alpa does not see it."""
+    wide = np.array([1.0, 1.0, 60.0, 1.0, 1.0, 0.0])
+    link = Link(ms_per_byte=1.0)
+    costs = CostTable.uniform(num_layers=6).replace(boundary_bytes=wide, network=Network(intra=link, inter=link))
+    assert build_plan("alpa", costs, 2, 8).partition == (3, 3)
+    assert build_plan("dapple", costs, 2, 8).partition in ((2, 4), (4, 2))
+
+
+def test_mist_recomputes_where_no_cut_fits() -> None:
+    """Less memory than one layer's activations in flight on the first rank: no cut helps, running layers again does."""
+    costs = CostTable.uniform(num_layers=8, activation_bytes=1.0).replace(
+        boundary_bytes=np.full(8, 0.1), rank_memory_bytes=(11.0,)
+    )
+    assert build_plan("mist", costs, 4, 8).partition == build_plan("alpa", costs, 4, 8).partition  # there is room
+    tight = costs.replace(rank_memory_bytes=(3.5,))
+    with pytest.raises(DoesNotFitError):
+        build_plan("alpa", tight, 4, 8)
+    again = build_plan("mist", tight, 4, 8)
+    assert any(stage.recomputed_layers for stage in again.stages) and simulate(again, tight).fits
+
+
 # -- AdaPipe's and Mist's recomputation ------------------------------------------------------------------------
 
 

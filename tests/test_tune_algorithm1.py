@@ -10,6 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octopipe import algorithm1
+from octopipe.algorithm1 import PHASES, IterativeSearch, RandomSearch, bubble_phase
+from octopipe.algorithm1.candidate import Desk, State, shifted
+from octopipe.algorithm1.partition import migrations, slide
+from octopipe.algorithm1.placement import disperse
+from octopipe.algorithm1.settings import Settings
+from octopipe.algorithm1.structure import derived, keys_of, layer_times, recomputed, retimed, stages_of
 from octopipe.cluster import GIB, Network
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, OctoPipeError
@@ -18,13 +25,7 @@ from octopipe.price import hop_times, stage_memory, stage_times, static_bytes, w
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan, systems
 from octopipe.timeline import Bubbles, Timeline
-from octopipe.tuner import paper, tune
-from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch, bubble_phase
-from octopipe.tuner.paper.candidate import Desk, State, shifted
-from octopipe.tuner.paper.partition import migrations, slide
-from octopipe.tuner.paper.placement import disperse
-from octopipe.tuner.paper.settings import Settings
-from octopipe.tuner.paper.structure import derived, keys_of, layer_times, recomputed, retimed, stages_of
+from octopipe.tuner import tune
 
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -315,8 +316,8 @@ def test_partition_iterations_dominate_on_many_layers() -> None:
 
 
 def test_the_papers_tuner_imports_nothing_of_the_default_search() -> None:
-    folder = Path(paper.__file__).parent
-    allowed = ("octopipe.tuner.paper", "octopipe.tuner.result")
+    folder = Path(algorithm1.__file__).parent
+    allowed = ("octopipe.algorithm1", "octopipe.search_record")
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octopipe.tuner"):

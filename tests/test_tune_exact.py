@@ -14,10 +14,10 @@ from brute_force import least_ms
 from octopipe.cluster import GIB, Link, Network
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.exact import solve
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner import tune
-from octopipe.tuner.exact import solve
 
 
 def instance(seed: int, layers: int, *, p2p_ms: float = 0.3, **more: object) -> CostTable:

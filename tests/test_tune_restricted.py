@@ -11,10 +11,10 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.foreign_plan import megatron_plan
 from octopipe.readers.megatron_text import read_megatron
+from octopipe.restricted import runs_on_megatron, with_cuts
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner import tune
-from octopipe.tuner.restricted import runs_on_megatron, with_cuts
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -145,14 +145,23 @@ class Body(Text):
             for one, part in zip(target.elts, self.parts(value), strict=True):
                 self.put(one, part)
         elif isinstance(target, ast.Subscript):
-            if isinstance(target.slice, ast.Slice):
-                part = self.of(target)
-                self.fill(part, self.convert(value, functions.read_as(part)))
+            array = self.of(target.value)
+            if isinstance(target.slice, ast.Slice) or len(getattr(target.slice, "elts", "1")) < array.type.ndim:
+                self.put_part(self.of(target), value)
                 return
-            array, indices = self.element(target)
+            array, indices = self.element(target, array)
             self.store(array.type.item, self.address(array, indices), value)
         else:
             self.unknown(target)
+
+    def put_part(self, part: Value, value: Value) -> None:
+        """A number into all elements of a part, or another array of its size."""
+        if isinstance(value.type, Array):
+            if value.type != part.type:
+                raise TypeError(f"{value.type} into {part.type}")
+            self.move(part, value)
+        else:
+            self.fill(part, self.convert(value, functions.read_as(part)))
 
     def do_If(self, node: ast.If) -> None:
         yes, no, end = self.label(), self.label(), self.label()

@@ -28,7 +28,7 @@ HEAD = """
 declare ptr @malloc(i64)
 declare ptr @calloc(i64, i64)
 declare void @free(ptr)
-declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+declare void @llvm.memmove.p0.p0.i64(ptr, ptr, i64, i1)
 declare double @llvm.pow.f64(double, double)
 """ + "".join(
     f"declare double @llvm.{name}.f64(double)\n" for name in ("log", "log2", "exp", "sqrt", "floor", "ceil", "fabs")

@@ -219,9 +219,13 @@ class Text:
 
     def copy(self, array: Value) -> Value:
         new = self.new_array(array.type.item, array.regs[1:])
-        nbytes = self.reg(f"mul i64 {self.size(array)}, {ITEMS[array.type.item][2]}")
-        self.line(f"call void @llvm.memcpy.p0.p0.i64(ptr {new.regs[0]}, ptr {array.regs[0]}, i64 {nbytes}, i1 false)")
+        self.move(new, array)
         return new
+
+    def move(self, to: Value, of: Value) -> None:
+        """All elements of an array into another of its size."""
+        nbytes = self.reg(f"mul i64 {self.size(of)}, {ITEMS[of.type.item][2]}")
+        self.line(f"call void @llvm.memmove.p0.p0.i64(ptr {to.regs[0]}, ptr {of.regs[0]}, i64 {nbytes}, i1 false)")
 
     def parts(self, value: Value) -> list[Value]:
         """Of a tuple."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from octopipe.errors import OctoPipeError
 from octopipe.huggingface.anatomy import Anatomy, trace
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
+from octopipe.huggingface.liger import apply as put_liger
 from octopipe.huggingface.pieces import Block, Embed, Head, Recorder
 from octopipe.huggingface.routers import routers_of
 from octopipe.huggingface.shell import outside, shell_of
@@ -42,6 +43,7 @@ def layers(
     num_layers: int | None = None,
     attention: str | None = None,
     pretrained: bool | None = None,
+    liger: bool = False,
 ) -> LayerList:
     """The layers of a causal language model: embedding, blocks, and norm with head, in the family's own code.
 
@@ -49,11 +51,11 @@ def layers(
     `config.json` or of a model's folder. From a path or a config every entry is a factory: memory is taken for the
     layers a rank holds, on `device`. A folder's safetensors are read (`pretrained=False`: not); otherwise weights are
     drawn from `seed` and the parameters' names, the same under every plan. `num_layers` counts embedding and head.
-    `attention`: transformers' name of an attention implementation.
+    `attention`: transformers' name of an attention implementation. `liger`: with liger_kernel's norms and products.
     """
     if isinstance(source, nn.Module):
-        if num_layers is not None or pretrained or attention is not None:
-            raise OctoPipeError("num_layers, attention and pretrained are for a config or a path, not for a model")
+        if num_layers is not None or pretrained or attention is not None or liger:
+            raise OctoPipeError("num_layers, attention, liger and pretrained are for a config or a path, no model")
         model = inner_model(source)
         return LayerList(_Cut(model, trace(model), None))
     folder = Path(source) if isinstance(source, str | os.PathLike) and Path(source).is_dir() else None
@@ -65,6 +67,8 @@ def layers(
         raise OctoPipeError("num_layers with a checkpoint would drop layers; give its config.json alone, or all layers")
     config = read_config(source, num_layers=None if num_layers is None else num_layers - 2)
     model = build_on_meta(copy.deepcopy(config), dtype=dtype, attention=attention)
+    if liger:
+        put_liger(model)
     weights = Weights(model, seed=seed, device=torch.device(device), folder=folder)
     return LayerList(_Cut(model, trace(model), weights, device=torch.device(device)))
 

@@ -42,6 +42,7 @@ class HfModel:
     """Whether the folder's weights are read."""
     shortened: bool
     attention: str | None = None
+    liger: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -56,6 +57,7 @@ class HfModel:
             num_layers=self.num_layers if self.shortened else None,
             attention=self.attention,
             pretrained=self.pretrained,
+            liger=self.liger,
         )
 
     def told(self) -> str:
@@ -64,11 +66,13 @@ class HfModel:
         return f"transformers' {self.class_name}, {weights}"
 
 
-def describe(source: str | os.PathLike[str], *, num_layers: int | None = None, attention: str | None = None) -> HfModel:
+def describe(
+    source: str | os.PathLike[str], *, num_layers: int | None = None, attention: str | None = None, liger: bool = False
+) -> HfModel:
     """The facts of the model at a path; whatever cannot be trained is refused here, before a process starts."""
     path = Path(source)
     pretrained = path.is_dir() and has_weights(path)
-    parts = layers(path, num_layers=num_layers, attention=attention)
+    parts = layers(path, num_layers=num_layers, attention=attention, liger=liger)
     _ = parts.loss_fn
     name = path.resolve().name if path.is_dir() else path.resolve().parent.name if path.stem == "config" else path.stem
     return HfModel(
@@ -84,6 +88,7 @@ def describe(source: str | os.PathLike[str], *, num_layers: int | None = None, a
         pretrained=pretrained,
         shortened=num_layers is not None,
         attention=attention,
+        liger=liger,
     )
 
 

@@ -145,7 +145,7 @@ class Block(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         with self._listening() as heard:
             out = self.layer(*args, **kwargs)
-        out = out[0] if isinstance(out, tuple) else out
+        out = out[0] if isinstance(out, tuple | list) else out
         if isinstance(value, Tensor) and not heard:
             return out
         kept = {name: item for name, item in beside.items() if name != "hidden" and name not in self._drops}

@@ -106,7 +106,29 @@ def shell_of(model: nn.Module, path: str, tensor: Replacement) -> tuple[nn.Modul
         home = shell.get_submodule(owner)
         home._parameters.pop(attribute, None)
         object.__setattr__(home, attribute, value)
+    _tell_dtype(shell, [value for _, value in plain])
     return shell, desk
+
+
+class _OneParameter:
+    """In place of `module.parameters`: forwards ask `next(self.parameters())` for dtype and device."""
+
+    def __init__(self, like: Tensor):
+        self.like = like
+
+    def __call__(self, recurse: bool = True) -> Iterator[Tensor]:
+        return iter([self.like.detach()])
+
+
+def _tell_dtype(shell: nn.Module, plain: list[Tensor]) -> None:
+    """Models inside a shell whose parameters are all plain attributes now still say what they compute in."""
+    like = next((value for value in plain if value.is_floating_point()), None)
+    if like is None:
+        return
+    for module in shell.modules():
+        known = type(module) is not StandIn and hasattr(module, "_init_weights")
+        if known and next(iter(module.parameters()), None) is None:
+            object.__setattr__(module, "parameters", _OneParameter(like))
 
 
 def outside(model: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:

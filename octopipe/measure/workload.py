@@ -36,6 +36,8 @@ class Workload:
     dtype: str = "float32"
     compile_scans: bool | None = None
     """Our Mamba-2's scan through `torch.compile`, or not; default: on a GPU, unless there are faster kernels."""
+    asked_kernels: tuple[str, ...] = ()
+    """Of our own layers, by name (`kernels.PARTS`); a transformers model has its own choice made already."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,14 +64,15 @@ class Workload:
 
     @property
     def kernels(self) -> Kernels:
-        return choose(self.device, compiled=self.compile_scans)
+        return choose(self.device, compiled=self.compile_scans, asked=self.asked_kernels)
 
     def kernels_told(self) -> dict[str, str]:
         """What the layers run with, for a profile: times of other kernels say nothing about these."""
         if isinstance(self.spec, ModelSpec):
             return self.kernels.told()
         there = [name for name in PACKAGES if self.device == "cuda" and installed(name)]
-        return {"attention": self.spec.attention or "transformers' default", "packages": ", ".join(there) or "none"}
+        told = {"attention": self.spec.attention or "transformers' default", "packages": ", ".join(there) or "none"}
+        return {**told, "liger": "on"} if self.spec.liger else told
 
     @property
     def compiles(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 def megatron_groups() -> Any:
     """Megatron's process groups, as its own schedules collect them."""
     from megatron.core import parallel_state
-    from megatron.core.processmegatron_groups_config import ProcessGroupCollection
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     out = ProcessGroupCollection()
     out.tp = parallel_state.get_tensor_model_parallel_group()

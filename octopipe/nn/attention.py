@@ -6,6 +6,8 @@ a tokens × tokens matrix itself. Does not know: key/value caches, padding masks
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -112,6 +114,8 @@ class Attention(Residual):
         self.k_norm = nn.RMSNorm(layer.head_dim, eps=eps, **made) if layer.qk_norm else None
         self.sinks = empty(layer.heads, made=made) if layer.sinks else None
         self.head_dim, self.window = layer.head_dim, layer.window
+        self.attend: Callable[..., Tensor] = attend
+        """Or a faster kernel (`kernels.flash_attend`)."""
         self.rotary = None if layer.rope_theta is None else Rotary(layer.rotary_dim or layer.head_dim, layer.rope_theta)
 
     def special_init(self, generator: torch.Generator) -> None:
@@ -126,7 +130,7 @@ class Attention(Residual):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        mixed = attend(q, k, v, window=self.window, sinks=self.sinks)
+        mixed = self.attend(q, k, v, window=self.window, sinks=self.sinks)
         mixed = mixed.transpose(1, 2).reshape(batch, tokens, -1)
         return self.out(mixed * parts[3].sigmoid() if len(parts) == 4 else mixed)
 

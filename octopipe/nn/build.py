@@ -20,7 +20,7 @@ from octopipe.nn import basic
 from octopipe.nn.attention import Attention, LatentAttention
 from octopipe.nn.delta import GatedDeltaNet
 from octopipe.nn.head import Head
-from octopipe.nn.kernels import Kernels, fla_delta_scan, mamba_ssm_mix
+from octopipe.nn.kernels import Kernels, fla_delta_scan, flash_attend, mamba_ssm_mix
 from octopipe.nn.mamba import LightningAttention, Mamba1, Mamba2, compiled_mamba2_mix, mamba2_mix
 from octopipe.nn.moe import Moe
 
@@ -59,8 +59,9 @@ def build_layers(
     mixes = {"compiled": compiled_mamba2_mix, "mamba_ssm": mamba_ssm_mix, "eager": lambda: mamba2_mix}
     mix = mixes[kernels.scan]()
     scan = fla_delta_scan() if kernels.delta == "fla" else None
+    attended = flash_attend() if kernels.attention == "flash_attn" else None
     build = partial(_build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head, mix=mix)
-    build = partial(build, scan=scan)
+    build = partial(build, scan=scan, attended=attended)
     return [partial(build, i) for i in range(spec.num_layers)]
 
 
@@ -97,6 +98,7 @@ def _build(
     lean: bool,
     mix: Callable[..., torch.Tensor],
     scan: Callable[..., torch.Tensor] | None,
+    attended: Callable[..., torch.Tensor] | None,
 ) -> nn.Module:
     layer = spec.layers[index]
     made: basic.Made = {"dtype": dtype, "device": device}
@@ -115,6 +117,8 @@ def _build(
             part.mix = mix
         elif isinstance(part, GatedDeltaNet):
             part.narrow_scan = scan
+        elif isinstance(part, Attention) and attended is not None:
+            part.attend = attended
     with torch.no_grad():
         _start(module, _generator(seed, index, device), spec.num_layers)
         if tied and isinstance(module, Head):  # what layer 0 drew: equal without a message

@@ -1,22 +1,23 @@
 """Which kernels our layers run with: installed ones where they are, compiled scans on a GPU, plain torch elsewhere.
 
-Knows: how mamba_ssm's, causal_conv1d's and flash-linear-attention's functions are called. Does not know: layers'
-weights; how transformers' models choose theirs (by the same packages, on their own).
-Attention needs no choice: `scaled_dot_product_attention` has torch's flash kernels.
+Knows: how mamba_ssm's, causal_conv1d's, flash-linear-attention's and flash-attn's functions are called. Does not know:
+layers' weights; how transformers' models choose theirs (by the same packages, on their own; see huggingface/liger.py).
+Attention without flash-attn is `scaled_dot_product_attention`, which has flash kernels of torch's own but for windows.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octopipe import mixers as spec
+from octopipe.errors import OctoPipeError
 from octopipe.nn.basic import without_split
 
 PACKAGES = ("mamba_ssm", "causal_conv1d", "fla", "flash_attn", "liger_kernel")
@@ -30,31 +31,88 @@ def installed(*names: str) -> bool:
         return False
 
 
+NEEDS = {
+    "mamba_ssm": ("mamba_ssm", "causal_conv1d"),
+    "fla": ("fla",),
+    "flash_attn": ("flash_attn",),
+    "liger": ("liger_kernel",),
+}
+"""Words of `--kernels` that need packages, and a GPU."""
+PARTS = {
+    "scan": ("mamba_ssm", "compiled", "eager"),
+    "delta": ("fla", "eager"),
+    "attention": ("flash_attn", "sdpa"),
+}
+"""What our layers can run with; "eager" is for scan and delta."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What runs Mamba-2's scan and the delta rule: "mamba_ssm" or "fla", "compiled", or "eager"."""
+    """What runs Mamba-2's scan, the delta rule and attention (see `PARTS`)."""
 
     scan: str = "eager"
     delta: str = "eager"
+    attention: str = "sdpa"
 
     def told(self) -> dict[str, str]:
         """For a profile."""
-        return {"scan": self.scan, "delta": self.delta, "attention": "sdpa"}
+        return {"scan": self.scan, "delta": self.delta, "attention": self.attention}
 
 
-def choose(device: torch.device | str, *, compiled: bool | None = None) -> Kernels:
+def require(words: Sequence[str], device: torch.device | str, known: Sequence[str]) -> None:
+    """Raise one line unless all of these kernels can run."""
+    for word in words:
+        if word not in known:
+            raise OctoPipeError(f"--kernels {word[:40]}: give some of {', '.join(known)}, separated by commas")
+        needs = NEEDS.get(word, ())
+        if needs and torch.device(device).type != "cuda":
+            raise OctoPipeError(f"--kernels {word} runs on a GPU; use --device cuda, or leave it out")
+        missing = next((name for name in needs if not installed(name)), None)
+        if missing is not None:
+            raise OctoPipeError(f"--kernels {word} needs the package {missing}, which is not installed; install it")
+
+
+def choose(device: torch.device | str, *, compiled: bool | None = None, asked: Sequence[str] = ()) -> Kernels:
     """The fastest kernels there are for a device. `compiled`: True or False asks for compiled or eager scans, whatever
-    is installed."""
+    is installed; `asked` for kernels by name (see `PARTS`)."""
+    require(asked, device, tuple(dict.fromkeys(word for words in PARTS.values() for word in words)))
     gpu = torch.device(device).type == "cuda"
+    best = Kernels()
     if compiled is not None:
-        return Kernels(scan="compiled" if compiled else "eager")
-    if not gpu:
-        return Kernels()
-    compiler = "compiled" if installed("triton") else "eager"
-    return Kernels(
-        scan="mamba_ssm" if installed("mamba_ssm", "causal_conv1d") else compiler,
-        delta="fla" if installed("fla") else "eager",
-    )
+        best = Kernels(scan="compiled" if compiled else "eager")
+    elif gpu:
+        compiler = "compiled" if installed("triton") else "eager"
+        best = Kernels(
+            scan="mamba_ssm" if installed(*NEEDS["mamba_ssm"]) else compiler,
+            delta="fla" if installed("fla") else "eager",
+            attention="flash_attn" if installed("flash_attn") else "sdpa",
+        )
+    for part, words in PARTS.items():
+        named = [word for word in asked if word in words]
+        if len(named) > 1:
+            raise OctoPipeError(f"--kernels {','.join(named)}: one of them runs {part}; give one")
+        if named:
+            best = replace(best, **{part: named[0]})
+    return best
+
+
+def flash_attend() -> Callable[..., Tensor]:
+    """`attention.attend` on flash-attn's kernel, which knows windows; what it does not know stays with torch."""
+    from octopipe.nn.attention import attend
+
+    flash = importlib.import_module("flash_attn").flash_attn_func
+
+    @without_split
+    def attended(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        if not half or sinks is not None or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
+            return attend(q, k, v, window=window, sinks=sinks)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        seen = (-1, -1) if window is None else (window - 1, 0)
+        out: Tensor = flash(q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=True, window_size=seen)
+        return out.transpose(1, 2)
+
+    return attended
 
 
 def mamba_ssm_mix() -> Callable[..., Tensor]:

@@ -93,11 +93,21 @@ def report_html(entries: Sequence[Entry], *, title: str = "") -> str:
         "title": html.escape(title or f"OctoPipe: {', '.join(models) or 'timelines'}"),
         "subtitle": html.escape(_subtitle(entries, ranks)),
         "style": asset("report.css"),
+        "cluster": _clusters(entries),
         "head": embed(head),
         "columns": columns,
         "script": script("page.js"),
     }
     return fill(asset("report.html"), parts)
+
+
+def _clusters(entries: Sequence[Entry]) -> str:
+    """The panels of plans that were found for a whole cluster."""
+    from octopipe.report.cluster import KEY, STYLE, panel
+
+    panels = [panel(e.plan.extra.get(KEY)) for e in entries if e.plan is not None]
+    shown = "".join(panels)
+    return f'<style>{STYLE}</style><div class="cluster-panels">{shown}</div>' if shown else ""
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:

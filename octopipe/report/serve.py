@@ -8,11 +8,13 @@ on: a foreign web page cannot reach it by pointing its own name here. Whoever ca
 
 from __future__ import annotations
 
+import html
 import ipaddress
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,12 +25,15 @@ import msgspec
 from octopipe.cluster import GPUS
 from octopipe.errors import OctoPipeError
 from octopipe.plan_file import plan_to_json
+from octopipe.report.cluster import STYLE, panel
 from octopipe.report.jobs import Job, Jobs, Tune, parse_request
 from octopipe.report.page import asset, embed, fill, script
 from octopipe.systems import systems
 from octopipe.zoo import PRESETS
 
 MAX_BODY = 1 << 16
+Planner = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""(what was asked for, as names and strings) -> the record that `cluster.panel` draws."""
 _JOB = re.compile(r"/api/jobs/(\d{1,9})/(events|data|cancel|plan\.json|report\.html)")
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -41,8 +46,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, jobs: Jobs):
-        self.jobs = jobs
+    def __init__(self, host: str, port: int, jobs: Jobs, planner: Planner | None = None):
+        self.jobs, self.planner = jobs, planner
+        self.planning = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
@@ -68,9 +74,15 @@ class Server(ThreadingHTTPServer):
 
 
 def make_server(
-    host: str = "127.0.0.1", port: int = 0, *, files: Sequence[str] = (), tune: Tune | None = None
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    files: Sequence[str] = (),
+    tune: Tune | None = None,
+    planner: Planner | None = None,
 ) -> Server:
-    """A server, bound but not yet serving; `files` are layer-times or config files offered beside the presets."""
+    """A server, bound but not yet serving; `files` are layer-times or config files offered beside the presets.
+    `planner` answers the form of the page /plan; without one there is no such page."""
     models = {name: name for name in PRESETS}
     for file in files:
         if not Path(file).exists():
@@ -80,7 +92,7 @@ def make_server(
         from octopipe.tuner import tune as search
 
         tune = search
-    return Server(host, port, Jobs(models, tune))
+    return Server(host, port, Jobs(models, tune), planner)
 
 
 def _is_loopback(host: str) -> bool:
@@ -105,6 +117,20 @@ def page(models: Mapping[str, str]) -> str:
     return fill(asset("serve.html"), parts)
 
 
+def plan_page(models: Mapping[str, str]) -> str:
+    """The page that plans a cluster."""
+
+    def options(names: Sequence[str], chosen: str) -> str:
+        return "".join(f"<option{' selected' * (n == chosen)}>{html.escape(n)}</option>" for n in names)
+
+    parts = {
+        "style": asset("report.css") + STYLE,
+        "models": options(list(models), "llama3-70b"),
+        "gpus": options(list(GPUS), "h100"),
+    }
+    return fill(asset("plan.html"), parts)
+
+
 class Handler(BaseHTTPRequestHandler):
     """One request."""
 
@@ -123,6 +149,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         if path == "/":
             self._send(HTTPStatus.OK, page(self.server.jobs.models).encode(), "text/html; charset=utf-8")
+            return
+        if path == "/plan" and self.server.planner is not None:
+            self._send(HTTPStatus.OK, plan_page(self.server.jobs.models).encode(), "text/html; charset=utf-8")
             return
         job, what = self._job(path)
         if job is None or what == "cancel":
@@ -156,11 +185,29 @@ class Handler(BaseHTTPRequestHandler):
                 self._problem(HTTPStatus.BAD_REQUEST, str(error))
                 return
             self._json(HTTPStatus.CREATED, {"id": started.number})
+        elif path == "/api/plan" and self.server.planner is not None:
+            self._plan(body, self.server.planner)
         elif job is not None and what == "cancel":
             job.cancel()
             self._json(HTTPStatus.OK, job.status())
         else:
             self._problem(HTTPStatus.NOT_FOUND, f"there is nothing at {path[:80]}")
+
+    def _plan(self, body: bytes, planner: Planner) -> None:
+        """A cluster's plan as the panel's HTML; one search at a time."""
+        if not self.server.planning.acquire(blocking=False):
+            self._problem(HTTPStatus.CONFLICT, "another search is running; wait for its end")
+            return
+        try:
+            asked = msgspec.json.decode(body, type=dict[str, str | int | float | None])
+            if asked.get("model") not in self.server.jobs.models:
+                raise OctoPipeError("no such model on this page; choose one of the list")
+            asked["model"] = self.server.jobs.models[str(asked["model"])]
+            self._json(HTTPStatus.OK, {"html": panel(planner(asked))})
+        except (OctoPipeError, msgspec.MsgspecError) as error:
+            self._problem(HTTPStatus.BAD_REQUEST, str(error))
+        finally:
+            self.server.planning.release()
 
     def _body(self) -> bytes | None:
         """The request's body; None (and an answer) where it is missing, too long or no JSON."""

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from octopipe.errors import OctoPipeError
 from octopipe.plan import B, F, Plan, R, W
 from octopipe.runtime.board import PATIENCE_S, Board, Place
+from octopipe.runtime.exchange import PeerError
+from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.outside import Outside, wants_gradient
 from octopipe.runtime.rng import rng_kept, step_seed, within_step
@@ -235,9 +237,10 @@ class Executor:
             yield
         except TransferError as error:
             self._give_up()
-            raise OctoPipeError(self._hang_report(error)) from None
+            raise PeerError(self._hang_report(error)) from None
         except BaseException as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
+            note_op(error, self.program, self.at)
             self.board.write(f"failed in {self._place()}: {why}", last=True)
             self._give_up()
             raise

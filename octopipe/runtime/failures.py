@@ -1,14 +1,25 @@
 """A step that broke off: it leaves the ranks at different places, and nothing may follow it unnoticed.
 
-Knows: whether a pipeline's last step was whole, and what to say where it was not. Does not know: how to recover.
+Knows: whether a pipeline's last step was whole, what to say where it was not, and which op and layer an error came
+from. Does not know: how to recover.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
+
+import torch
 
 from octopipe.errors import OctoPipeError
+from octopipe.plan import KINDS
+from octopipe.runtime.slots import SEND, RankProgram, Step
+from octopipe.runtime.stage import Stage
+
+_WORDS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward", "R": "recomputation"}
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 
 class Failures:
@@ -46,3 +57,40 @@ class Failures:
     def forget(self) -> None:
         """The pipeline is usable again."""
         self._broken = ""
+
+
+def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None:
+    """Note on an error of a step where it happened: its type, text and traceback stay what they are."""
+    if at is None or at.code >= SEND:
+        return
+    stage, rank = program.plan.stages[at.cell.stage], program.rank
+    layer = _layer_of(error.__traceback__)
+    if not layer:
+        last = stage.stop - 1
+        layer = f"layer {last}" if stage.first == last else f"layers {stage.first} to {last}"
+    word = _WORDS[KINDS[at.code]]
+    text = f"in {at.op}: {word} of micro-batch {at.cell.micro_batch} in stage {at.cell.stage} on rank {rank}, {layer}"
+    if _is_out_of_memory(error):
+        text += "; use smaller micro-batches, recomputation, or a plan tuned for less memory"
+    with contextlib.suppress(Exception):  # an error that takes no notes is told without
+        error.add_note(text)
+
+
+def _layer_of(trace: TracebackType | None) -> str:
+    """The layer whose forward was running, as the traceback tells it; "" in a backward pass."""
+    found = ""
+    end = max(line for _, _, line in Stage.call.__code__.co_lines() if line)
+    while trace is not None:
+        if trace.tb_frame.f_code is Stage.call.__code__:
+            known = trace.tb_frame.f_locals
+            found = f"layer {known.get('layer')} ({type(known.get('module')).__name__})"
+            if trace.tb_lineno == end:
+                found = "the loss function"
+        trace = trace.tb_next
+    return found
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY)

@@ -20,6 +20,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -92,6 +93,8 @@ def _packed(value: Any, aside: list[Tensor] | None) -> Any:
         return ["complex", value.real, value.imag]
     if kind is range or kind is slice:
         return [kind.__name__, *[_packed(x, aside) for x in (value.start, value.stop, value.step)]]
+    if isinstance(value, PurePath):
+        return ["path", _packed(str(value), aside)]
     if value is ...:
         return ["ellipsis"]
     opened = _open(value, kind)
@@ -173,7 +176,7 @@ def _way(tag: str, packed: list[Any], aside: list[Tensor] | None) -> Any:
 
 def check_way(way: Any) -> None:
     """Raises unless the type that a message names is what it is used as."""
-    kind = way.kind
+    kind = getattr(way, "kind", None)
     good = isinstance(kind, type) and (
         (isinstance(way, Items) and issubclass(kind, tuple | list))
         or (isinstance(way, Keys) and issubclass(kind, Mapping))
@@ -292,5 +295,6 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "complex": lambda parts: complex(*parts),
     "range": lambda parts: range(*parts),
     "slice": lambda parts: slice(*parts),
+    "path": lambda parts: Path(parts[0]),
     "ellipsis": lambda parts: ...,
 }

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
+from octopipe.runtime.exchange import PeerError
 from octopipe.runtime.meshes import Reach
 from octopipe.runtime.world import Group, all_reduce, needs_host
 
@@ -226,7 +226,7 @@ def wait_for(work: Any, timeout_s: float, what: str) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         gone = f"did not finish within {timeout_s:g} s" if "imed out" in reason else "failed: a peer is gone"
-        raise OctoPipeError(f"{what} {gone} ({reason[:120]})") from None
+        raise PeerError(f"{what} {gone}") from error
 
 
 def _readiness(plan: Plan) -> dict[int, float]:

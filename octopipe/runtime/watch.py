@@ -88,14 +88,17 @@ class Watch:
         return RankError(late[0], f"{text}; give them more time; pending ops: {'; '.join(lines)}")
 
     def _look_at_stopped(self) -> None:
-        """Give up on a rank that somebody has stopped and not continued: it cannot time out by itself."""
+        """Give up on a rank that somebody has stopped and not continued: it cannot time out by itself.
+
+        Ranks that wait for it are given a moment more: they know what for.
+        """
         if self._hang_s is None:
             return
         now = time.monotonic()
         for rank in self._open.values():
             if not self._stopped(rank):
                 self._stopped_since.pop(rank, None)
-            elif now - self._stopped_since.setdefault(rank, now) > self._hang_s:
+            elif now - self._stopped_since.setdefault(rank, now) > self._hang_s + min(2.0, self._grace_s):
                 raise RankError(rank, f"rank {rank} {self._stopped(rank)} for {self._hang_s:g} s: {CONTINUE}")
 
     def _stopped(self, rank: int) -> str:

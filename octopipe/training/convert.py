@@ -41,14 +41,15 @@ def to_huggingface(
     target: str | os.PathLike[str],
     *,
     source: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
+    dtype: str | None = None,
 ) -> int:
     """Write the weights as `from_pretrained` reads them; returns the number of tensors.
 
     `source`: the config.json or folder the run was trained from. A folder's tokenizer and generation files come along.
-    `dtype`: default the checkpoint's own.
+    `dtype`: torch's name of one; default the checkpoint's own.
     """
     home, out = Path(checkpoint), _fresh(target)
+    kind = None if dtype is None else getattr(torch, dtype)
     record = read_record(home)
     parts = _parts(source, record, home)
     model: Any = parts._cut.model
@@ -57,7 +58,7 @@ def to_huggingface(
         old = seen.get(name)
         if old is not None and not torch.equal(old, value):
             raise OctoPipeError(f"{shown(home)}: {name} has another value in layer {k} than before; it was not tied")
-        seen[name] = value if dtype is None or not value.is_floating_point() else value.to(dtype)
+        seen[name] = value if kind is None or not value.is_floating_point() else value.to(kind)
     missing = [name for name, _ in model.named_parameters() if name not in seen]
     if missing:
         raise OctoPipeError(f"{shown(home)}: no weights of {missing[0]}; give the config the run was trained from")

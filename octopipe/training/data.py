@@ -12,8 +12,9 @@ depend on how they are spread, and a resumed run goes on where the old one stopp
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -105,6 +106,46 @@ def micro_batches(source: Source, first: int, count: int, size: int) -> tuple[li
         inputs.append(torch.from_numpy(rows[:, :-1].copy()))
         targets.append(torch.from_numpy(rows[:, 1:].copy()))
     return inputs, targets
+
+
+IGNORED = -100
+"""The target of a padded place: no loss counts it."""
+
+
+def length_micro_batches(
+    source: Source, first: int, numbers: Sequence[Sequence[int]], lengths: Sequence[int], dp: int
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Inputs, and (targets, weight), of micro-batches of sequences of different length.
+
+    Sequence i of the step is sample `first + i`, cut to its length; shorter ones are padded behind, where no causal
+    layer sees it. Weights make the mean over micro-batches and pipelines of the micro-batches' mean losses the mean
+    over all tokens of the step.
+    """
+    inputs: list[Tensor] = []
+    targets: list[tuple[Tensor, Tensor]] = []
+    total, count = sum(lengths), dp * len(numbers)
+    for group in numbers:
+        longest = max(lengths[i] for i in group)
+        rows = np.zeros((len(group), longest), np.int64)
+        wanted = np.full((len(group), longest), IGNORED, np.int64)
+        for row, i in enumerate(group):
+            tokens = source.sample(first + i)[: lengths[i] + 1]
+            rows[row, : lengths[i]] = tokens[:-1]
+            wanted[row, : lengths[i]] = tokens[1:]
+        inputs.append(torch.from_numpy(rows))
+        share = count * sum(lengths[i] for i in group) / total
+        targets.append((torch.from_numpy(wanted), torch.tensor(share, dtype=torch.float64)))
+    return inputs, targets
+
+
+def weighted(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The loss of one of `length_micro_batches`' targets."""
+
+    def of(output: Any, target: tuple[Tensor, Tensor]) -> Tensor:
+        value = loss(output, target[0])
+        return value * target[1].to(value.dtype)
+
+    return of
 
 
 def shuffled(at: int, count: int, seed: int) -> int:

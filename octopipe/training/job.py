@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octopipe.errors import OctoPipeError
+from octopipe.lengths import Groups
 from octopipe.model import ModelSpec
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
@@ -56,6 +57,8 @@ class TrainJob:
     """Of the CPU per rank; default: the cores, shared equally."""
     compile_scans: bool | None = None
     """Our Mamba-2's scan through `torch.compile`; default: on a GPU, unless there are faster kernels."""
+    kernels: tuple[str, ...] = ()
+    """Kernels of our own layers by name; a transformers model has its choice made already."""
     data: str | None = None
     seed: int = 0
     profile: Profile | None = None
@@ -69,6 +72,9 @@ class TrainJob:
     resume: bool = False
     resume_step: int | None = None
     """Go on from this step's checkpoint instead of the newest good one."""
+    elastic: bool = False
+    """Go on where the folder holds a checkpoint, begin where it holds none: what a launcher that starts ranks again
+    needs, with as many of them as are left."""
     timeline: bool = False
     adapt_every: int | None = None
     """Look every so many steps whether a plan tuned on the measured times is worth switching to."""
@@ -77,8 +83,14 @@ class TrainJob:
     adapt_s: float = 5.0
     """Time of one such search."""
     timeout_s: float = 300.0
+    lengths: tuple[int, ...] = ()
+    """Of every step's sequences, where they differ; `seq` is then the longest."""
+    groups: tuple[Groups, ...] = ()
+    """With lengths: the micro-batches of every pipeline, padded to their longest sequences."""
 
     def __post_init__(self) -> None:
+        if self.lengths:
+            self._check_lengths()
         for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda"))):
             if getattr(self, name) not in known:
                 raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
@@ -114,12 +126,34 @@ class TrainJob:
                     f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
                     "leave --micro-batches out"
                 )
+        if self.elastic and (self.checkpoint is None or (self.micro_batches is None and self.plan is None)):
+            raise OctoPipeError(
+                "an elastic run needs --checkpoint and --micro-batches: the default number of micro-batches depends on "
+                "how many ranks are left"
+            )
+        if self.elastic and self.resume:
+            raise OctoPipeError("an elastic run goes on by itself where it can; leave --resume out")
         if self.resume_step is not None and not self.resume:
             raise OctoPipeError("a step to resume from has no effect on a new run; add --resume")
         if self.seed < 0:
             raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    def _check_lengths(self) -> None:
+        if len(self.groups) != self.dp:
+            raise OctoPipeError(f"micro-batches of {len(self.groups)} pipelines for dp {self.dp}; give one each")
+        inside = sorted(length for groups in self.groups for group in groups for length in group)
+        if inside != sorted(self.lengths):
+            raise OctoPipeError("the micro-batches do not hold each of the step's sequences once")
+        counts = {len(groups) for groups in self.groups}
+        if len(counts) != 1 or (self.plan is not None and counts != {self.plan.num_micro_batches}):
+            have = "" if self.plan is None else f"; the plan has {self.plan.num_micro_batches}"
+            raise OctoPipeError(f"pipelines of {' and '.join(map(str, sorted(counts)))} micro-batches{have}")
+        if self.seq != max(self.lengths):
+            raise OctoPipeError(f"seq is {self.seq}; the longest sequence has {max(self.lengths)} tokens")
+        if self.adapt_every is not None:
+            raise OctoPipeError("adapt measures micro-batches of one length; leave --adapt or --lengths out")
 
     @property
     def pp(self) -> int:
@@ -128,10 +162,14 @@ class TrainJob:
 
     @property
     def num_micro_batches(self) -> int:
+        if self.groups:
+            return len(self.groups[0])
         return self.plan.num_micro_batches if self.plan is not None else self.micro_batches or 2 * self.pp
 
     @property
     def tokens_per_step(self) -> int:
+        if self.lengths:
+            return sum(self.lengths)
         return self.dp * self.num_micro_batches * self.micro_batch_size * self.seq
 
 

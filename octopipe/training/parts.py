@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
 from octopipe.huggingface.described import HfModel
+from octopipe.lengths import Batch
 from octopipe.model import ModelSpec
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
@@ -80,10 +82,19 @@ def worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, Everyone]:
     return World.make(None, None, mesh), Everyone(seat, group)
 
 
+def length_factor(job: TrainJob) -> Any:
+    """Times of the first pipeline's micro-batches over that of one sequence of `seq` tokens, taken as their padded
+    tokens."""
+    batch = Batch(groups=job.groups[0])
+    return np.array([batch.tokens_of(group) / job.seq for group in batch.groups])
+
+
 def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None]) -> Plan:
     if job.plan is not None:
         return job.plan
     costs = CostTable.uniform(num_layers=job.spec.num_layers, model=job.spec.name) if profile is None else profile.costs
+    if profile is None and job.groups:
+        costs = costs.replace(micro_batch_factor=length_factor(job))
     if job.tune_s is None:
         return build_plan(job.system, costs, job.pp, job.num_micro_batches)
     if profile is None:
@@ -123,7 +134,7 @@ def folder(job: TrainJob) -> Iterator[None]:
     found = latest(job.checkpoint)
     if job.resume and found is None:
         raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
-    if found is not None and not job.resume:
+    if found is not None and not job.resume and not job.elastic:
         raise OctoPipeError(
             f"{shown(job.checkpoint)} holds a run up to {found.name}; add --resume to go on with it, "
             "or name another folder"

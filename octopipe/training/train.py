@@ -30,16 +30,19 @@ from torch import Tensor
 from octopipe.contention import predict
 from octopipe.errors import OctoPipeError
 from octopipe.files import shown
+from octopipe.lengths import sequence_numbers
 from octopipe.measure.trial import Workload, profile_workload
 from octopipe.plan import Plan
 from octopipe.profile_file import Profile
 from octopipe.runtime import launch
+from octopipe.runtime.batches import to_device
+from octopipe.runtime.exchange import moment, told
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
 from octopipe.training.adapt import Adapter, switch
 from octopipe.training.checkpoint import Saving, load_checkpoint, read_record
-from octopipe.training.data import micro_batches, open_tokens
+from octopipe.training.data import length_micro_batches, micro_batches, open_tokens, weighted
 from octopipe.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
 from octopipe.training.parts import (
@@ -48,15 +51,20 @@ from octopipe.training.parts import (
     backend,
     folder,
     identity,
+    length_factor,
     memory_bytes,
     optimizer_of,
     plan_of,
     shared_gpu,
     worlds,
 )
-from octopipe.training.shelf import choose
+from octopipe.training.shelf import choose, latest
 
 Listener = Callable[[Phase | StepReport], None]
+
+
+LOADING_S = 30.0
+"""Ranks may take so long to load their libraries before the timeout counts."""
 
 
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
@@ -95,6 +103,8 @@ def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | No
             threads=job.threads,
             grace_s=min(job.timeout_s, 5.0) + 3.0,
             group_timeout_s=_patience_s(job),
+            start_s=job.timeout_s + LOADING_S,
+            hang_s=job.timeout_s,
             gentle_s=job.timeout_s,
             listen=listen,
         )[0]
@@ -148,17 +158,21 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         device=job.device,
         dtype="float32" if job.dtype == "bfloat16" else job.dtype,
         compile_scans=job.compile_scans,
+        asked_kernels=job.kernels,
         seed=job.seed,
     )
     device = work.place(seat.local_rank)
     profile = job.profile
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
-        with autocast(job, device):
+        with autocast(job, device), moment("while layers and links were measured"), told(_patience_s(job)):
             profile = profile_workload(work, world, repeats=8, warm_up=2)
         # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
-    plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
+    if profile is not None and job.groups:
+        profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
+    with moment("while rank 0 made the plan"):
+        plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     seat.tell(Phase(text="building the model"))
 
     def make_pipe(plan: Plan) -> Pipeline:
@@ -166,7 +180,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         return Pipeline(
             layers,
             plan,
-            work.loss(layers),
+            weighted(work.loss(layers)) if job.lengths else work.loss(layers),
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,
@@ -177,7 +191,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             verify=True,
         )
 
-    return _Run(job, seat, everyone, make_pipe, plan, profile)
+    with moment("while the model was built"), told(_patience_s(job)):
+        return _Run(job, seat, everyone, make_pipe, plan, profile)
 
 
 class _Run:
@@ -207,11 +222,12 @@ class _Run:
         self.saved: str | None = None
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
+        self._numbers = sequence_numbers(job.lengths, job.groups)
         self._source = open_tokens(job.data, vocab=job.spec.vocab, seq=job.seq, seed=job.seed)
         self._one_host = len({*pipe.world.gather(socket.gethostname())}) == 1
         # A GPU would wait for the host at every report.
         self._every = 1 if job.device == "cpu" else max(1, job.steps // 100)
-        self.first = self.resume() if job.resume else 1
+        self.first = self.resume() if job.resume or self._has_begun() else 1
 
     def close(self) -> None:
         if self._saving is not None:  # the run broke off: what is written stays incomplete, and is named so
@@ -236,9 +252,17 @@ class _Run:
             stopped_by=self.stopped_by,
         )
 
+    def _has_begun(self) -> bool:
+        """Whether an elastic run finds its own checkpoints, as its first rank sees it."""
+        job = self.job
+        if not job.elastic or job.checkpoint is None:
+            return False
+        return bool(self._everyone.first(latest(job.checkpoint) is not None if self.seat.rank == 0 else None))
+
     def resume(self) -> int:
         """Load the newest good checkpoint, or the one asked for; the step to go on with."""
-        path = self._everyone.first_or_fail(self._choose)
+        with moment("while the checkpoint to go on from was chosen"):
+            path = self._everyone.first_or_fail(self._choose)
         seen = read_record(path)
         model, seed = seen.get("model"), seen.get("seed", self.job.seed)
         if model != identity(self.job.spec):
@@ -289,10 +313,12 @@ class _Run:
             saves = job.checkpoint is not None and (last or (job.save_every and step % job.save_every == 0))
             if saves or last:
                 self._watch.settle()
-            self._finish_saving(at_once=bool(saves) or last)
+            with moment("while a checkpoint was finished"), told(_patience_s(job)):
+                self._finish_saving(at_once=bool(saves) or last)
             if saves:
-                self._save(step)
-                self._finish_saving(at_once=not job.async_save or last)
+                with moment(f"while step {step} was saved"), told(_patience_s(job)):
+                    self._save(step)
+                    self._finish_saving(at_once=not job.async_save or last)
             if job.adapt_every and step % job.adapt_every == 0 and not last:
                 self._adapt(step)
             yield
@@ -347,9 +373,15 @@ class _Run:
 
     def _step(self, step: int) -> Tensor:
         job, pipe, program = self.job, self.pipe, self.pipe.executor.program
-        count = job.num_micro_batches * job.micro_batch_size
-        inputs = targets = None
-        if program.needs_batch or program.needs_target:
+        count = len(job.lengths) // job.dp if job.lengths else job.num_micro_batches * job.micro_batch_size
+        inputs: Any = None
+        targets: Any = None
+        if job.lengths and (program.needs_batch or program.needs_target):
+            inputs, targets = length_micro_batches(
+                self._source, self.seen, self._numbers[pipe.world.replica], job.lengths, job.dp
+            )
+            inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
+        elif program.needs_batch or program.needs_target:
             mine = self.seen + pipe.world.replica * count
             inputs, targets = micro_batches(self._source, mine, job.num_micro_batches, job.micro_batch_size)
             inputs, targets = ([t.to(pipe.device, non_blocking=True) for t in part] for part in (inputs, targets))
@@ -361,7 +393,7 @@ class _Run:
             group["lr"] = job.lr * min(1.0, step / job.warmup) if job.warmup else job.lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.seen += job.dp * count
+        self.seen += len(job.lengths) or job.dp * count
         return loss
 
     def _exchange(self) -> list[list[float]]:

@@ -13,19 +13,19 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from octopipe.algorithm1 import PHASES, IterativeSearch, RandomSearch
 from octopipe.bounds import PlanClass, lower_bound
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.exact import solve
+from octopipe.explain import explain
 from octopipe.hide import hide_transfers
 from octopipe.limits import checked_seed, refuse_too_large
 from octopipe.plan import Plan
+from octopipe.restricted import TARGETS, FixedSchedules, Target
+from octopipe.search_record import Callback, Found, Progress, Step, TuneResult
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
-from octopipe.tuner.exact import solve
-from octopipe.tuner.explain import explain
-from octopipe.tuner.paper import PHASES, IterativeSearch, RandomSearch
-from octopipe.tuner.restricted import TARGETS, FixedSchedules, Target
-from octopipe.tuner.result import Callback, Found, Progress, Step, TuneResult
 from octopipe.tuner.robust import mean_jittered_ms, most_robust
 from octopipe.tuner.search import Search
 from octopipe.tuner.settings import SETTINGS
@@ -167,10 +167,8 @@ def _hide(
     return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
 
 
-def _class_of(plan: Plan | None, plans: PlanClass) -> PlanClass:
+def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
     """The class, widened to hold this plan."""
-    if plan is None:
-        return plans
     recomputes = any(s.recompute for s in plan.stages)
     return PlanClass(recompute=plans.recompute or recomputes, copies=plans.copies or bool(plan.replicas()))
 

@@ -83,15 +83,22 @@ def writable(plan: Plan) -> bool:
     return len(cuts) == 1 and every == list(range(len(plan.stages))) and whole
 
 
-def arrays_of(problem: Problem, max_stages: int, plan: Plan) -> tuple[np.ndarray, Orders]:
-    """The structure and the orders of a plan that is `writable`, stages renumbered route by route."""
-    st, orders = make_structure(problem, max_stages), make_orders(problem, max_stages)
+def structure_of(problem: Problem, max_stages: int, plan: Plan) -> np.ndarray:
+    """A plan's partition, placement and recomputation, stages numbered route by route."""
+    st = make_structure(problem, max_stages)
+    stages = [plan.stages[s] for route in plan.routes for s in route]
     size = len(plan.routes[0])
-    number = {s: k * size + i for k, route in enumerate(plan.routes) for i, s in enumerate(route)}
     st[SIZE, 0], st[ROUTES, 0] = size, len(plan.routes)
-    st[BOUNDS, : size + 1] = [plan.stages[s].first for s in plan.routes[0]] + [plan.num_layers]
-    for s, stage in enumerate(plan.stages):
-        st[RANK, number[s]], st[REDO, number[s]] = stage.rank, stage.recompute is True
+    st[BOUNDS, : size + 1] = [s.first for s in stages[:size]] + [plan.num_layers]
+    st[RANK, : len(stages)] = [s.rank for s in stages]
+    st[REDO, : len(stages)] = [bool(s.recompute) for s in stages]
+    return st
+
+
+def arrays_of(problem: Problem, max_stages: int, plan: Plan) -> tuple[np.ndarray, Orders]:
+    """The structure and the orders of a plan that is `writable`."""
+    orders = make_orders(problem, max_stages)
+    number = {s: k for k, s in enumerate(s for route in plan.routes for s in route)}
     for r, order in enumerate(plan.orders):
         row: list[int] = []
         for op in order:
@@ -99,4 +106,4 @@ def arrays_of(problem: Problem, max_stages: int, plan: Plan) -> tuple[np.ndarray
                 row.append(kind << KIND_BITS | number[op.stage] << STAGE_BITS | op.micro_batch)
         orders.seq[r, : len(row)] = np.array(row, np.int64)
         orders.length[r] = len(row)
-    return st, orders
+    return structure_of(problem, max_stages, plan), orders

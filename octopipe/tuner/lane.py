@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octopipe.tuner.core.problem import SIZE, Problem, make_rng
+from octopipe.tuner.core.problem import Problem, make_rng
 from octopipe.tuner.polish import Polisher
 from octopipe.tuner.population import Judge, Population, Start
 from octopipe.tuner.settings import ORDER_MOVES, SETTINGS, STRUCTURE_MOVES
@@ -205,7 +205,3 @@ class Lane:
     def candidates(self) -> list[Start]:
         """What is worth polishing, the best first."""
         return sorted({s.step_ms: s for s in (*self.found, *self.best())}.values(), key=lambda s: s.step_ms)
-
-    def size(self, start: Start) -> int:
-        """Half rounds over the ranks."""
-        return 2 * int(start.structure[SIZE, 0]) // self.problem.ranks

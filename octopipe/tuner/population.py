@@ -44,9 +44,6 @@ class Start(NamedTuple):
     keys: np.ndarray
     """The best first; one vector or several."""
 
-    def copy(self) -> Start:
-        return self._replace(structure=self.structure.copy(), keys=self.keys.copy())
-
 
 class Judge:
     """One thread's room to build schedules in, and its random numbers."""

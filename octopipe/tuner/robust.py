@@ -15,15 +15,12 @@ from octopipe.plan import Plan
 from octopipe.simulator import jitter_ms, simulate
 from octopipe.tuner.settings import SETTINGS
 
-RUNS = 400
-"""Draws that finalists are compared by."""
-
 
 def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
     """Mean step time over jittered times; the same seed gives every plan its own but repeatable draw. Reductions and
     the optimizer, which follow the pipeline, are not jittered: they add what they add without jitter."""
     program = lower(plan, costs)
-    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=RUNS, seed=seed & 0x7FFFFFFF)
+    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=SETTINGS.jitter_runs, seed=seed & 0x7FFFFFFF)
     timeline = simulate(program, costs)
     return float(runs.mean()) + timeline.step_ms - timeline.makespan_ms
 

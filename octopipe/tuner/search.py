@@ -30,19 +30,18 @@ import numpy as np
 from octopipe._compile import usable_cores
 from octopipe.bounds import loads_bound_ms
 from octopipe.cost import CostTable
+from octopipe.misfit import misfit
 from octopipe.plan import Plan
+from octopipe.search_record import Callback, Found, Progress, Step
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
 from octopipe.tuner.core.follow import Orders
-from octopipe.tuner.core.problem import MARGIN, Problem, make_problem, make_rng
-from octopipe.tuner.encode import arrays_of, orders_in, plan_of, writable
+from octopipe.tuner.core.problem import MARGIN, SIZE, Problem, make_problem, make_rng
+from octopipe.tuner.encode import arrays_of, orders_in, plan_of, structure_of, writable
 from octopipe.tuner.lane import Budget, Lane
-from octopipe.tuner.memory import explain_misfit
 from octopipe.tuner.polish import Polisher, jitter_factors
 from octopipe.tuner.population import Judge, Start
-from octopipe.tuner.result import Callback, Found, Progress, Step
 from octopipe.tuner.settings import SETTINGS
-from octopipe.tuner.starts import structure_of
 from octopipe.tuner.systems import Systems
 
 
@@ -141,7 +140,7 @@ class Search:
         if self.best_plan is None or self.best_timeline is None:
             if interrupted:
                 raise KeyboardInterrupt
-            raise explain_misfit(self.costs, self.problem, self.may_recompute)
+            raise misfit(self.costs, self.problem.ranks, self.may_recompute)
         return Found(
             plan=self.best_plan,
             timeline=self.best_timeline,
@@ -207,13 +206,13 @@ class Search:
         # The best first, then the best of each size, the sizes in order of their best.
         sizes: dict[int, list[Start]] = {}
         for start in best:
-            sizes.setdefault(self.lanes[0].size(start), []).append(start)
+            sizes.setdefault(self.lanes[0].starts.size(start), []).append(start)
         queue = best[:1] + [s for group in zip_longest(*sizes.values()) for s in group if s and s is not best[0]]
         queue = queue[: SETTINGS.polished * len(self.lanes)]
         factors = None
         if self.jitter:
-            stages = int(self.lanes[0].size(best[0]) * self.problem.ranks // 2) if best else len(self.best_plan.stages)
-            factors = jitter_factors(self.problem, self.max_stages, max(stages, 1), self.jitter, self.seed)
+            stages = int(best[0].structure[SIZE, 0]) if best else len(self.best_plan.stages)
+            factors = jitter_factors(self.problem, self.max_stages, stages, self.jitter, self.seed)
         outside = [self.best_plan] if self.best_plan.extra.get("system") else []
         if self.start is not None and self.start not in outside:
             outside.insert(0, self.start)

@@ -284,6 +284,8 @@ class Settings:
     """Draws of which the mean is taken while orders are polished; more until they jitter"""
     jitter_ops: int = 24000
     """so many ops: with few ops and few draws orders would suit the draws."""
+    jitter_runs: int = 400
+    """Draws that finalists are compared by."""
 
 
 SETTINGS = Settings()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octopipe.plan import Plan
 from octopipe.tuner.core.anneal import balance
 from octopipe.tuner.core.decode import NUM_KEYS
 from octopipe.tuner.core.problem import BOUNDS, RANK, REDO, SIZE, TOTAL, Problem, make_structure
@@ -152,17 +151,6 @@ def partition_evenly(
     return st
 
 
-def structure_of(problem: Problem, max_stages: int, plan: Plan) -> np.ndarray:
-    """A plan's partition, placement and recomputation, where it has one route."""
-    st = make_structure(problem, max_stages)
-    stages = [plan.stages[s] for s in plan.routes[0]]
-    st[SIZE, 0] = len(stages)
-    st[BOUNDS, : len(stages) + 1] = [s.first for s in stages] + [plan.num_layers]
-    st[RANK, : len(stages)] = [s.rank for s in stages]
-    st[REDO, : len(stages)] = [bool(s.recompute) for s in stages]
-    return st
-
-
 class Starts:
     """Draws starts and keeps the best few, of different sizes."""
 
@@ -200,7 +188,9 @@ class Starts:
         """One of the structures a search begins with: even stages, a loop or a wave, under more keys than later."""
         stages = min(max(round(self.problem.ranks * rounds), 1), self.max_stages)
         kind = "wave" if wave else "loop"
-        shape = Shape(tuple(place(stages, self.problem.ranks, wave)), (1,) * stages, kind)
+        up = range(self.problem.ranks)
+        turn = [*up, *reversed(up)] if wave else up
+        shape = Shape(tuple(turn[s % len(turn)] for s in range(stages)), (1,) * stages, kind)
         structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), even=4.0, tilt=1.0, rising=True)
         structure[REDO, :stages] = recompute
         return self.keyed(shape.name, structure, SETTINGS.keys_first)
@@ -291,11 +281,3 @@ class Starts:
         alike = sorted([s for s in self.kept if self.size(s) == size] + [start], key=lambda s: s.step_ms)
         others = [s for s in self.kept if self.size(s) != size]
         self.kept = sorted(others + alike[: SETTINGS.starts_kept], key=lambda s: s.step_ms)
-
-
-def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
-    """Ranks of the stages: round and round, or down and up again."""
-    if not wave:
-        return [s % num_ranks for s in range(num_stages)]
-    turns = [s % (2 * num_ranks) for s in range(num_stages)]
-    return [r if r < num_ranks else 2 * num_ranks - 1 - r for r in turns]

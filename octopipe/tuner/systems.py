@@ -16,10 +16,9 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
 from octopipe.tuner.core.problem import CAPACITY, VARIANTS, Problem, make_rng
-from octopipe.tuner.encode import arrays_of, plan_of, writable
+from octopipe.tuner.encode import arrays_of, plan_of, structure_of, writable
 from octopipe.tuner.polish import Polisher
 from octopipe.tuner.settings import SETTINGS
-from octopipe.tuner.starts import structure_of
 
 SLOW = frozenset({"tessel"})
 """Systems that run a solver for longer than a start is worth."""

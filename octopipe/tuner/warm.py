@@ -1,7 +1,8 @@
 """A search's kernels made ready before its clock starts: a budget is for searching, not for compiling.
 
 Knows: which kernels a search calls; it calls them once, on a setting of a few layers. Does not know: what they find,
-or the kernels of bounds, which are computed before a search begins. Where their code is kept from an earlier run this takes a moment.
+or the kernels of bounds, which are computed before a search begins. Where code is kept from an earlier run this takes
+a moment.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from octopipe.algorithm1 import IterativeSearch
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.hide import hide_transfers
@@ -17,7 +19,6 @@ from octopipe.simulator import simulate
 from octopipe.systems import build_plan
 from octopipe.tuner.core.problem import make_problem, make_rng
 from octopipe.tuner.encode import arrays_of
-from octopipe.tuner.paper import IterativeSearch
 from octopipe.tuner.polish import Polisher
 from octopipe.tuner.population import Judge
 from octopipe.tuner.starts import Starts

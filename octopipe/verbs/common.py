@@ -192,6 +192,7 @@ SETUP_FLAGS = {
     "cluster": "nodes",
     "micro_batch_lengths": "micro_batch_lengths",
     "packed": "packed",
+    "tokens_per_pipeline": "tokens_per_pipeline",
 }
 """Flag -> key of a plan's "setting" (and, but for speeds, keyword of `resolve_costs`)."""
 OF_A_MODEL = (
@@ -332,7 +333,8 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
         from octopipe.resolve import resolve_costs
 
         given = {k: v for k, v in setting_from(args).items() if k not in ("model", "speeds", "seq", "recompute")}
-        given = {k: v for k, v in given.items() if k not in ("micro_batch_size", "micro_batch_lengths", "packed")}
+        mine = ("micro_batch_size", "micro_batch_lengths", "packed", "tokens_per_pipeline")
+        given = {k: v for k, v in given.items() if k not in mine}
         setup = resolve_costs(spec, pp=args.pp, **given).setup
         assert setup is not None
         groups = dynamic_groups(spec, setup, lengths)
@@ -342,6 +344,7 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
         groups = padded_groups(lengths, args.micro_batch_size or 1)
     batch = Batch(groups=groups, packed=how == "pack")
     if (args.dp or 1) > 1:
+        args.tokens_per_pipeline = round(batch.tokens / args.dp)
         batch = Batch(groups=dealt(groups, args.dp, lambda g: float(batch.tokens_of(g)))[0], packed=batch.packed)
     args.micro_batch_lengths = [list(group) for group in batch.groups]
     args.packed = batch.packed or None

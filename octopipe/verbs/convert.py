@@ -34,14 +34,11 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "dcp" and args.dtype:
         raise OctoPipeError("--dtype is for --to huggingface; a DCP folder holds what was saved")
     with needs_torch():
-        import torch
-
         from octopipe.training.convert import to_dcp, to_huggingface
         from octopipe.training.shelf import resolve
     path = resolve(args.checkpoint, args.step)
     if args.to == "huggingface":
-        dtype = getattr(torch, args.dtype) if args.dtype else None
-        count = to_huggingface(path, args.output, source=args.model, dtype=dtype)
+        count = to_huggingface(path, args.output, source=args.model, dtype=args.dtype)
     else:
         count = to_dcp(path, args.output, source=args.model)
     if args.json:

@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
     group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
+    parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -85,15 +86,16 @@ def _systems(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.errors import OctoPipeError
+    from octopipe.errors import DoesNotFitError, OctoPipeError
     from octopipe.plan_file import save_plan
     from octopipe.planner.commands import command_lines
     from octopipe.planner.search import search
     from octopipe.planner.splits import RUNTIMES, parse_split
     from octopipe.verbs.tune import _check_writable
 
-    if args.output:
-        _check_writable(args.output)
+    for path in (args.output, args.page):
+        if path:
+            _check_writable(path)
     spec, base, gpus = _base(args)
     if args.global_batch is None:
         raise OctoPipeError("how many sequences per step? give --global-batch")
@@ -107,25 +109,41 @@ def run(args: argparse.Namespace) -> int:
             return run_published(args, spec, base, gpus, fixed, published, None)
     screen = console(stderr=True)
     live: Any = screen.status("looking at splits ...") if screen.is_terminal else nullcontext()
+    found: Found | None = None
+    unfit = ""
     with live as status:
-        found = search(
-            spec,
-            base,
-            gpus=gpus,
-            global_batch=args.global_batch,
-            fixed=fixed,
-            today=parse_split(args.today) if args.today else None,
-            runtime=RUNTIMES[args.runtime],
-            recompute=args.recompute or "auto",
-            budget_s=args.budget,
-            seed=args.seed,
-            say=None if status is None else status.update,
-        )
+        try:
+            found = search(
+                spec,
+                base,
+                gpus=gpus,
+                global_batch=args.global_batch,
+                fixed=fixed,
+                today=parse_split(args.today) if args.today else None,
+                runtime=RUNTIMES[args.runtime],
+                recompute=args.recompute or "auto",
+                budget_s=args.budget,
+                seed=args.seed,
+                say=None if status is None else status.update,
+            )
+        except DoesNotFitError as error:
+            if not published:
+                raise
+            unfit = str(error)
     if published:
-        return run_published(args, spec, base, gpus, fixed, published, found)
+        return run_published(args, spec, base, gpus, fixed, published, found, unfit)
+    assert found is not None
     best = found.best
+    record: dict[str, Any] = {}
+    if args.output or args.page:
+        record = _record(args, spec, base, found, fixed)
     if args.output and best.plan is not None:
-        save_plan(best.plan.with_extra(**provenance_of(args, best)), args.output)
+        save_plan(best.plan.with_extra(**provenance_of(args, best), cluster_plan=record), args.output)
+    if args.page:
+        from octopipe.files import write_whole
+        from octopipe.report.cluster import page
+
+        write_whole(args.page, page(record).encode())
     lines = command_lines(best, model=args.model, plan_file=args.output or "plan.json", runtime=args.runtime)
     if args.json:
         print_json(numbers_of(args, found, lines))
@@ -172,6 +190,17 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     return spec, base, gpus
 
 
+def _record(
+    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int]
+) -> dict[str, Any]:
+    """What the panel of a report and the page draw."""
+    from octopipe.planner.record import record_of, scaled
+    from octopipe.planner.splits import RUNTIMES
+
+    points = scaled(spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime])
+    return record_of(found, model=spec.name, words=changes(found), scaling=points)
+
+
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     """The plan's set-up, and the keywords that price it again."""
     known = best.setup.as_dict()
@@ -213,6 +242,8 @@ def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[s
     for name, line in lines.items():
         out.print(f"[bold]{name}[/]:", end=" ")
         out.print(line, markup=False, soft_wrap=True)
+    if args.page:
+        out.print(f"page written to {args.page}")
     if args.output:
         out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
 

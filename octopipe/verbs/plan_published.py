@@ -31,6 +31,8 @@ def refuse_idle(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
             raise OctoPipeError(f"--{flag}: published systems choose it themselves, stage by stage; leave it out")
+    if args.page:
+        raise OctoPipeError("--page shows our own search; leave --system out")
     if args.runtime != "any":
         raise OctoPipeError(f"--for {args.runtime}: published systems plan for their own runtimes; leave it out")
 
@@ -43,15 +45,16 @@ def run_published(
     fixed: Mapping[str, int],
     names: Sequence[str],
     found: Found | None,
+    unfit: str = "",
 ) -> int:
-    """Plan with every named system; the fastest is written."""
+    """Plan with every named system; the fastest is written. `unfit`: why our own search found nothing."""
     from octopipe.errors import DoesNotFitError, OctoPipeError
     from octopipe.planner.published import plan_by
 
-    if found is None and args.today:
+    if found is None and args.today and not unfit:
         raise OctoPipeError("--today is compared with our own search; add octopipe to --system")
     plans: dict[str, SystemPlan] = {}
-    reasons: dict[str, str] = {}
+    reasons: dict[str, str] = {"octopipe": unfit} if unfit else {}
     for name in names:
         try:
             plans[name] = plan_by(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
-from octopipe.verbs.runnable import is_hf_config, model_of, needs_torch, told
+from octopipe.verbs.runnable import is_hf_config, kernel_words, model_of, needs_torch, told
 
 if TYPE_CHECKING:
     from octopipe.measure.trial import Workload
@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", dest="num_layers", type=whole_number, help="keep so many layers, embedding and head included"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
+    parser.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+    )
     parser.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
@@ -59,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         "device": args.device,
         "dtype": args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
         "compile_scans": args.compile_scans,
+        "kernels": list(args.kernels),
         "own_layers": args.own_layers,
     }
     work = workload_of(recipe)
@@ -114,16 +122,25 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
     own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes knew nothing else
     name = str(recipe.get("model", ""))
     scale = float(recipe.get("scale") or 1.0)
-    spec = model_of(name, scale=scale, num_layers=recipe.get("num_layers"), own=own and is_hf_config(name))
+    asked, device = tuple(recipe.get("kernels") or ()), str(recipe.get("device", "cpu"))
+    spec = model_of(
+        name,
+        scale=scale,
+        num_layers=recipe.get("num_layers"),
+        own=own and is_hf_config(name),
+        kernels=asked,
+        device=device,
+    )
     with needs_torch():
         from octopipe.measure.trial import Workload
     return Workload(
         spec=spec,
         tokens=int(recipe["tokens"]),
         micro_batch_size=int(recipe.get("micro_batch_size", 1)),
-        device=str(recipe.get("device", "cpu")),
+        device=device,
         dtype=str(recipe.get("dtype", "float32")),
         compile_scans=recipe.get("compile_scans"),
+        asked_kernels=() if hasattr(spec, "class_name") else asked,
     )
 
 

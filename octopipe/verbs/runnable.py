@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 
 
 def model_of(
-    name: str, *, scale: float | None = None, num_layers: int | None = None, own: bool = False
+    name: str,
+    *,
+    scale: float | None = None,
+    num_layers: int | None = None,
+    own: bool = False,
+    kernels: tuple[str, ...] = (),
+    device: str = "cpu",
 ) -> ModelSpec | HfModel:
-    """The model behind MODEL, made smaller as the flags say."""
+    """The model behind MODEL, made smaller as the flags say, with the kernels they ask for."""
     from octopipe.model import Mtp
     from octopipe.resolve import resolve_spec
     from octopipe.zoo import PRESETS
@@ -33,17 +39,32 @@ def model_of(
             )
         with needs_torch():
             from octopipe.huggingface.described import describe
-        return describe(name, num_layers=num_layers)
+            from octopipe.huggingface.liger import WORDS, choice
+            from octopipe.nn.kernels import require
+        require(kernels, device, WORDS)
+        attention, liger = choice(kernels)
+        return describe(name, num_layers=num_layers, attention=attention, liger=liger)
     if own and name in PRESETS:
         raise OctoPipeError(f"{name} is a preset and always runs in octopipe's own layers; leave --own-layers out")
     spec = resolve_spec(name)
     if spec is None:
         raise OctoPipeError(f"{name} holds times, not layers; give a preset or a Hugging Face config.json")
+    if "liger" in kernels:
+        raise OctoPipeError("--kernels liger is for transformers' models; give a config.json, or leave it out")
     if any(isinstance(layer, Mtp) for layer in spec):
         spec = spec.without_mtp()
     if scaled or num_layers is not None:
         spec = spec.scaled(1.0 if scale is None else scale, num_layers=num_layers)
     return spec
+
+
+def kernel_words(text: str) -> tuple[str, ...]:
+    """An argparse type: names of kernels separated by commas.
+
+    >>> kernel_words("flash-attn, liger")
+    ('flash_attn', 'liger')
+    """
+    return tuple(word.strip().lower().replace("-", "_") for word in text.split(",") if word.strip())
 
 
 def is_hf_config(name: str) -> bool:

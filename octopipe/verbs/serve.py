@@ -6,6 +6,8 @@ Knows: its flags. Does not know: the server (report/serve.py).
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from octopipe.verbs.common import console
 
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.report.serve import make_server
 
     out = console(stderr=True)
-    with make_server(args.host, args.port, files=args.files) as server:
+    with make_server(args.host, args.port, files=args.files, planner=planned) as server:
         out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
         if server.hosts is None:
             out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
@@ -39,3 +41,44 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             out.print("stopped")
     return 0
+
+
+def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to the form of the page /plan: the same search as `octopipe plan`."""
+    from octopipe.cluster import gpu
+    from octopipe.errors import OctoPipeError
+    from octopipe.planner.record import record_of, scaled
+    from octopipe.planner.search import search
+    from octopipe.planner.splits import parse_split
+    from octopipe.resolve import resolve_spec
+    from octopipe.setup import Setup
+    from octopipe.verbs.common import whole_number
+    from octopipe.verbs.plan import changes
+
+    def whole(name: str) -> int:
+        try:
+            return whole_number(str(asked.get(name) or ""))
+        except argparse.ArgumentTypeError as error:
+            raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None
+
+    try:
+        budget_s = min(max(float(asked.get("budget_s") or 15.0), 1.0), 600.0)
+    except ValueError:
+        raise OctoPipeError(f"seconds to search: {asked['budget_s']!r} is no number") from None
+    spec = resolve_spec(str(asked["model"]))
+    if spec is None:
+        raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
+    precision: Any = asked.get("precision") or "bf16"
+    base = Setup(gpu=gpu(str(asked.get("gpu"))), seq=whole("seq"), precision=precision)
+    today = str(asked.get("today") or "").strip()
+    gpus, batch = whole("gpus"), whole("global_batch")
+    found = search(
+        spec,
+        base,
+        gpus=gpus,
+        global_batch=batch,
+        today=parse_split(today) if today else None,
+        budget_s=budget_s,
+    )
+    points = scaled(spec, base, found, global_batch=batch)
+    return record_of(found, model=spec.name, words=changes(found), scaling=points)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from octopipe.timeline import Timeline
 
 
+UNEQUAL = "stages_of_cluster"
+"""Key of a plan whose stages have meshes of their own (planner/published/)."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
     what = parser.add_mutually_exclusive_group()
@@ -63,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         "model": costs.model,
         "system": plan.extra.get("system"),
         "setup": None if costs.setup is None else costs.setup.as_dict(),
+        **({"stages_of_cluster": plan.extra[UNEQUAL]} if UNEQUAL in plan.extra else {}),
         "split_backward": plan.splits_backward,
         "pp": plan.num_ranks,
         "micro_batches": plan.num_micro_batches,
@@ -152,6 +157,16 @@ def bound_ms(costs: CostTable, plan: Plan, step_ms: float) -> float:
     return min(bound(costs, plan.num_ranks, plan.num_micro_batches), step_ms)
 
 
+def unequal_words(plan: Plan) -> str:
+    """The GPUs of stages that a published system gave unequal meshes: no one set-up names them."""
+    stages = plan.extra.get(UNEQUAL)
+    if not isinstance(stages, list) or not all(isinstance(s, dict) for s in stages):
+        return ""
+    sizes = [f"{s.get('gpus')} (tp {s.get('tp')}, dp {s.get('dp')})" for s in stages]
+    total = sum(s["gpus"] for s in stages if isinstance(s.get("gpus"), int))
+    return f"{total} GPUs in {counted(len(stages), 'stage')} of {', '.join(dict.fromkeys(sizes))}"
+
+
 def _quantile(samples: Any, q: float) -> float:
     import numpy as np
 
@@ -172,7 +187,7 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
         f"[bold]{named(timeline.label or 'plan')}[/] on {named(costs.model)} ({backward}): "
         f"[bold]{timeline.step_ms:.1f} ms[/] a step, {100 * timeline.bubble_ratio:.1f} % bubble{fits}"
     )
-    out.print(setup_words(costs.setup), style="cyan", markup=False)
+    out.print(setup_words(costs.setup) or unequal_words(plan), style="cyan", markup=False)
     speed, share = numbers["tokens_per_gpu_per_second"], numbers["mfu"]
     again = sum(len(s.recomputed_layers) for s in plan.stages)
     overlap = timeline.overlap

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octopipe.verbs.common import (
+    add_length_arguments,
     add_model_arguments,
     console,
     named,
@@ -21,14 +22,19 @@ from octopipe.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.verbs.runnable import model_of, needs_torch, told
+from octopipe.verbs.runnable import kernel_words, model_of, needs_torch, told
 from octopipe.verbs.tune import seconds
 
 if TYPE_CHECKING:
+    from octopipe.lengths import Groups
+    from octopipe.plan import Plan
     from octopipe.training.job import Phase, StepReport, TrainJob, TrainResult
 
 GIB = float(1 << 30)
 
+
+ELASTIC_TUNE_S = 10.0
+"""For a new plan where the one that was given is for another number of ranks."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
@@ -42,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
     size.add_argument("--layers", type=whole_number, help="keep so many layers, embedding and head included")
     size.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's own layers of its sizes")
-    size.add_argument("--seq", type=whole_number, default=128, help="tokens per sequence (default: 128)")
+    size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
     size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
-    size.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences in each (default: 1)")
+    size.add_argument("--micro-batch-size", type=whole_number, help="sequences in each (default: 1)")
+    add_length_arguments(size)
     run_ = parser.add_argument_group("training")
     run_.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
     run_.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
@@ -53,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    run_.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+    )
     run_.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
@@ -73,14 +87,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--async-save", action="store_true", help="write checkpoints behind the next steps")
     kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
     kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
+    kept.add_argument(
+        "--elastic", action="store_true", help="go on where DIR has a checkpoint, with the ranks torchrun has left"
+    )
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.runtime import launch
+    from octopipe.runtime import launch, slurm
 
+    slurm.adopt()
     job = job_from(args)
     if not launch.under_torchrun() and job.nproc > 1:
         launch.warm_up()
@@ -120,7 +138,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.systems.registry import get_system
     from octopipe.training.job import TrainJob
 
-    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers)
+    kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device}
+    spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
     for path in (args.output, args.timeline):
@@ -128,6 +147,11 @@ def job_from(args: argparse.Namespace) -> TrainJob:
             check_target(path)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
+    tune_s, micro_batches = args.tune, args.micro_batches
+    if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
+        # Other ranks than it was made for are left: the same batch, and a plan made anew.
+        micro_batches = micro_batches or plan.num_micro_batches
+        tune_s, plan = None if args.no_measure and not args.profile else ELASTIC_TUNE_S, None
     if args.tune is not None and args.no_measure and not args.profile:
         raise OctoPipeError("--tune needs costs: give --profile, or leave --no-measure out")
     if nproc // args.dp > spec.num_layers:
@@ -138,17 +162,20 @@ def job_from(args: argparse.Namespace) -> TrainJob:
             f"{args.profile} has {profile.costs.num_layers} layers, {spec.name} has {spec.num_layers}; "
             "profile this model"
         )
+    lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
     return TrainJob(
         spec=spec,
         nproc=nproc,
         steps=args.steps,
         plan=plan,
         system=args.system,
-        tune_s=args.tune,
+        tune_s=tune_s,
         dp=args.dp,
-        seq=args.seq,
-        micro_batches=args.micro_batches,
-        micro_batch_size=args.micro_batch_size,
+        seq=max(lengths) if lengths else args.seq or 128,
+        micro_batches=micro_batches,
+        micro_batch_size=1 if lengths else args.micro_batch_size or 1,
+        lengths=lengths,
+        groups=groups,
         lr=args.lr,
         warmup=args.warmup,
         optimizer=args.optimizer,
@@ -156,6 +183,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         dtype=args.dtype,
         device=args.device,
         compile_scans=args.compile_scans,
+        kernels=() if hasattr(spec, "class_name") else args.kernels,
         data=args.data,
         seed=args.seed,
         profile=profile,
@@ -166,10 +194,62 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         async_save=args.async_save,
         resume=args.resume,
         resume_step=args.resume_step,
+        elastic=args.elastic,
         timeline=bool(args.timeline),
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
+
+
+def lengths_from(
+    args: argparse.Namespace, spec: Any, plan: Plan | None, pp: int
+) -> tuple[tuple[int, ...], tuple[Groups, ...]]:
+    """A step's lengths and every pipeline's micro-batches: from --lengths, or as the plan was made for; empty: all
+    sequences are equally long."""
+    from octopipe.errors import OctoPipeError
+    from octopipe.lengths import Batch, dealt_evenly, padded_groups, read_lengths
+
+    setting = plan.extra.get("setting") if plan is not None else None
+    planned = setting.get("micro_batch_lengths") if isinstance(setting, dict) else None
+    if args.lengths is None and planned is None:
+        if args.batching is not None:
+            raise OctoPipeError(f"--{args.batching} says what is made of sequences of different length; give --lengths")
+        return (), ()
+    if args.batching == "pack" or (isinstance(setting, dict) and setting.get("packed")):
+        raise OctoPipeError("train pads: its layers know no borders between packed sequences; give --pad or --dynamic")
+    for name in ("seq", "micro_batches", *(["micro_batch_size"] if planned or args.batching == "dynamic" else [])):
+        if getattr(args, name) is not None:
+            raise OctoPipeError(f"--{name.replace('_', '-')}: the lengths say it; leave it out")
+    if planned is not None:
+        if args.lengths is not None or args.batching is not None:
+            raise OctoPipeError(f"{args.plan} was made for lengths of its own; leave --lengths out")
+        if args.dp > 1:
+            raise OctoPipeError(f"{args.plan} has one pipeline's lengths; leave --dp out, or --plan and give --lengths")
+        batch = Batch(groups=tuple(tuple(group) for group in planned))
+        return tuple(length for group in batch.groups for length in group), (batch.groups,)
+    lengths = read_lengths(args.lengths)
+    if args.batching == "dynamic" or (args.batching is None and args.system == "dynapipe" and plan is None):
+        cut = _dynamic(spec, pp, lengths)
+    else:
+        cut = padded_groups(lengths, args.micro_batch_size or 1)
+    tokens_of = Batch(groups=cut).tokens_of
+    return lengths, tuple(dealt_evenly(cut, args.dp, lambda group: float(tokens_of(group))))
+
+
+def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:
+    """DynaPipe's micro-batches, by the prices of our own layers; of other people's, by tokens."""
+    from octopipe.batching import dynamic_groups
+    from octopipe.cluster import gpu
+    from octopipe.model import ModelSpec
+    from octopipe.resolve import DEFAULT_GPU
+    from octopipe.setup import Setup
+    from octopipe.systems.dynapipe import micro_batch_samples
+
+    if isinstance(spec, ModelSpec):
+        return dynamic_groups(spec, Setup(gpu=gpu(DEFAULT_GPU), pp=pp, seq=max(lengths)), lengths)
+    start = 0.1 * max(lengths)
+    found = micro_batch_samples(lengths, pp, lambda count, length: start + count * length)
+    return tuple(tuple(lengths[i] for i in group) for group in found)
 
 
 class Screen:
@@ -259,10 +339,11 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
         f"{named(name)}, {job.nproc} ranks"
     )
     out.print(f"{named(job.spec.name)}: {told(job.spec)}", soft_wrap=True)
-    out.print(
-        f"{result.parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
-        f"{job.micro_batch_size} x {job.seq} tokens"
-    )
+    batch = f"{job.num_micro_batches} micro-batches of {job.micro_batch_size} x {job.seq} tokens"
+    if job.lengths:
+        batch = f"{job.num_micro_batches} micro-batches a pipeline of {len(job.lengths)} sequences in all, "
+        batch += f"{min(job.lengths)} to {max(job.lengths)} tokens"
+    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}")
     out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
     if result.predicted is not None:
         predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio

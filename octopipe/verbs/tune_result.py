@@ -63,8 +63,8 @@ def gap_words(gap: float) -> str:
 
 def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: TuneResult) -> Rivals:
     """Step times of 1F1B and of the best published system; what the search built is not built again."""
+    from octopipe.algorithm1.starts import one_f_one_b_plan, published
     from octopipe.simulator import simulate
-    from octopipe.tuner.paper.starts import one_f_one_b_plan, published
 
     plan = one_f_one_b_plan(costs, num_ranks, num_micro_batches)
     reference = simulate(plan, costs, check=False)

@@ -26,7 +26,7 @@ Planner = Callable[[Query, MeshPricer, int, float, float], Arrangement | None]
 """(query, prices, samples per micro-batch, share of memory kept free, objective that is known) -> its best."""
 PLANNERS: Mapping[str, Planner] = MappingProxyType({"alpa": alpa, "dapple": dapple, "metis": metis, "mist": mist})
 TRIES, NEAR = 4, 1.1
-MOST_OPS = 400_000
+MOST_OPS = 1_500_000
 """Ops of a simulated plan at most."""
 
 

@@ -191,6 +191,7 @@ def stitched(pricer: MeshPricer, arrangement: Arrangement) -> CostTable:
         columns["boundary_bytes"][a.stop - 1] = max(columns["boundary_bytes"][a.stop - 1], entering)
         pairs[s, s + 1] = pairs[s + 1, s] = link_between(arrangement.devices, a, b)
     assert base.seq is not None
+    gpus = sum(s.gpus for s in stages)
     worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20), default=Link())
     return CostTable(
         model=spec.name,
@@ -198,7 +199,7 @@ def stitched(pricer: MeshPricer, arrangement: Arrangement) -> CostTable:
         network=Network(intra=worst, inter=worst, pairs=pairs),
         rank_memory_bytes=tuple(pricer.price(s.mesh).capacity_bytes for s in stages),
         tokens_per_micro_batch=base.seq * arrangement.samples,
-        gpus_per_rank=sum(s.gpus for s in stages) / len(stages),
+        gpus_per_rank=gpus // len(stages) if gpus % len(stages) == 0 else gpus / len(stages),
         model_flops=model_flops(spec.layers, seq=base.seq) * arrangement.samples,
         setup=common_setup(pricer, arrangement),
         **columns,  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ Does not know: how a system chooses meshes, or how stages follow each other (`ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +115,7 @@ class Devices:
     @property
     def node_size(self) -> int:
         """GPUs of the smallest node."""
-        return min(self.node_of.count(node) for node in set(self.node_of))
+        return _smallest(self.node_of)
 
     def grouped(self, order: tuple[str, ...]) -> Devices:
         """The same GPUs, kind after kind."""
@@ -122,6 +124,11 @@ class Devices:
 
     def in_one_node(self, first: int, stop: int) -> bool:
         return len(set(self.node_of[first:stop])) == 1
+
+
+@lru_cache(maxsize=16)
+def _smallest(node_of: tuple[int, ...]) -> int:
+    return min(Counter(node_of).values())
 
 
 class MeshPricer:
@@ -225,6 +232,3 @@ def powers_of_two(most: int) -> Iterator[int]:
     while size <= most:
         yield size
         size *= 2
-
-
-FIELDS = tuple(f.name for f in fields(LayerPrices) if f.type == "Floats")

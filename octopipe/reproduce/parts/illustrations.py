@@ -14,9 +14,9 @@ PLACES = {
     "fig:5_sim": ("the pipeline as a graph of computation, communication and memory", "octopipe.simulator"),
     "fig:pipeline_tuner": (
         "layer migration, stage dispersion, layer exchange, advances and delays",
-        "octopipe.tuner.paper",
+        "octopipe.algorithm1",
     ),
-    "alg:tuning": ("Algorithm 1, with its priorities", "octopipe.tuner.paper.algorithm1"),
+    "alg:tuning": ("Algorithm 1, with its priorities", "octopipe.algorithm1.search"),
 }
 """Label -> what it shows, and our module for it."""
 

@@ -17,7 +17,6 @@ import numpy as np
 from octopipe._compile import njit
 from octopipe.tuner.core.decode import LAPS, NUM_KEYS, decode
 from octopipe.tuner.core.keys import (
-    copy_keys,
     count_of,
     draw_keys,
     keep_keys,
@@ -46,7 +45,6 @@ from octopipe.tuner.core.problem import (
     STATIC,
     UNIT,
     below,
-    copy_structure,
     uniform,
     work_bound,
 )
@@ -123,9 +121,9 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
         if i == known and known > 0:
             sort_keys(population, values)
         if i < known:
-            copy_keys(keys, population, i)
+            keys[:] = population[i]
         elif i < fresh:
-            copy_keys(keys, population, below(rng, known))
+            keys[:] = population[below(rng, known)]
             vary_keys(p, keys, rng)
         elif i < fresh + task[DRAWN]:
             draw_keys(p, keys, rng)
@@ -142,24 +140,23 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
     # -- the structure as it is
     load = work_bound(p, st, sc)
     if task[MOVES] == 0:
-        copy_keys(keys, population, 0)
+        keys[:] = population[0]
         value[STEP_MS] = judge(p, st, keys, np.inf, limit, sc)
         value[SCORE] = rate(value[STEP_MS], sc.pace, ranks, load, work)
-        for lap in range(LAPS):
-            pace[lap] = sc.pace[lap]
+        pace[:] = sc.pace
         return judged + 1, 0
     # -- moves
     critical = -1
     step_ms, score = value[STEP_MS], value[SCORE]
     for i in range(task[MOVES]):
-        copy_structure(back, st)
+        back[:] = st
         move = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
         while uniform(rng) < COMPOUND:
             more = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
             if move < 0:
                 move = more
         if move < 0:
-            copy_structure(st, back)
+            st[:] = back
             continue
         cutoff = threshold(score, value[HEAT] * score, rng)
         # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
@@ -177,7 +174,7 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
                 limit[lap] = pace[lap] + late
             for t in range(TRIES):
                 if t == 0:
-                    copy_keys(keys, population, 0)
+                    keys[:] = population[0]
                 elif found <= cutoff or sc.pace[PROMISING] == np.inf:
                     break
                 else:
@@ -187,10 +184,9 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
                 judged += 1
                 if then < found:
                     found = then
-                    for k in range(NUM_KEYS):
-                        chosen[k] = keys[k]
+                    chosen[:] = keys
         if not found <= cutoff:
-            copy_structure(st, back)
+            st[:] = back
             continue
         load = busiest
         step_ms, score, critical = renew(p, st, population, values, chosen, sc, rng, pace, limit, load, work)
@@ -198,8 +194,8 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
         if step_ms < value[BEST_MS] - 1e-9:
             lines = write_line(log, lines, i, move, value[BEST_MS], step_ms)
             value[BEST_MS] = step_ms
-            copy_structure(best, st)
-            copy_keys(best_keys, population, 0)
+            best[:] = st
+            best_keys[:] = population[0]
     value[STEP_MS], value[SCORE] = step_ms, score
     return judged, lines
 
@@ -210,16 +206,14 @@ def sort_keys(population, values):  # type: ignore[no-untyped-def]
     keys = np.zeros(NUM_KEYS)
     for i in range(1, values.size):
         value = values[i]
-        copy_keys(keys, population, i)
+        keys[:] = population[i]
         j = i
         while j > 0 and values[j - 1] > value:
             values[j] = values[j - 1]
-            for k in range(NUM_KEYS):
-                population[j, k] = population[j - 1, k]
+            population[j] = population[j - 1]
             j -= 1
         values[j] = value
-        for k in range(NUM_KEYS):
-            population[j, k] = keys[k]
+        population[j] = keys
 
 
 @njit
@@ -231,26 +225,22 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
     """
     ranks = p.count[RANKS]
     before = population.copy()
-    for i in range(values.size):
-        values[i] = np.inf
-    for lap in range(LAPS):
-        limit[lap] = np.inf
+    values[:] = np.inf
+    limit[:] = np.inf
     value = judge(p, st, keys, np.inf, limit, sc)
     score, critical = rate(value, sc.pace, ranks, load, work), sc.place[LENGTH, ranks]
-    for lap in range(LAPS):
-        pace[lap] = sc.pace[lap]
+    pace[:] = sc.pace
     keep_keys(population, values, keys, value)
     other = np.zeros(NUM_KEYS)
     for i in range(REJUDGED + BRED_AGAIN):
         if i == REJUDGED:
             count = count_of(values)
             for j in range(REJUDGED, min(before.shape[0], REJUDGED + values.size - count)):
-                for k in range(NUM_KEYS):
-                    population[count, k] = before[j, k]
+                population[count] = before[j]
                 values[count] = value * NEAR * (1.0 + 1e-9 * j)
                 count += 1
         if i < REJUDGED:
-            copy_keys(other, before, i)
+            other[:] = before[i]
         else:
             make_child(p, population, count_of(values), other, rng)
         for lap in range(LAPS):
@@ -258,8 +248,7 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
         then = judge(p, st, other, min(value * NEAR, values[values.size - 1]), limit, sc)
         if then < values[0]:
             score, critical = rate(then, sc.pace, ranks, load, work), sc.place[LENGTH, ranks]
-            for lap in range(LAPS):
-                pace[lap] = sc.pace[lap]
+            pace[:] = sc.pace
         keep_keys(population, values, other, then)
     return values[0], score, critical
 
@@ -299,7 +288,7 @@ def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # ty
     current = best = imbalance(p, st, sc, even, tilt, rising, wanted)
     kept = st.copy()
     for i in range(iterations):
-        copy_structure(back, st)
+        back[:] = st
         moved = False
         for _ in range(1 + below(rng, 2)):
             moved = (migrate(st, rng, -1) if uniform(rng) < BALANCE_MIGRATE else shift(st, rng)) or moved
@@ -310,7 +299,7 @@ def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # ty
             current = value
             if value < best:
                 best = value
-                copy_structure(kept, st)
+                kept[:] = st
         else:
-            copy_structure(st, back)
-    copy_structure(st, kept)
+            st[:] = back
+    st[:] = kept

@@ -16,8 +16,6 @@ is known exactly what has arrived and what is in flight.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from octopipe._compile import njit
@@ -76,9 +74,8 @@ kept free; BANK: the same for every micro-batch on its way through the rank. RUL
 flight, see keys.py."""
 
 LAPS = SETTINGS.laps
-ZERO: Any = np.uint64(0)
-ONE: Any = np.uint64(1)
-NONE: Any = np.uint64(1 << 62)
+NONE = -1
+"""No slot."""
 
 (
     ROW_AT_F, ROW_KEY_F, ROW_F_MS, ROW_HOLD, ROW_RESERVE, ROW_AT_I, ROW_KEY_I, ROW_I_MS, ROW_FREED, ROW_W_MS, ROW_TAIL,
@@ -104,22 +101,21 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
         return inf
     set_up(p, st, keys, sc)
     row, num, mine, cost, seq, ends, arrive = sc.row, sc.num, sc.mine, sc.price, sc.seq, sc.end, sc.arrive
-    ranks, M, stages = np.uint64(p.count[RANKS]), np.uint64(p.count[MICRO_BATCHES]), np.uint64(st[SIZE, 0])
-    at_rank = np.uint64(num.shape[0]) - ranks - ONE
+    ranks, M, stages = p.count[RANKS], p.count[MICRO_BATCHES], st[SIZE, 0]
+    at_rank = num.shape[0] - ranks - 1
     vary, buffers = p.count[VARIANTS] > 1, p.count[HAS_BUFFERS] > 0
     slope_f, slope_i, bank = keys[A_F], keys[A_I], keys[BANK]
     look, over = keys[LOOK] * p.number[UNIT], keys[W_OVER] * p.number[UNIT]
     total = 3 * st[SIZE, 0] * p.count[MICRO_BATCHES]
     remaining = total
     lap = 0
-    for i in range(LAPS):
-        sc.pace[i] = inf
+    sc.pace[:] = inf
     check = total - total // LAPS
-    v = ZERO
+    v = 0
     while remaining > 0:
-        r = ZERO
-        t = mine[ZERO, CLOCK]
-        for q in range(ONE, ranks):
+        r = 0
+        t = mine[0, CLOCK]
+        for q in range(1, ranks):
             if mine[q, CLOCK] < t:
                 t = mine[q, CLOCK]
                 r = q
@@ -142,7 +138,7 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
         soon_key, soon_at = inf, inf
         next_at = inf
         room = mine[r, LIMIT] - mine[r, USED]
-        begin, stop = num[me, SLOTS_FROM], num[me + ONE, SLOTS_FROM]
+        begin, stop = num[me, SLOTS_FROM], num[me + 1, SLOTS_FROM]
         for k in range(begin, stop):
             at = row[k, ROW_AT_F]
             if at < inf:
@@ -175,7 +171,7 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
             next_at = soon_at
         gap = next_at - t if chosen == NONE else -1.0
         best = -inf
-        if num[me, PENDING] > ZERO and (chosen == NONE or blocked_key < ready_key):
+        if num[me, PENDING] > 0 and (chosen == NONE or blocked_key < ready_key):
             # A gap: the longest W that fits before the next arrival, else the one that overruns least. Or the F this
             # rank wants next lacks memory: the W that gives back most.
             for k in range(begin, stop):
@@ -199,13 +195,13 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
                 s = num[k, NUM_STAGE]
                 if st[REDO, s] and m < num[k, NEXT_F] and m == num[k, NEXT_I]:
                     if vary:
-                        v = np.uint64(st[ENTRY, m])
+                        v = st[ENTRY, m]
                     ms = cost[F_MS, s, v]
                     if ms <= gap and cost[FULL, s, v] - cost[HOLD, s, v] <= room and ms > best:
                         best, chosen, kind = ms, k, KIND_R
             if chosen == NONE:
                 mine[r, CLOCK] = next_at
-                num[me, IDLE] = ONE
+                num[me, IDLE] = 1
                 mine[r, FREE] = t
                 continue
         # -- run it
@@ -219,24 +215,24 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
             mine[r, WAY] -= row[k, ROW_F_MS]
             mine[r, USED] += row[k, ROW_HOLD]
             mine[r, OWED] += row[k, ROW_LATER] if k == begin else -row[k, ROW_HOLD]
-            num[k, NEXT_F] = m + ONE
+            num[k, NEXT_F] = m + 1
             remaining -= 1
             if vary:
-                v = np.uint64(st[ENTRY, m])
-            if s + ONE < stages:
+                v = st[ENTRY, m]
+            if s + 1 < stages:
                 q = num[k, RANK_AFTER]
                 at = end
                 if q != r:
                     at = max(at, sc.channel[r, q]) + cost[HOP_F, s, v]
                     sc.channel[r, q] = at
-                    if num[at_rank + q, IDLE] == ONE:
+                    if num[at_rank + q, IDLE] == 1:
                         mine[q, CLOCK] = min(mine[q, CLOCK], max(at, mine[q, FREE]))
-                arrive[0, s + ONE, m] = at
+                arrive[0, s + 1, m] = at
                 j = num[k, AFTER]
                 if num[j, NEXT_F] == m and m - num[j, NEXT_I] < num[j, NUM_FLIGHT]:
                     row[j, ROW_AT_F] = at
                 if buffers:
-                    mine[q, USED] += p.layer[BOUNDARY, v, st[BOUNDS, s + ONE]]
+                    mine[q, USED] += p.layer[BOUNDARY, v, st[BOUNDS, s + 1]]
             else:
                 arrive[1, s, m] = end
                 if num[k, NEXT_I] == m:
@@ -244,11 +240,11 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
             if buffers:
                 mine[r, USED] -= p.layer[BOUNDARY, v, st[BOUNDS, s]]
             row[k, ROW_AT_F] = inf
-            following = m + ONE
+            following = m + 1
             if following < M:
                 row[k, ROW_KEY_F] += slope_f
                 if vary:
-                    v = np.uint64(st[ENTRY, following])
+                    v = st[ENTRY, following]
                     row[k, ROW_F_MS] = cost[F_MS, s, v]
                     row[k, ROW_HOLD] = cost[HOLD, s, v]
                 if following - num[k, NEXT_I] < num[k, NUM_FLIGHT]:
@@ -256,88 +252,88 @@ def decode(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
         elif kind == KIND_I:
             m = num[k, NEXT_I]
             if vary:
-                v = np.uint64(st[ENTRY, m])
+                v = st[ENTRY, m]
             if st[REDO, s] and num[k, NEXT_R] == m:
                 # R right before its I, unless the forward was the very last thing this rank ran.
-                if n == ZERO or np.int64(seq[r, n - ONE]) != pack(KIND_F, np.int64(s), np.int64(m)):
-                    seq[r, n] = pack(KIND_R, np.int64(s), np.int64(m))
+                if n == 0 or seq[r, n - 1] != pack(KIND_F, s, m):
+                    seq[r, n] = pack(KIND_R, s, m)
                     t += cost[F_MS, s, v]
                     ends[r, n] = t
-                    n += ONE
-                    if s + ONE < stages:
+                    n += 1
+                    if s + 1 < stages:
                         mine[r, LEFT] -= cost[F_MS, s, v]
                 mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
-                num[k, NEXT_R] += ONE
+                num[k, NEXT_R] += 1
             end = t + row[k, ROW_I_MS]
             mine[r, LEFT] -= row[k, ROW_I_MS]
             mine[r, WAY] -= row[k, ROW_I_MS]
             mine[r, USED] -= row[k, ROW_FREED]
-            num[k, NEXT_I] = m + ONE
-            num[me, PENDING] += ONE
+            num[k, NEXT_I] = m + 1
+            num[me, PENDING] += 1
             remaining -= 1
-            if s > ZERO:
+            if s > 0:
                 q = num[k, RANK_BEFORE]
                 at = end
                 if q != r:
                     at = max(at, sc.channel[r, q]) + cost[HOP_I, s, v]
                     sc.channel[r, q] = at
-                    if num[at_rank + q, IDLE] == ONE:
+                    if num[at_rank + q, IDLE] == 1:
                         mine[q, CLOCK] = min(mine[q, CLOCK], max(at, mine[q, FREE]))
-                arrive[1, s - ONE, m] = at
+                arrive[1, s - 1, m] = at
                 j = num[k, BEFORE]
                 if num[j, NEXT_I] == m:
                     row[j, ROW_AT_I] = at
                 if buffers:
                     mine[q, USED] += p.layer[BOUNDARY, v, st[BOUNDS, s]]
-            if buffers and s + ONE < stages:
-                mine[r, USED] -= p.layer[BOUNDARY, v, st[BOUNDS, s + ONE]]
+            if buffers and s + 1 < stages:
+                mine[r, USED] -= p.layer[BOUNDARY, v, st[BOUNDS, s + 1]]
             row[k, ROW_AT_I] = inf
-            following = m + ONE
+            following = m + 1
             if following == M and k == begin:
                 mine[r, WAY] = -inf
             if following < M:
                 row[k, ROW_KEY_I] += slope_i
                 if vary:
-                    v = np.uint64(st[ENTRY, following])
+                    v = st[ENTRY, following]
                     row[k, ROW_I_MS] = cost[I_MS, s, v]
                     row[k, ROW_FREED] = cost[FULL, s, v] - cost[TAIL, s, v]
                 if following < num[k, NEXT_F]:
                     row[k, ROW_AT_I] = arrive[1, s, following]
             # One micro-batch less between F and I: the next F may have waited for that.
             following = num[k, NEXT_F]
-            if following < M and following - (m + ONE) < num[k, NUM_FLIGHT]:
+            if following < M and following - (m + 1) < num[k, NUM_FLIGHT]:
                 row[k, ROW_AT_F] = arrive[0, s, following]
         elif kind == KIND_W:
             m = num[k, NEXT_W]
             end = t + row[k, ROW_W_MS]
             mine[r, LEFT] -= row[k, ROW_W_MS]
             mine[r, USED] -= row[k, ROW_TAIL]
-            num[k, NEXT_W] = m + ONE
-            num[me, PENDING] -= ONE
+            num[k, NEXT_W] = m + 1
+            num[me, PENDING] -= 1
             remaining -= 1
             sc.done[s] = end
-            if vary and m + ONE < M:
-                v = np.uint64(st[ENTRY, m + ONE])
+            if vary and m + 1 < M:
+                v = st[ENTRY, m + 1]
                 row[k, ROW_W_MS] = cost[W_MS, s, v]
                 row[k, ROW_TAIL] = cost[TAIL, s, v]
         else:
             m = num[k, NEXT_R]
             if vary:
-                v = np.uint64(st[ENTRY, m])
+                v = st[ENTRY, m]
             end = t + cost[F_MS, s, v]
-            if s + ONE < stages:
+            if s + 1 < stages:
                 mine[r, LEFT] -= cost[F_MS, s, v]
             mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
-            num[k, NEXT_R] = m + ONE
-        seq[r, n] = pack(np.int64(kind), np.int64(s), np.int64(m))
+            num[k, NEXT_R] = m + 1
+        seq[r, n] = pack(kind, s, m)
         ends[r, n] = end
-        num[me, DONE] = n + ONE
+        num[me, DONE] = n + 1
         mine[r, CLOCK] = end
         mine[r, FREE] = end
-        num[me, IDLE] = ZERO
+        num[me, IDLE] = 0
     last_end = 0.0
     for q in range(p.count[RANKS]):
-        sc.place[LENGTH, q] = np.int64(num[at_rank + np.uint64(q), DONE])
+        sc.place[LENGTH, q] = num[at_rank + q, DONE]
         if mine[q, FREE] > last_end:
             last_end = mine[q, FREE]
             sc.place[LENGTH, p.count[RANKS]] = q

@@ -49,7 +49,6 @@ from octopipe.tuner.core.problem import (
     W_MS,
     Problem,
     below,
-    copy_structure,
     extras_end,
     pack,
     price,
@@ -383,12 +382,12 @@ def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, 
         return current, best_ms, 0
     if best_ms == np.inf:
         best_ms = current
-        copy_structure(best, st)
+        best[:] = st
         copy_orders(best_orders, orders)
     path = read_times(p, st, orders, factors, sc, times)
     critical = sc.place[LENGTH, p.count[RANKS]]
     for i in range(moves):
-        copy_structure(back, st)
+        back[:] = st
         copy_orders(back_orders, orders)
         move = alter(p, st, orders, times, path, rng, critical)
         while uniform(rng) < COMPOUND:
@@ -399,7 +398,7 @@ def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, 
         if move >= 0:
             value = value_of(p, st, orders, cutoff, factors, sc)
         if move < 0 or not value <= cutoff:
-            copy_structure(st, back)
+            st[:] = back
             copy_orders(orders, back_orders)
             continue
         current = value
@@ -408,6 +407,6 @@ def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, 
         if value < best_ms - 1e-9:
             lines = write_line(log, lines, i, move, best_ms, value)
             best_ms = value
-            copy_structure(best, st)
+            best[:] = st
             copy_orders(best_orders, orders)
     return current, best_ms, lines

@@ -121,7 +121,7 @@ def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
     if count == 0 or uniform(rng) < FRESH:
         draw_keys(p, keys, rng)
         return
-    copy_keys(keys, population, min(int(uniform(rng) ** 2 * count), count - 1))
+    keys[:] = population[min(int(uniform(rng) ** 2 * count), count - 1)]
     if uniform(rng) < CROSSED:
         other = below(rng, count)
         for k in range(RULE):
@@ -132,12 +132,6 @@ def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
                 keys[k] = population[other, k]
     if uniform(rng) < VARIED:
         vary_keys(p, keys, rng)
-
-
-@njit
-def copy_keys(to, population, row):  # type: ignore[no-untyped-def]
-    for k in range(NUM_KEYS):
-        to[k] = population[row, k]
 
 
 @njit
@@ -152,12 +146,10 @@ def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
     i = last
     while i > 0 and values[i - 1] > value:
         values[i] = values[i - 1]
-        for k in range(NUM_KEYS):
-            population[i, k] = population[i - 1, k]
+        population[i] = population[i - 1]
         i -= 1
     values[i] = value
-    for k in range(NUM_KEYS):
-        population[i, k] = keys[k]
+    population[i] = keys
 
 
 @njit

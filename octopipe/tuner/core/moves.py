@@ -32,7 +32,7 @@ REACH = tuple(float(x) for x in np.cumsum([weight for _, _, weight in STRUCTURE_
 FOCUS, BY_TWO, LONGEST_RUN, VISIT = SETTINGS.focus, SETTINGS.by_two, SETTINGS.longest_run, SETTINGS.visit
 CHANGE_PLACES, NEARBY, OTHER = SETTINGS.change_places, SETTINGS.nearby, SETTINGS.other_moves
 STAY, STAY_WIDTH, ELSEWHERE, MOST_SENT = SETTINGS.stay, SETTINGS.stay_width, SETTINGS.elsewhere, SETTINGS.most_sent
-REPAIR_MOVES, REPAIR_RUN, RELIEF_OFTEN = SETTINGS.repair_moves, SETTINGS.repair_run, SETTINGS.relief_often
+REPAIR_MOVES, REPAIR_RUN = SETTINGS.repair_moves, SETTINGS.repair_run
 
 
 @njit

@@ -3,8 +3,7 @@
 Knows: the one place where the search's costs come from (`CostTable`), structures, and random numbers for kernels. Does
 not know: schedules, moves or plans.
 
-Kernels take a few large arrays instead of many small ones, all of two types: numba passes every array as seven values
-and checks every type anew, which is most of what compiling costs.
+Kernels take a few large arrays of two types instead of many small ones: what is read together stands together.
 """
 
 from __future__ import annotations
@@ -155,8 +154,7 @@ class Scratch(NamedTuple):
     row: Any
     """[slot, 12]: what decode.py reads of a stage's next ops; slots are stages sorted by rank."""
     num: Any
-    """[slot + rank, 10]: the same, and a rank's, in whole numbers; unsigned, so that numba does not ask of every index
-    whether it counts from the end."""
+    """[slot + rank, 10]: the same, and a rank's, in whole numbers."""
     mine: Any
     """[R + 1, NUM_MINE]"""
     place: Any
@@ -181,7 +179,7 @@ def make_scratch(problem: Problem, max_stages: int, laps: int) -> Scratch:
     return Scratch(
         price=np.zeros((NUM_PRICES, s, int(problem.count[VARIANTS]))),
         row=np.zeros((s, 12)),
-        num=np.zeros((s + r + 1, 10), np.uint64),
+        num=np.zeros((s + r + 1, 10), np.int64),
         mine=np.zeros((r + 1, NUM_MINE)),
         place=np.zeros((NUM_PLACES, max(s, r + 1)), np.int64),
         arrive=np.zeros((2, s, m)),
@@ -233,13 +231,6 @@ def bell(rng):  # type: ignore[no-untyped-def]
 
 
 # -- prices and bounds of a structure ----------------------------------------------------------------------
-
-
-@njit
-def copy_structure(to, of):  # type: ignore[no-untyped-def]
-    for i in range(of.shape[0]):
-        for j in range(of.shape[1]):
-            to[i, j] = of[i, j]
 
 
 @njit

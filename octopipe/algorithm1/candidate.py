@@ -16,13 +16,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from octopipe.algorithm1.replay import arrange, replay
+from octopipe.algorithm1.settings import SETTINGS, Settings
 from octopipe.cost import CostTable
 from octopipe.plan import KINDS, F, I, Op, Plan, R, Stage, W, route_neighbours
 from octopipe.price import hop_times, stage_memory, stage_times
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
-from octopipe.tuner.paper.replay import arrange, replay
-from octopipe.tuner.paper.settings import SETTINGS, Settings
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

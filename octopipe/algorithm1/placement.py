@@ -18,9 +18,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octopipe.plan import Stage
-from octopipe.tuner.paper.candidate import Candidate, Desk, State
-from octopipe.tuner.paper.structure import (
+from octopipe.algorithm1.candidate import Candidate, Desk, State
+from octopipe.algorithm1.structure import (
     derived,
     even_cuts,
     homes_of,
@@ -32,6 +31,7 @@ from octopipe.tuner.paper.structure import (
     stages_of,
     stages_on,
 )
+from octopipe.plan import Stage
 
 
 def moves(desk: Desk, now: Candidate, lot: random.Random, derive: bool) -> Iterator[tuple[str, State]]:

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from octopipe.algorithm1.candidate import Candidate, Desk
+from octopipe.algorithm1.placement import balanced_stages
+from octopipe.algorithm1.structure import derived, layer_times, retimed, rule_keys
 from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, OctoPipeError
+from octopipe.errors import OctoPipeError
+from octopipe.misfit import misfit
 from octopipe.plan import Plan
 from octopipe.simulator import simulate
 from octopipe.systems.registry import build_plan, systems
-from octopipe.timeline import GIB
-from octopipe.tuner.paper.candidate import Candidate, Desk
-from octopipe.tuner.paper.placement import balanced_stages
-from octopipe.tuner.paper.structure import derived, layer_times, retimed, rule_keys
 
 SLOW_SYSTEMS = frozenset({"tessel"})
 """Systems whose own search takes longer than a start is worth."""
@@ -89,26 +89,3 @@ def something_that_fits(desk: Desk, may_recompute: bool) -> Candidate:
         if found is not None:
             return found
     raise misfit(costs, ranks, may_recompute)
-
-
-def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
-    """The error for a setting in which no plan was found that fits: which rank lacks how much, and what would help."""
-    capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
-    static = float(costs.static_bytes.sum())
-    held = float(costs.activation_bytes.sum()) / num_ranks
-    if may_recompute:
-        held = float(costs.boundary_bytes.sum()) / num_ranks + float(costs.activation_bytes.max())
-    need = max(
-        static / num_ranks + held + float(costs.workspace_bytes.max()),
-        float((costs.static_bytes + costs.activation_bytes * (not may_recompute)).max()),
-    )
-    rank = int(np.argmin(capacity))
-    missing = (need - float(capacity[rank])) / GIB
-    helps = ["more ranks (--pp)", "a larger --memory-gib", "a larger --tp", "shorter sequences (--seq)"]
-    if not may_recompute:
-        helps.insert(0, "recomputation")
-    return DoesNotFitError(
-        f"{costs.model}: no plan fits: rank {rank} of {num_ranks} has {capacity[rank] / GIB:.1f} GiB and lacks "
-        f"{f'about {missing:.1f} GiB' if missing > 0.05 else 'a little memory'} (weights and optimizer alone need "
-        f"{static / num_ranks / GIB:.1f} GiB a rank); what would help: {', '.join(helps)}"
-    )

@@ -1,4 +1,4 @@
-"""The inner loops: orders timed as they stand, and orders derived from priorities (numba).
+"""The inner loops: orders timed as they stand, and orders derived from priorities.
 
 Knows: arrays of ops, times and bytes. Does not know: plans, phases or moves.
 

@@ -1,6 +1,6 @@
 """The exact method's problem, stated to CP-SAT: variables and constraints for partition, placement, order, memory.
 
-Knows: what a plan of one stage per layer must satisfy. Does not know: how a solve is run or read (`exact.py`).
+Knows: what a plan of one stage per layer must satisfy. Does not know: how a solve is run or read (`solver.py`).
 """
 
 from __future__ import annotations

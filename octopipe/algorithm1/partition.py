@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octopipe.tuner.paper.candidate import Desk, Floats, State
-from octopipe.tuner.paper.structure import recomputed, stages_of
+from octopipe.algorithm1.candidate import Desk, Floats, State
+from octopipe.algorithm1.structure import recomputed, stages_of
 
 
 def migrations(desk: Desk, st: State, lot: random.Random) -> Iterator[tuple[str, State]]:

@@ -22,14 +22,19 @@ from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError
 from octopipe.foreign_plan import megatron_order
 from octopipe.plan import Plan
+from octopipe.search_record import Callback, Found, Progress, Step
 from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import Timeline
-from octopipe.tuner.result import Callback, Found, Progress, Step
-from octopipe.tuner.settings import SETTINGS
 
 Target = Literal["octopipe", "torch", "megatron"]
 TARGETS: tuple[Target, ...] = ("octopipe", "torch", "megatron")
+MOST_CHUNKS = 10
+"""Most stages a rank."""
+HOT = 0.005
+"""First temperature, as a share of the step time."""
+REPORT_S = 0.2
+"""Seconds between reports."""
 
 
 class FixedSchedules:
@@ -81,7 +86,7 @@ class FixedSchedules:
         found: list[Plan] = []
         if self.start is not None and runs_on_megatron(self.start):
             found.append(self.start)
-        most = min(SETTINGS.most_rounds, self.costs.num_layers // self.ranks)
+        most = min(MOST_CHUNKS, self.costs.num_layers // self.ranks)
         for chunks in range(1, most + 1):
             options = {} if chunks == 1 else {"chunks": chunks}
             try:
@@ -122,7 +127,7 @@ class FixedSchedules:
                 continue
             other = with_cuts(plan, cuts)
             value = makespan_ms(other, self.costs)
-            heat = SETTINGS.balance_hot * current * (1.0 - (now - first) / max(until - first, 1e-9)) ** 2 / 4
+            heat = HOT * current * (1.0 - (now - first) / max(until - first, 1e-9)) ** 2
             if value <= current - heat * math.log(max(self.dice.random(), 1e-300)):
                 current = value
                 if self.best is None or value < self.best[1].makespan_ms:
@@ -147,7 +152,7 @@ class FixedSchedules:
         seconds = time.monotonic() - self.began
         if self.progress is None or self.best is None or seconds < self.told_s:
             return None
-        self.told_s = seconds + SETTINGS.poll_s
+        self.told_s = seconds + REPORT_S
         plan, timeline = self.best
         return self.progress(
             Progress(seconds, self.budget_s, self.made, "partition", timeline.step_ms, self.lower_bound_ms, {}, plan)

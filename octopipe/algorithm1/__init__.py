@@ -3,6 +3,6 @@
 Knows: plans, prices and the simulator. Does not know: the default search; it imports nothing of it.
 """
 
-from octopipe.tuner.paper.algorithm1 import PHASES, IterativeSearch, RandomSearch, bubble_phase
+from octopipe.algorithm1.search import PHASES, IterativeSearch, RandomSearch, bubble_phase
 
 __all__ = ["PHASES", "IterativeSearch", "RandomSearch", "bubble_phase"]

@@ -26,17 +26,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from octopipe.algorithm1 import partition, placement, schedule
+from octopipe.algorithm1.candidate import Candidate, Desk, State, excess_ms
+from octopipe.algorithm1.settings import SETTINGS, Settings
+from octopipe.algorithm1.starts import one_f_one_b, published, something_that_fits
+from octopipe.algorithm1.structure import derived, keys_of
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
+from octopipe.search_record import Callback, Found, Progress, Step
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
-from octopipe.tuner.paper import partition, placement, schedule
-from octopipe.tuner.paper.candidate import Candidate, Desk, State, excess_ms
-from octopipe.tuner.paper.settings import SETTINGS, Settings
-from octopipe.tuner.paper.starts import one_f_one_b, published, something_that_fits
-from octopipe.tuner.paper.structure import derived, keys_of
-from octopipe.tuner.result import Callback, Found, Progress, Step
 
 PHASES = ("partition", "placement", "schedule")
 
@@ -100,6 +100,14 @@ class IterativeSearch:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
+    def share(self) -> float:
+        """Of the budget that is spent: of its iterations where they are counted, else of its time."""
+        return self.elapsed() / self.budget_s if self.most is None else self.iteration / self.most
+
+    def late(self) -> bool:
+        """Is the time over? Never where iterations are counted: their result depends on no clock."""
+        return self.most is None and self.elapsed() >= self.budget_s
+
     def choose(self, now: Candidate) -> str:
         """The rule's phase, or the next one that is on and has not failed on this very plan."""
         wanted = bubble_phase(now.timeline, self.least_layer_ms)
@@ -117,8 +125,7 @@ class IterativeSearch:
                 if number and self._over():
                     break
                 # What one start leaves of its share goes to the next ones.
-                left = (self.budget_s - self.elapsed()) / (len(starts) - number)
-                self._from(name, start, self.elapsed() + left)
+                self._from(name, start, self.share() + (1.0 - self.share()) / (len(starts) - number))
         except KeyboardInterrupt:
             interrupted = True
             if self.best is None:
@@ -180,8 +187,8 @@ class IterativeSearch:
             return True
         return False
 
-    def _from(self, name: str, now: Candidate, until_s: float) -> None:
-        """Algorithm 1 from one start, until it is given up or the time is over."""
+    def _from(self, name: str, now: Candidate, until: float) -> None:
+        """Algorithm 1 from one start, until it is given up or that share of the budget is spent."""
         self._keep(now)
         assert self.best is not None
         ms = now.step_ms
@@ -189,7 +196,7 @@ class IterativeSearch:
         here, stale, away = now, 0, 0
         self.spent = set()
         spent_here: set[str] = set()
-        while stale < self.settings.patience and self.elapsed() < until_s and not self._over():
+        while stale < self.settings.patience and self.share() < until and not self._over():
             self.iteration += 1
             phase = self.choose(now)
             move, then = self._tune(phase, now, here)
@@ -220,11 +227,9 @@ class IterativeSearch:
             self._report(phase)
 
     def _over(self) -> bool:
-        if self.most is not None and self.iteration >= self.most:
-            return True
         best = self.best.step_ms if self.best is not None else np.inf
         at_bound = self.lower_bound_ms > 0 and best <= self.lower_bound_ms * (1 + self.settings.better)
-        return self.stopped or self.elapsed() >= self.budget_s or at_bound
+        return self.stopped or self.share() >= 1.0 or at_bound
 
     def _tune(self, phase: str, now: Candidate, here: Candidate) -> tuple[str, Candidate | None]:
         """What the phase makes of the current plan, where that is better."""
@@ -247,7 +252,7 @@ class IterativeSearch:
             if ms - spare < limit * (1 - self.settings.better):
                 limit = ms - spare
                 found.append((limit, number, move, st))
-            if self.elapsed() >= self.budget_s:
+            if self.late():
                 break
         for _, _, move, st in reversed(found):
             then = desk.view(st)
@@ -261,7 +266,7 @@ class IterativeSearch:
         names: list[str] = []
         if not st.chain:
             return "nothing better", None
-        while len(names) < self.settings.migration_rounds and self.elapsed() < self.budget_s:
+        while len(names) < self.settings.migration_rounds and not self.late():
             chosen: tuple[str, State] | None = None
             # Orders stay as they are; where the schedule phase is on they may also be derived anew from their times.
             keys = keys_of(st, desk.time(st)[2]) if "schedule" in self.phases else None
@@ -270,7 +275,7 @@ class IterativeSearch:
                     then_ms, fitting = desk.judge(order, ms)
                     if then_ms < ms * (1 - self.settings.better):
                         ms, chosen = then_ms, (move, fitting)
-                if self.elapsed() >= self.budget_s:
+                if self.late():
                     break
             if chosen is None:
                 break

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from octopipe.algorithm1.candidate import Candidate, Desk, State, shifted
+from octopipe.algorithm1.structure import derived, keys_of, recomputed, rule_keys, stages_of
 from octopipe.plan import B, F, I, R, W
-from octopipe.tuner.paper.candidate import Candidate, Desk, State, shifted
-from octopipe.tuner.paper.structure import derived, keys_of, recomputed, rule_keys, stages_of
 
 _TINY = 1e-6
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from octopipe.algorithm1.candidate import Desk, Floats, State, recomputing
 from octopipe.plan import B, F, I, Stage, W
-from octopipe.tuner.paper.candidate import Desk, Floats, State, recomputing
 
 Keys = tuple[float, float, float, float, float]
 

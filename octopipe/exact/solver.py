@@ -25,19 +25,23 @@ import time
 from typing import Any, NamedTuple
 
 from octopipe._compile import usable_cores
+from octopipe.algorithm1 import IterativeSearch
+from octopipe.algorithm1.settings import Settings
 from octopipe.cost import CostTable
 from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.exact.model import RESOLUTION, Model, OutOfTime, in_time, state_problem
+from octopipe.misfit import misfit
 from octopipe.plan import Op, Plan, Stage
+from octopipe.search_record import Callback, Found, Progress, Step
 from octopipe.simulator import simulate
 from octopipe.timeline import Timeline
-from octopipe.tuner.exact_model import RESOLUTION, Model, OutOfTime, in_time, state_problem
-from octopipe.tuner.paper import IterativeSearch
-from octopipe.tuner.paper.starts import misfit
-from octopipe.tuner.result import Callback, Found, Progress, Step
 
 SMALL = 1000
 """Layers x micro-batches x ranks up to which the solver gets a quick plan to start from; above, it is on its own."""
+QUICK_SHARE, QUICK_PATIENCE = 0.2, 12
+"""Of that: its share of the budget at most, and how soon its search is given up."""
 SOLVE_SHARE = 0.3
+"""How much longer than stating a problem handing it over is taken to last."""
 POLL_S = 0.1
 """How often a running solve is looked at."""
 TOLERANCE = 1e-4
@@ -151,11 +155,11 @@ def _run(
 def _quick_plan(
     costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, recompute: bool
 ) -> Plan | None:
-    """A plan of a few dozen iterations of Algorithm 1: a bound from above for the solver."""
+    """What Algorithm 1 comes to in a moment: a bound from above for the solver."""
     try:
         search = IterativeSearch(
-            costs, num_ranks, num_micro_batches, budget_s=0.2 * budget_s, iterations=40, recompute=recompute,
-            systems=False,
+            costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
+            settings=Settings(patience=QUICK_PATIENCE),
         )  # fmt: skip
         return search.run().plan
     except DoesNotFitError:

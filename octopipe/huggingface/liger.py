@@ -1,0 +1,48 @@
+"""Fast kernels that a transformers model is asked to run with: attention by name, Liger's norms and gated products.
+
+Knows: what words of `--kernels` mean for transformers, and how Liger is put into one model. Does not know: kernels of
+our own layers (`nn/kernels.py`). mamba_ssm, causal_conv1d and flash-linear-attention are taken by transformers' own
+code wherever they are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from octopipe.errors import OctoPipeError
+
+ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
+"""Words of ours -> transformers' names."""
+TAKEN = ("mamba_ssm", "fla")
+"""What transformers takes by itself."""
+WORDS = (*ATTENTION, "liger", *TAKEN)
+
+
+def choice(words: Sequence[str]) -> tuple[str | None, bool]:
+    """transformers' name of an attention (None: its default), and whether Liger is wanted."""
+    named = [word for word in words if word in ATTENTION]
+    if len(named) > 1:
+        raise OctoPipeError(f"--kernels {','.join(named)}: one of them runs attention; give one")
+    return (ATTENTION[named[0]] if named else None), "liger" in words
+
+
+def apply(model: nn.Module) -> None:
+    """Put Liger's kernels into this model; its loss stays the model's own, because the head runs on one rank alone.
+
+    Rotary positions stay the family's, too: Liger replaces those for every model of the process.
+    """
+    kind = getattr(model.config, "model_type", "")
+    try:
+        package: Any = importlib.import_module("liger_kernel.transformers")
+        known = package.monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    except (ImportError, AttributeError) as error:
+        raise OctoPipeError(f"liger_kernel cannot be used ({' '.join(str(error).split())[:120]}); update it") from None
+    if kind not in known:
+        raise OctoPipeError(f"liger_kernel knows no {kind or type(model).__name__}; leave liger out of --kernels")
+    package._apply_liger_kernel_to_instance(
+        model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
+    )

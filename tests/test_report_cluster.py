@@ -1,0 +1,139 @@
+"""A cluster's plan as a panel, as a page and in the local server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octopipe.cli import main
+from octopipe.errors import OctoPipeError
+from octopipe.plan_file import load_plan
+from octopipe.report.cluster import page, panel
+from octopipe.report.serve import Server, make_server
+from octopipe.verbs.serve import planned
+
+HOSTILE = '<img src=x onerror="alert(1)">'
+
+
+def record(**more: Any) -> dict[str, Any]:
+    row = {
+        "split": "tp 2, pp 4, dp 8",
+        "how": "tuned",
+        "tokens_per_gpu_per_second": 1234.4,
+        "mfu": 0.51,
+        "bubble": 0.04,
+    }
+    row |= {"peak_gib": 61.0, "limit_gib": 75.2, "fits": True, "recompute": "none"}
+    tight = {**row, "split": "tp 1, pp 4, dp 16", "peak_gib": 90.0, "fits": False, "how": "today"}
+    points = [
+        {"gpus": n, "tokens_per_second": 1000.0 * n**0.9, "split": "tp 2", "fits": n > 16} for n in (16, 32, 64, 128)
+    ]
+    known = {"title": "model on 64 x h100", "gpus": 64, "words": ["best: tp 2"], "candidates": [row, tight]}
+    return {**known, "scaling": points, **more}
+
+
+def test_the_panel_shows_every_number_it_was_given() -> None:
+    text = panel(record())
+    assert "1234" in text and "51.0 %" in text and "61 of 75" in text and "90 of 75" in text
+    assert text.count("<circle") == 3  # nothing fits on 16
+    assert "nothing fits on 16 GPUs" in text
+    assert "32 GPUs:" in text and "128 GPUs:" in text
+    heights = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', text)]
+    assert heights == sorted(heights, reverse=True)  # more GPUs, more tokens: higher up
+    over = re.findall(r'<rect [^>]*fill="var\(--(\w+)\)"', text)
+    assert over == ["memory", "over"]
+
+
+def test_names_are_text_and_bad_records_are_refused() -> None:
+    text = page(record(title=HOSTILE, words=[HOSTILE]))
+    assert "<img" not in text and "&lt;img" in text
+    for broken in (
+        {"candidates": 3},
+        {"gpus": "many"},
+        {"candidates": [{"split": "x"}]},
+        {"scaling": [{"fits": True}]},
+    ):
+        with pytest.raises(OctoPipeError, match="cannot be drawn"):
+            panel(record(**broken))
+    assert panel(None) == panel("text") == ""
+
+
+def test_plan_writes_a_page_and_a_plan_whose_report_has_the_panel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, shown, report = tmp_path / "plan.json", tmp_path / "page.html", tmp_path / "report.html"
+    words = ["plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--budget", "1s", "--json"]
+    assert main([*words, "-o", str(plan), "--page", str(shown)]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    kept = load_plan(plan).extra["cluster_plan"]
+    assert kept["candidates"][0]["tokens_per_gpu_per_second"] == pytest.approx(best["tokens_per_gpu_per_second"])
+    here = next(point for point in kept["scaling"] if point["gpus"] == 8)
+    assert here["tokens_per_second"] == pytest.approx(8 * best["tokens_per_gpu_per_second"])
+    assert f"{best['tokens_per_gpu_per_second']:.0f}" in shown.read_text()
+    assert main(["report", str(plan), "-o", str(report)]) == 0
+    assert 'id="cluster"' in report.read_text()
+
+
+# -- the server ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    def plan(asked: Mapping[str, Any]) -> dict[str, Any]:
+        if asked["gpus"] == "7":
+            raise OctoPipeError("no split of 7 GPUs fits")
+        return record(title=f"{asked['model']} on {asked['gpus']}")
+
+    made = make_server(planner=plan)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+def ask(server: Server, method: str, path: str, body: object = None) -> tuple[int, str]:
+    connection = HTTPConnection(*server.server_address[:2], timeout=10)
+    data = json.dumps(body) if body is not None else None
+    connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_the_servers_page_plans_a_cluster(server: Server) -> None:
+    status, text = ask(server, "GET", "/plan")
+    assert status == 200 and "llama3-70b" in text and 'href="/"' in text
+    assert 'href="/plan"' in ask(server, "GET", "/")[1]
+    status, text = ask(server, "POST", "/api/plan", {"model": "llama3-8b", "gpus": "64"})
+    assert status == 200 and "llama3-8b on 64" in json.loads(text)["html"]
+    for asked, said in (
+        ({"model": "llama3-8b", "gpus": "7"}, "no split of 7"),
+        ({"model": "/etc/passwd"}, "no such model"),
+    ):
+        status, text = ask(server, "POST", "/api/plan", asked)
+        assert status == 400 and said in json.loads(text)["error"]
+    assert ask(server, "POST", "/api/plan", [1])[0] == 400
+
+
+def test_without_a_planner_there_is_no_such_page() -> None:
+    with make_server() as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        assert ask(made, "GET", "/plan")[0] == 404
+        made.shutdown()
+
+
+def test_the_form_is_answered_by_the_same_search_as_the_verb() -> None:
+    asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "16", "seq": "4096", "budget_s": "1"}
+    found = planned(asked)
+    assert found["gpus"] == 8 and found["candidates"][0]["fits"] and panel(found)
+    for wrong, said in (({"gpus": "many"}, "gpus"), ({"budget_s": "soon"}, "no number"), ({"today": "x"}, "no size")):
+        with pytest.raises(OctoPipeError, match=said):
+            planned({**asked, **wrong})
