@@ -52,7 +52,7 @@ def bars(
             # A number that the paper's mark would strike through goes inside the bar.
             inside = above is not None and -4 < above < 14 and tall > 24
             y = floor - tall + (12 + max(-above, 0.0) if inside and above is not None else -3)
-            shown = f"{value:.2f}" if value < 20 else short_number(round(value))
+            shown = f"{value:.{2 if top < 20 else 1 if top < 100 else 0}f}"
             shapes.append(Label(x + (k + 0.5) * bar - 1, y, shown, 8, "middle", INK if inside else QUIET))
             if mark is not None:
                 y = floor - (mark - base) * scale

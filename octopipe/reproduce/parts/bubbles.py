@@ -84,15 +84,16 @@ def run(bench: Bench) -> Result:
     )
     kinds = {"M": "Mamba", "-": "MLP", "*": "attention", "E": "embedding", "L": "head"}
     at = {symbol: nemotron.symbols.index(symbol) for symbol in kinds}
+    unit = float(nemotron.forward_ms[at["M"]])
     layer = bars(
-        "(b) Nemotron-9B, time of a layer per micro-batch",
+        "(b) Nemotron-9B, time of a layer",
         [kinds[k] for k in at],
         {
-            "F": [float(nemotron.forward_ms[i]) for i in at.values()],
-            "I": [float(nemotron.input_ms[i]) for i in at.values()],
-            "W": [float(nemotron.weight_ms[i]) for i in at.values()],
+            "F": [float(nemotron.forward_ms[i]) / unit for i in at.values()],
+            "I": [float(nemotron.input_ms[i]) / unit for i in at.values()],
+            "W": [float(nemotron.weight_ms[i]) / unit for i in at.values()],
         },
-        unit="ms",
+        unit="× a Mamba layer's F",
     )
     bubble = bars(
         "(a) Share of the step in which a rank idles, 1F1B",
