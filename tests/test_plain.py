@@ -65,7 +65,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        Pair(1, "x"), Colour.RED, Frozen("a", (1.0, 2.0)), OrderedDict(b=1, a=2), {1, 2}, frozenset("ab"),
+        Pair(1, "x"), Colour.RED, Frozen("a", (1.0, 2.0)), OrderedDict(b=1, a=2), {1, 2}, frozenset("a"),
         range(3, 9, 2),
         slice(None, 4, 2), ..., 1 << 200, -(1 << 90), torch.float16, torch.device("cpu"), torch.Size([2, 3]),
         torch.strided, torch.channels_last, int, len, Path("a/b"), np.float32(1.5), np.int64(7), "\ud800", float("inf"),

@@ -16,22 +16,9 @@ from octopipe.cost import CostTable
 from octopipe.plan import KINDS, Op, Plan, Stage
 from octopipe.tuner.core.follow import Orders, make_orders
 from octopipe.tuner.core.problem import (
-    BOUNDS,
-    ENTRY,
-    KIND_BITS,
-    KIND_I,
-    KIND_W,
-    LENGTH,
-    MASK,
-    RANK,
-    REDO,
-    ROUTES,
-    SIZE,
-    STAGE_BITS,
-    Problem,
-    Scratch,
+    BOUNDS, ENTRY, KIND_BITS, KIND_I, KIND_W, LENGTH, MASK, RANK, REDO, ROUTES, SIZE, STAGE_BITS, Problem, Scratch,
     make_structure,
-)
+)  # fmt: skip
 
 
 def orders_in(scratch: Scratch) -> Orders:

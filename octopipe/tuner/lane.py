@@ -186,7 +186,8 @@ class Lane:
             self._tell(lines, ORDER_MOVES, chunk)
             if self.budget.moves is None:
                 took = max(time.monotonic() - clock, 1e-6)
-                chunk = int(min(max(chunk * SETTINGS.polish_chunk_s / took, 10), 20000))
+                least, most = SETTINGS.polish_chunk_least, SETTINGS.polish_chunk_most
+                chunk = int(min(max(chunk * SETTINGS.polish_chunk_s / took, least), most))
 
     def _tell(self, lines: np.ndarray, moves: tuple[tuple[str, str, float], ...], made: int) -> None:
         for i, move, before, after in lines:

@@ -14,22 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from octopipe.tuner.core.anneal import (
-    BEST_MS,
-    BRED,
-    DRAWN,
-    HEAT,
-    KNOWN,
-    LIMIT_MS,
-    MAY_RECOMPUTE,
-    MOVES,
-    NEAR_KNOWN,
-    NUM_TASKS,
-    NUM_VALUES,
-    SCORE,
-    STEP_MS,
-    WORK_MS,
-    walk,
-)
+    BEST_MS, BRED, DRAWN, HEAT, KNOWN, LIMIT_MS, MAY_RECOMPUTE, MOVES, NEAR_KNOWN, NUM_TASKS, NUM_VALUES, SCORE,
+    STEP_MS, WORK_MS, walk,
+)  # fmt: skip
 from octopipe.tuner.core.decode import LAPS, NUM_KEYS
 from octopipe.tuner.core.problem import Problem, Scratch, make_scratch, make_structure
 from octopipe.tuner.settings import SETTINGS

@@ -35,7 +35,72 @@ ORDER_MOVES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRanges:
+    """The parts of a vector of keys: where they are drawn from, and how far one step changes them. Slopes are in
+    micro-batches per rank of the pipeline."""
+
+    decades: float = 1.0
+    """Weights of the micro-batch number: a power of ten up to so many decades either way."""
+    weight_step: float = 0.2
+    """A step of them, in decades."""
+    slope_from: float = -2.0
+    slope_width: float = 6.0
+    """Slopes over the chain of stages: from so much on, over so wide a range."""
+    slope_step: float = 0.15
+    i_first: float = 0.5
+    """How often any I goes before any F;"""
+    i_from: float = -2.0
+    i_width: float = 4.0
+    """else the range of its head start."""
+    no_look: float = 0.5
+    """How often no rank waits for a better op;"""
+    short_look: float = 0.8
+    """else how often it looks"""
+    look_short: float = 0.05
+    """so far ahead, of its time per micro-batch, instead of"""
+    look_long: float = 0.5
+    look_off: float = 0.2
+    """How often a step ends the waiting."""
+    look_step: float = 0.015
+    whole_reserve: float = 0.5
+    """How often all memory that later stages need is kept free, else a share."""
+    reserve_step: float = 0.25
+    w_last: float = 0.25
+    """How often W waits until nothing else can run (`w_never`), else it may pass ops up to `w_over` later."""
+    w_last_again: float = 0.1
+    """The same in a step."""
+    w_never: float = 10.0
+    w_over: float = 0.1
+    no_bank: float = 0.85
+    """How often no memory is saved up for a large stage."""
+    free_rule: float = 0.6
+    """Without a limit of memory: how often the number of micro-batches in flight has none either."""
+    same_rule: float = 0.4
+    """How often it is the same for all stages,"""
+    same_width: int = 6
+    same_from: float = -2.0
+    """in a range around the number of ranks;"""
+    share_rule: float = 0.75
+    """up to here as many as fill a share of memory,"""
+    share_from: float = 0.7
+    share_width: float = 0.6
+    share_step: float = 0.08
+    little_decades: float = 0.5
+    """else by Little's law, times up to so many decades,"""
+    little_step: float = 0.15
+    more_from: float = 0.5
+    more_width: float = 2.5
+    """plus so many."""
+    more_step: float = 0.4
+    least_slack: float = 0.3
+    """Neither share nor factor falls below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
+    keys: KeyRanges = KeyRanges()
+    """Of list scheduling's priorities."""
+
     # -- shares of the budget
     first_until: float = 0.08
     """End of the first structures, which give a plan at once."""
@@ -251,6 +316,9 @@ class Settings:
     """Seconds between looks at the clock."""
     polish_chunk: int = 200
     """Moves between looks at the count."""
+    polish_chunk_least: int = 10
+    polish_chunk_most: int = 20000
+    """The same where the clock decides."""
     buffers: float = 1.1
     """Memory kept free for tensors between stages, as a multiple of what the best plan needs for them."""
     copies_hot: float = 2e-3
@@ -268,6 +336,34 @@ class Settings:
     """be no more than so much slower than the best plan to go on."""
     copies_room: float = 0.96
     """Share of memory that it may fill where tensors between stages take some."""
+
+    # -- shapes of starts
+    wave_from: float = 0.5
+    """How often a wave begins somewhere on its way, not at its start."""
+    skipping: float = 0.5
+    """How often a way that may skip ranks does so in a round."""
+    back_mixed: float = 0.5
+    """How often a round goes backward, on a mixed way"""
+    back_skip: float = 0.3
+    """and on one that skips."""
+    rounds_spread: int = 16
+    """Stages of a number of rounds that is not whole vary by one in so many ranks."""
+    near_divide: float = 0.6
+    """A shape like another one: how often one more of its stages is divided instead of one less,"""
+    near_visits: float = 0.5
+    """how often it has more or fewer visits,"""
+    near_visits_most: int = 2
+    near_way: float = 0.3
+    """how often it takes another way,"""
+    near_size: float = 0.5
+    """how often its first or last stage has another size,"""
+    near_size_step: float = 0.15
+    small_most: float = 0.9
+    """which is at most this much smaller than the others'."""
+    first_even: float = 4.0
+    """Weight of equal stages in the first structures, and"""
+    first_tilt: float = 1.0
+    """of I beside F in what is equal."""
 
     # -- results
     close: float = 0.01

@@ -82,14 +82,15 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
     up, down = list(range(ranks)), list(range(ranks - 1, -1, -1))
     out: list[int] = []
     if kind == "wave":
-        first = int(lot.integers(2 * ranks)) if lot.random() < 0.5 else 0
+        first = int(lot.integers(2 * ranks)) if lot.random() < SETTINGS.wave_from else 0
         out = [(up + down)[(first + s) % (2 * ranks)] for s in range(stages)]
     while len(out) < stages:
         through = up
-        if out and kind == "skip" and lot.random() < 0.5:
+        if out and kind == "skip" and lot.random() < SETTINGS.skipping:
             some = int(lot.integers(max(ranks // 2, 1), ranks + 1))
             through = sorted(lot.choice(ranks, some, replace=False).tolist())
-        back = {"mixed": 0.5, "skip": 0.3, "turn": float(len(out) + ranks >= stages)}.get(kind, 0.0)
+        turn = float(len(out) + ranks >= stages)
+        back = {"mixed": SETTINGS.back_mixed, "skip": SETTINGS.back_skip, "turn": turn}.get(kind, 0.0)
         if out and lot.random() < back:
             through = through[::-1]
         out += through
@@ -103,22 +104,24 @@ def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.G
     """A shape like this one: a few visits more or less, other parts, or other sizes."""
     way, parts, visits = shape.way, shape.parts, len(shape.way)
     if (_wide(problem, shape) or max(parts) > 1) and lot.random() < SETTINGS.divided:
-        if max(parts) == 1 or (_wide(problem, shape) and lot.random() < 0.6):
+        if max(parts) == 1 or (_wide(problem, shape) and lot.random() < SETTINGS.near_divide):
             parts = divide(shape, max_stages, lot).parts
         else:
             at = int(lot.choice(np.flatnonzero(np.array(parts) > 1)))
             parts = tuple(n - (i == at) for i, n in enumerate(parts))
-    elif lot.random() < 0.5:
+    elif lot.random() < SETTINGS.near_visits:
         most = max_stages - sum(parts) + visits
-        visits = min(max(visits + int(lot.integers(-2, 3)), min(problem.ranks, visits)), most)
+        step = SETTINGS.near_visits_most
+        visits = min(max(visits + int(lot.integers(-step, step + 1)), min(problem.ranks, visits)), most)
         way = (way + go_round(problem.ranks, visits, shape.kind, lot)[len(way) :])[:visits]
         parts = (parts + (1,) * visits)[:visits]
         if len(set(way)) < len(set(shape.way)):
             way, parts = shape.way, shape.parts
-    elif lot.random() < 0.3:
+    elif lot.random() < SETTINGS.near_way:
         way = go_round(problem.ranks, visits, shape.kind, lot)
-    small = np.array((shape.small_first, shape.small_last)) + lot.normal(0.0, 0.15, 2) * (lot.random(2) < 0.5)
-    first, last = np.clip(small, 0.0, 0.9)
+    small = np.array((shape.small_first, shape.small_last))
+    small += lot.normal(0.0, SETTINGS.near_size_step, 2) * (lot.random(2) < SETTINGS.near_size)
+    first, last = np.clip(small, 0.0, SETTINGS.small_most)
     return Shape(way, parts, shape.kind, float(first), float(last))
 
 
@@ -191,7 +194,8 @@ class Starts:
         up = range(self.problem.ranks)
         turn = [*up, *reversed(up)] if wave else up
         shape = Shape(tuple(turn[s % len(turn)] for s in range(stages)), (1,) * stages, kind)
-        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), even=4.0, tilt=1.0, rising=True)
+        weights = {"even": SETTINGS.first_even, "tilt": SETTINGS.first_tilt}
+        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), rising=True, **weights)
         structure[REDO, :stages] = recompute
         return self.keyed(shape.name, structure, SETTINGS.keys_first)
 
@@ -234,7 +238,8 @@ class Starts:
         rounds, kind = self.deck.pop()
         low = high = round(self.problem.ranks * rounds)
         if rounds % 1.0:
-            low, high = low - self.problem.ranks // 16, high + self.problem.ranks // 16
+            some = self.problem.ranks // SETTINGS.rounds_spread
+            low, high = low - some, high + some
         return draw_shape(self.problem, self.max_stages, int(self.lot.integers(low, high + 1)), kind, self.lot)
 
     def _known_keys(self, size: int) -> list[np.ndarray]:

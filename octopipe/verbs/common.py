@@ -332,9 +332,8 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
         from octopipe.batching import dynamic_groups
         from octopipe.resolve import resolve_costs
 
-        given = {k: v for k, v in setting_from(args).items() if k not in ("model", "speeds", "seq", "recompute")}
-        mine = ("micro_batch_size", "micro_batch_lengths", "packed", "tokens_per_pipeline")
-        given = {k: v for k, v in given.items() if k not in mine}
+        other = ("model", "speeds", "seq", "recompute", "micro_batch_size", "micro_batch_lengths", "packed")
+        given = {k: v for k, v in setting_from(args).items() if k not in (*other, "tokens_per_pipeline")}
         setup = resolve_costs(spec, pp=args.pp, **given).setup
         assert setup is not None
         groups = dynamic_groups(spec, setup, lengths)
@@ -439,9 +438,9 @@ def print_json(value: Any) -> None:
 
 
 def _escaped(text: str) -> str:
-    import json
+    from json import dumps, loads
 
-    return json.dumps(json.loads(text), indent=1)
+    return dumps(loads(text), indent=1)
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -17,37 +17,13 @@ import numpy as np
 from octopipe._compile import njit
 from octopipe.tuner.core.decode import LAPS, NUM_KEYS, decode
 from octopipe.tuner.core.keys import (
-    count_of,
-    draw_keys,
-    keep_keys,
-    make_child,
-    set_flight,
-    vary_keys,
-    way_back,
-)
+    count_of, draw_keys, keep_keys, make_child, set_flight, vary_keys, way_back,
+)  # fmt: skip
 from octopipe.tuner.core.moves import change, migrate, repair, shift
 from octopipe.tuner.core.problem import (
-    ACTIVATION,
-    BOUNDARY,
-    BOUNDS,
-    CAPACITY,
-    FORWARD,
-    INPUT,
-    LAYERS,
-    LENGTH,
-    MICRO_BATCHES,
-    OWED,
-    RANK,
-    RANKS,
-    REDO,
-    SIZE,
-    STASH,
-    STATIC,
-    UNIT,
-    below,
-    uniform,
-    work_bound,
-)
+    ACTIVATION, BOUNDARY, BOUNDS, CAPACITY, FORWARD, INPUT, LAYERS, LENGTH, MICRO_BATCHES, OWED, RANK, RANKS, REDO,
+    SIZE, STASH, STATIC, UNIT, below, uniform, work_bound,
+)  # fmt: skip
 from octopipe.tuner.settings import SETTINGS
 
 KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, NUM_TASKS = range(7)

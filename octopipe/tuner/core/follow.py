@@ -17,44 +17,10 @@ from octopipe._compile import njit
 from octopipe.tuner.core.anneal import threshold, write_line
 from octopipe.tuner.core.moves import pick, slide
 from octopipe.tuner.core.problem import (
-    CLOCK,
-    ENTRY,
-    F_MS,
-    FREE,
-    FULL,
-    HAS_EXTRAS,
-    HOLD,
-    HOP_F,
-    HOP_I,
-    I_MS,
-    KIND_BITS,
-    KIND_F,
-    KIND_I,
-    KIND_R,
-    KIND_W,
-    LEFT,
-    LENGTH,
-    LIMIT,
-    MASK,
-    MICRO_BATCHES,
-    RANK,
-    RANKS,
-    REDO,
-    ROUTES,
-    SIZE,
-    STAGE_BITS,
-    TAIL,
-    USED,
-    VARIANTS,
-    W_MS,
-    Problem,
-    below,
-    extras_end,
-    pack,
-    price,
-    uniform,
-    work_bound,
-)
+    CLOCK, ENTRY, F_MS, FREE, FULL, HAS_EXTRAS, HOLD, HOP_F, HOP_I, I_MS, KIND_BITS, KIND_F, KIND_I, KIND_R, KIND_W,
+    LEFT, LENGTH, LIMIT, MASK, MICRO_BATCHES, RANK, RANKS, REDO, ROUTES, SIZE, STAGE_BITS, TAIL, USED, VARIANTS, W_MS,
+    Problem, below, extras_end, pack, price, uniform, work_bound,
+)  # fmt: skip
 from octopipe.tuner.settings import ORDER_MOVES, SETTINGS
 
 MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, SWAP, ADVANCE, MOVE_OP = range(len(ORDER_MOVES))

@@ -3,8 +3,7 @@
 Knows: the ranges in which good keys were seen, and how one vector is made from others. Does not know: searches or time.
 
 Keys know no single stage or op, so they fit any structure and carry over from one to the next: a few hundred vectors
-bred on a structure come within one or two percent of the best order known for it. (The numbers below are the ranges of
-the vectors' parts, which is what this file is about; how often each thing is done stands in settings.py.)
+bred on a structure come within one or two percent of the best order known for it. Their ranges stand in settings.py.
 """
 
 from __future__ import annotations
@@ -13,41 +12,12 @@ import numpy as np
 
 from octopipe._compile import njit
 from octopipe.tuner.core.decode import (
-    A_F,
-    A_I,
-    B_F,
-    B_I,
-    BANK,
-    C_I,
-    LOOK,
-    NUM_KEYS,
-    RHO,
-    RULE,
-    RULE_MORE,
-    RULE_SLACK,
-    W_OVER,
-)
+    A_F, A_I, B_F, B_I, BANK, C_I, LOOK, NUM_KEYS, RHO, RULE, RULE_MORE, RULE_SLACK, W_OVER,
+)  # fmt: skip
 from octopipe.tuner.core.problem import (
-    ACTIVATION,
-    BOUNDARY,
-    BOUNDS,
-    CAPACITY,
-    FLIGHT,
-    FORWARD,
-    HAS_LIMIT,
-    INPUT,
-    LAYERS,
-    MICRO_BATCHES,
-    RANK,
-    RANKS,
-    REDO,
-    SIZE,
-    STATIC,
-    UNIT,
-    bell,
-    below,
-    uniform,
-)
+    ACTIVATION, BOUNDARY, BOUNDS, CAPACITY, FLIGHT, FORWARD, HAS_LIMIT, INPUT, LAYERS, MICRO_BATCHES, RANK, RANKS,
+    REDO, SIZE, STATIC, UNIT, bell, below, uniform,
+)  # fmt: skip
 from octopipe.tuner.settings import SETTINGS
 
 FREE_RULE, SAME_RULE, SHARE_RULE, LITTLE_RULE = range(4)
@@ -55,6 +25,9 @@ FREE_RULE, SAME_RULE, SHARE_RULE, LITTLE_RULE = range(4)
 law (time from F to I over the time per micro-batch)."""
 FIRST_I = -1e3
 """C_I from which any I goes before any F."""
+HALVINGS, WIDEST = 12, 4.0
+"""Of the interval in which a share of memory is looked for, and its upper end in full pipelines."""
+K = SETTINGS.keys
 CROSSED, FRESH, VARIED, MOST_VARIED = SETTINGS.crossed, SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
 
 
@@ -63,56 +36,62 @@ def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
     """Priorities, limits and tolerances from the ranges in which good ones were seen."""
     r = float(p.count[RANKS])
     limited = p.count[HAS_LIMIT] > 0
-    keys[A_F] = 10.0 ** (2.0 * uniform(rng) - 1.0)
-    keys[A_I] = 10.0 ** (2.0 * uniform(rng) - 1.0)
-    keys[B_F] = (6.0 * uniform(rng) - 2.0) * r
-    keys[B_I] = (6.0 * uniform(rng) - 2.0) * r
-    keys[C_I] = FIRST_I if uniform(rng) < 0.5 else (4.0 * uniform(rng) - 2.0) * r
-    keys[LOOK] = 0.0 if uniform(rng) < 0.5 else uniform(rng) * (0.05 if uniform(rng) < 0.8 else 0.5)
-    keys[RHO] = 1.0 if uniform(rng) < 0.5 else uniform(rng)
-    keys[W_OVER] = 10.0 if uniform(rng) < 0.25 else 0.1 * uniform(rng)
-    keys[BANK] = 0.0 if not limited or uniform(rng) < 0.85 else uniform(rng)
+    keys[A_F] = 10.0 ** (K.decades * (2.0 * uniform(rng) - 1.0))
+    keys[A_I] = 10.0 ** (K.decades * (2.0 * uniform(rng) - 1.0))
+    keys[B_F] = (K.slope_width * uniform(rng) + K.slope_from) * r
+    keys[B_I] = (K.slope_width * uniform(rng) + K.slope_from) * r
+    keys[C_I] = FIRST_I if uniform(rng) < K.i_first else (K.i_width * uniform(rng) + K.i_from) * r
+    far = K.look_long
+    keys[LOOK] = 0.0
+    if uniform(rng) >= K.no_look:
+        keys[LOOK] = uniform(rng)
+        if uniform(rng) < K.short_look:
+            far = K.look_short
+        keys[LOOK] *= far
+    keys[RHO] = 1.0 if uniform(rng) < K.whole_reserve else uniform(rng)
+    keys[W_OVER] = K.w_never if uniform(rng) < K.w_last else K.w_over * uniform(rng)
+    keys[BANK] = 0.0 if not limited or uniform(rng) < K.no_bank else uniform(rng)
     u = uniform(rng)
     keys[RULE_MORE] = 0.0
-    if not limited and u < 0.6:
+    if not limited and u < K.free_rule:
         keys[RULE], keys[RULE_SLACK] = FREE_RULE, 0.0
-    elif u < 0.4:
-        keys[RULE], keys[RULE_SLACK] = SAME_RULE, r + below(rng, 6) - 2.0
-    elif u < 0.75 and limited:
-        keys[RULE], keys[RULE_SLACK] = SHARE_RULE, 0.7 + 0.6 * uniform(rng)
+    elif u < K.same_rule:
+        keys[RULE], keys[RULE_SLACK] = SAME_RULE, r + below(rng, K.same_width) + K.same_from
+    elif u < K.share_rule and limited:
+        keys[RULE], keys[RULE_SLACK] = SHARE_RULE, K.share_from + K.share_width * uniform(rng)
     else:
-        keys[RULE], keys[RULE_SLACK] = LITTLE_RULE, 10.0 ** (0.5 * uniform(rng))
-        keys[RULE_MORE] = 0.5 + 2.5 * uniform(rng)
+        keys[RULE], keys[RULE_SLACK] = LITTLE_RULE, 10.0 ** (K.little_decades * uniform(rng))
+        keys[RULE_MORE] = K.more_from + K.more_width * uniform(rng)
 
 
 @njit
 def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
     """Change a few of the numbers."""
-    step = 0.15 * p.count[RANKS]
+    step = K.slope_step * p.count[RANKS]
     for _ in range(1 + below(rng, MOST_VARIED)):
         k = below(rng, 9)
         if k <= 1:
-            keys[A_F if k == 0 else A_I] *= 10.0 ** (0.2 * bell(rng))
+            keys[A_F if k == 0 else A_I] *= 10.0 ** (K.weight_step * bell(rng))
         elif k <= 3:
             keys[B_F if k == 2 else B_I] += step * bell(rng)
         elif k == 4:
             if keys[C_I] < 0.9 * FIRST_I:
-                keys[C_I] = (4.0 * uniform(rng) - 2.0) * p.count[RANKS]
+                keys[C_I] = (K.i_width * uniform(rng) + K.i_from) * p.count[RANKS]
             else:
                 keys[C_I] += step * bell(rng)
         elif k == 5:
-            keys[LOOK] = 0.0 if uniform(rng) < 0.2 else abs(keys[LOOK] + 0.015 * bell(rng))
+            keys[LOOK] = 0.0 if uniform(rng) < K.look_off else abs(keys[LOOK] + K.look_step * bell(rng))
         elif k == 6:
-            keys[RHO] = min(max(keys[RHO] + 0.25 * bell(rng), 0.0), 1.0)
+            keys[RHO] = min(max(keys[RHO] + K.reserve_step * bell(rng), 0.0), 1.0)
         elif k == 7:
-            keys[W_OVER] = 10.0 if uniform(rng) < 0.1 else 0.1 * uniform(rng)
+            keys[W_OVER] = K.w_never if uniform(rng) < K.w_last_again else K.w_over * uniform(rng)
         elif keys[RULE] == SAME_RULE:
             keys[RULE_SLACK] = max(keys[RULE_SLACK] + (1.0 if uniform(rng) < 0.5 else -1.0), 1.0)
         elif keys[RULE] == SHARE_RULE:
-            keys[RULE_SLACK] = max(keys[RULE_SLACK] + 0.08 * bell(rng), 0.3)
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.share_step * bell(rng), K.least_slack)
         elif keys[RULE] == LITTLE_RULE:
-            keys[RULE_SLACK] = max(keys[RULE_SLACK] + 0.15 * bell(rng), 0.3)
-            keys[RULE_MORE] += 0.4 * bell(rng)
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.little_step * bell(rng), K.least_slack)
+            keys[RULE_MORE] += K.more_step * bell(rng)
 
 
 @njit
@@ -201,10 +180,10 @@ def fill_memory(p, st, rank, share):  # type: ignore[no-untyped-def]
             room -= p.whole[STATIC, st[BOUNDS, s + 1]] - p.whole[STATIC, a]
             most = max(most, way_back(p, a, last))
     room *= share
-    low, high = 0.0, 4.0 * max(M * p.number[UNIT] / max(most, 1e-9), 1.0)
+    low, high = 0.0, WIDEST * max(M * p.number[UNIT] / max(most, 1e-9), 1.0)
     if room == np.inf:
         low = high
-    for _ in range(12):
+    for _ in range(HALVINGS):
         if low == high:
             break
         slack = 0.5 * (low + high)

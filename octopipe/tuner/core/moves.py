@@ -10,19 +10,8 @@ import numpy as np
 
 from octopipe._compile import njit
 from octopipe.tuner.core.problem import (
-    BOUNDS,
-    ENTRY,
-    LOAD,
-    MICRO_BATCHES,
-    RANK,
-    RANKS,
-    REDO,
-    SIZE,
-    VARIANTS,
-    below,
-    uniform,
-    work_bound,
-)
+    BOUNDS, ENTRY, LOAD, MICRO_BATCHES, RANK, RANKS, REDO, SIZE, VARIANTS, below, uniform, work_bound,
+)  # fmt: skip
 from octopipe.tuner.settings import SETTINGS, STRUCTURE_MOVES
 
 (
