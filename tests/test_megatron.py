@@ -256,8 +256,13 @@ def test_data_parallel_reduction_with_and_without_overlap(ddp, four):
 def test_recomputed_stages_give_the_same_gradients(four):
     plans = [_random(seed, 4) for seed in range(20, 60)]
     plans = [p for p in plans if any(s.recompute for s in p.stages)][:2]
-    own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    jobs = [*((plan, {}) for plan in plans), (_system("zb-h1", 4), own)]
+    full = {"recompute_granularity": "full", "recompute_num_layers": 1}
+    own = [
+        {**full, "recompute_method": "uniform"},
+        {**full, "recompute_method": "block"},
+        {"recompute_granularity": "selective"},  # of the core attention, if nothing else is named
+    ]
+    jobs = [*((plan, {}) for plan in plans), *((_system("zb-h1", 4), more) for more in own)]
     _assert_equal(_run(four, run_many, jobs), jobs)
 
 
