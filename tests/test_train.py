@@ -106,7 +106,8 @@ def test_a_tuned_plan_has_the_same_losses_and_a_prediction() -> None:
     runs = trainer.train_in_turns([plain, replace(plain, tune_s=1.0, timeline=True)])
     assert runs is not None
     first, tuned = runs
-    assert tuned.plan.extra["system"] == "octopipe" and tuned.profile == first.profile
+    assert tuned.plan.extra["system"] == "octopipe" and first.profile is not None and tuned.profile is not None
+    assert tuned.profile.to_json() == first.profile.to_json()
     assert tuned.losses == pytest.approx(first.losses, rel=1e-10)
     assert all(r.predicted_ms is not None and r.predicted_ms > 0 for r in runs)
     assert tuned.measured is not None and tuned.measured.measured and first.measured is None

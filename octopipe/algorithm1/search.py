@@ -102,7 +102,9 @@ class IterativeSearch:
 
     def share(self) -> float:
         """Of the budget that is spent: of its iterations where they are counted, else of its time."""
-        return self.elapsed() / self.budget_s if self.most is None else self.iteration / self.most
+        if self.most is None:
+            return self.elapsed() / self.budget_s if self.budget_s > 0 else 1.0
+        return self.iteration / self.most if self.most > 0 else 1.0
 
     def late(self) -> bool:
         """Is the time over? Never where iterations are counted: their result depends on no clock."""

@@ -208,16 +208,19 @@ def _meet(backend: str, timeout_s: float) -> None:
     """Join the ranks that something else has started."""
     import torch.distributed as dist
 
-    from octopipe.runtime.exchange import moment, told
+    from octopipe.runtime.exchange import PeerError, peer_words
 
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
-        with moment(f"while ranks met at {where}"), told(timeout_s):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())
+        # Before anything about peers: the store's own error for a taken port names c10d, too.
         if "in use" in text or "EADDRINUSE" in text:
             raise OctoPipeError(f"ranks cannot meet at {where}: the port is in use; set another MASTER_PORT") from None
+        words = peer_words(error, timeout_s)
+        if words is not None:
+            raise PeerError(f"while ranks met at {where}, {words}") from None
         raise OctoPipeError(f"ranks cannot meet at {where}: {text[:160]}; check MASTER_ADDR and MASTER_PORT") from None
 
 
