@@ -335,7 +335,9 @@ def _today(
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = sizes.pop("dp", 0) or gpus // product
     if product * dp != gpus:
-        raise OctoPipeError(f"today's split makes {product * dp} GPUs, not {gpus}; check its sizes")
+        named = ", ".join(f"{k} {today[k]}" for k in ("tp", "cp", "pp", "dp") if k in today) or "one GPU"
+        need = f"is of {product * dp}" if "dp" in today else f"needs multiples of {product}"
+        raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
     split = Split(dp=dp, **sizes)
     if pricer.global_batch % (dp * split.micro_batch_size):
         raise OctoPipeError(
