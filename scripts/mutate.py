@@ -32,6 +32,7 @@ COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyp
 PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("octopipe/plan.py", ("tests/test_plan.py", "tests/test_lower.py", "tests/test_simulate.py")),
+    "plan_rules": ("octopipe/plan_rules.py", ("tests/test_plan.py",)),
     "lowering": ("octopipe/lowering.py", ("tests/test_lower.py", "tests/test_simulate.py")),
     "blocking": ("octopipe/blocking.py", ("tests/test_lower.py",)),
     "price": ("octopipe/price.py", ("tests/test_price.py", "tests/test_simulate.py", "tests/test_plan.py")),
