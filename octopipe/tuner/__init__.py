@@ -109,8 +109,9 @@ def tune(
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
-    timeline = simulate(chosen, costs)
-    if target != "megatron" and not found.interrupted:  # its orders are what they are
+    timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
+    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops
+    if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
         hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
         if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
