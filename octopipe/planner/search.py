@@ -160,7 +160,7 @@ class Pricer:
         full = int(np.argmax(timeline.peak_bytes))
         assert costs.setup is not None
         again = sum(len(s.recomputed_layers) for s in plan.stages) + (costs.setup.recompute_layers or 0)
-        mode = f"{again} layers" if again else costs.setup.recompute
+        mode = f"{again} layer{'s' if again > 1 else ''}" if again else costs.setup.recompute
         return Candidate(
             split=split,
             setup=costs.setup,
