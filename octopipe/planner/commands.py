@@ -26,7 +26,10 @@ def megatron_flags(candidate: Candidate) -> str:
     """Megatron-LM's flags for the split; raises where it has no words for it."""
     setup, split = candidate.setup, candidate.split
     if candidate.how == "tuned":
-        raise OctoPipeError("Megatron-LM keeps its own order of ops; a tuned order cannot be said in its flags")
+        plan = candidate.plan
+        whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
+        ours = "octopipe.megatron.forward_backward_func(plan) runs it on its chunks, " if whole else ""
+        raise OctoPipeError(f"its flags cannot say a tuned order; {ours}--for megatron plans what they can say")
     if split.zero == 3 and split.pp > 1:
         raise OctoPipeError("Megatron-LM's FSDP runs without a pipeline")
     flags = [
