@@ -32,6 +32,8 @@ def megatron_flags(candidate: Candidate) -> str:
         raise OctoPipeError(f"its flags cannot say a tuned order; {ours}--for megatron plans what they can say")
     if split.zero == 3 and split.pp > 1:
         raise OctoPipeError("Megatron-LM's FSDP runs without a pipeline")
+    if split.zero == 2 and split.pp > 1:
+        raise OctoPipeError("Megatron-LM holds gradients in parts only without a pipeline; plan with --for megatron")
     flags = [
         f"--tensor-model-parallel-size {split.tp}",
         f"--pipeline-model-parallel-size {split.pp}",
@@ -48,8 +50,9 @@ def megatron_flags(candidate: Candidate) -> str:
             if split.vp > 1:
                 flags.insert(2, f"--num-virtual-stages-per-pipeline-rank {split.vp}")
     flags += ["--sequence-parallel"] * (split.tp > 1 and setup.sequence_parallel)
-    if split.zero == 3:
-        flags += ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"]
+    if split.zero >= 2:
+        what = "optim_grads_params" if split.zero == 3 else "optim_grads"
+        flags += [f"--use-megatron-fsdp --data-parallel-sharding-strategy {what}"]
     elif split.zero >= 1:
         flags += ["--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"]
     flags += ["--bf16"] + ["--fp8-format hybrid"] * (setup.precision == "fp8")

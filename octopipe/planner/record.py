@@ -69,7 +69,7 @@ def scaled(
             continue
         pricer = Pricer(spec, base, global_batch)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
-        kept, _ = judge(
+        kept, *_ = judge(
             pricer, every, ("none", "selective", "full"), lambda words: None, cpu_s=budget_s / (2 * len(STEPS))
         )
         if not kept:

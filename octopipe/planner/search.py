@@ -80,6 +80,8 @@ class Found:
     today: Candidate | None
     splits: int
     judged: int
+    cut_short: bool
+    """Time was over before every split that may be among the best was judged."""
     seconds: float
 
 
@@ -206,7 +208,7 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged = judge(pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned)
+    kept, judged, cut_short = judge(pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned)
     if "vp" not in (fixed or {}):
         kept = _refined(pricer, kept, modes)
     if not kept:
@@ -242,6 +244,7 @@ def search(
         today=present,
         splits=len(every),
         judged=judged,
+        cut_short=cut_short,
         seconds=time.monotonic() - began,
     )
 
@@ -254,17 +257,19 @@ def judge(
     *,
     cpu_s: float = math.inf,
     tuned: bool = True,
-) -> tuple[list[Candidate], int]:
-    """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; splits whose bound is
-    above all of them are never judged, nor, after `cpu_s` seconds of this process's own time, those whose bounds are
-    the worst."""
+) -> tuple[list[Candidate], int, bool]:
+    """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
+    and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, after
+    `cpu_s` seconds of this process's own time, those whose bounds are the worst."""
     until = time.process_time() + cpu_s
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
     heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
-    judged = 0
+    judged, cut_short = 0, False
     for bound, split in queue:
-        enough = all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps)
-        if enough or (heaps[0] and time.process_time() > until):
+        if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
+            break
+        if heaps[0] and time.process_time() > until:
+            cut_short = True
             break
         judged += 1
         if judged % 50 == 0:
@@ -276,7 +281,7 @@ def judge(
                 if len(heap) > KEPT:
                     heapq.heappop(heap)
     kept = {number: candidate for heap in heaps for _, number, candidate in heap}
-    return sorted(kept.values(), key=simpler_first), judged
+    return sorted(kept.values(), key=simpler_first), judged, cut_short
 
 
 def _simulated(pricer: Pricer, kept: Sequence[Candidate], recompute: str, seconds: float) -> list[Candidate]:
