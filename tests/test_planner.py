@@ -15,10 +15,12 @@ from octopipe.cluster import gpu
 from octopipe.errors import OctoPipeError
 from octopipe.plan_file import load_plan
 from octopipe.planner import search as planner_search
+from octopipe.planner.commands import command_lines
 from octopipe.planner.estimate import estimate, evenest_ms
 from octopipe.planner.search import Candidate, Pricer, judge, search
 from octopipe.planner.splits import RUNTIMES, Split, parse_split, splits
 from octopipe.setup import Setup
+from octopipe.simulator import simulate
 from octopipe.zoo import preset
 
 SMALL = {"gpus": 8, "global_batch": 16}
@@ -165,6 +167,39 @@ def test_large_models_fit_the_clusters_they_are_trained_on(model: str, kind: str
     exact = pricer.simulated(kept[0].split)
     assert exact.fits and exact.peak_gib <= exact.limit_gib < gpu(kind).memory_gib
     assert exact.mfu is not None and 0.05 < exact.mfu < 0.7
+
+
+def test_octopipes_own_runtime_recomputes_by_ops_and_holds_state_whole() -> None:
+    """`octopipe train` has no switch for checkpointed layers: what must be recomputed is in the plan, and fits."""
+    spec, cluster = preset("llama3-8b"), base("h100", seq=16384)
+    fixed = {"micro_batch_size": 1}
+    found = search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], budget_s=4.0, fixed=fixed)
+    best = found.best
+    assert best.plan is not None and best.costs is not None and best.fits
+    assert best.setup.recompute == "none" and best.setup.zero == 0
+    assert sum(op.kind == "R" for order in best.plan.orders for op in order) > 0
+    assert simulate(best.plan, best.costs).fits
+    line = command_lines(best, model="llama3-8b", plan_file="p.json", runtime="any")
+    assert "train llama3-8b --plan p.json" in line["octopipe"] and line["torch"].startswith("none: the plan recomputes")
+    with pytest.raises(OctoPipeError, match="whole layers only"):
+        search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], recompute="selective")
+
+
+def test_a_command_line_is_given_only_where_it_runs_the_split() -> None:
+    pricer = Pricer(preset("llama3-8b"), base("h100"), 16)
+
+    def lines(recompute: str = "none", **sizes: int) -> dict[str, str]:
+        usual = {"tp": 1, "cp": 1, "ep": 1, "pp": 2, "dp": 4, "vp": 1, "micro_batch_size": 1, "zero": 0}
+        split = Split(**usual | sizes)
+        return command_lines(pricer.simulated(split, recompute), model="m", plan_file="p.json", runtime="any")
+
+    assert "-m octopipe train" in lines()["octopipe"]
+    assert "ZeRO-1; plan with --for octopipe" in lines(zero=1)["octopipe"]
+    assert "shards no tensor" in lines(tp=2, dp=2)["octopipe"]
+    assert "selective recomputation; plan with" in lines("selective")["octopipe"]
+    assert "all checkpointed layers" in lines("full")["torch"] and "pp 2 x dp 4" in lines("full")["torch"]
+    assert "--recompute-granularity selective" in lines("selective", zero=1)["megatron"]
+    assert "optim_grads " in lines(zero=2, pp=1, dp=8)["megatron"] and "none" in lines(zero=2)["megatron"]
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "fast=3"])

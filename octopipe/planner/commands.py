@@ -71,8 +71,43 @@ def octopipe_flags(candidate: Candidate, model: str, plan_file: str) -> str:
     split, setup = candidate.split, candidate.setup
     if split.tp * split.cp * split.ep > 1:
         raise OctoPipeError("`octopipe train` shards no tensor; give it layers that do, or plan with --for octopipe")
+    if split.zero and split.dp > 1:
+        raise OctoPipeError(
+            f"`octopipe train` holds weights, gradients and state whole on every replica, and this split counts on "
+            f"ZeRO-{split.zero}; plan with --for octopipe"
+        )
+    if setup.recompute != "none":
+        raise OctoPipeError(
+            f"`octopipe train` recomputes what a plan's R ops say, and this split counts on {recomputed(candidate)}; "
+            "plan with --for octopipe"
+        )
     words = f"-m octopipe train {model} --plan {plan_file} --dp {split.dp} --seq {setup.seq}"
     return f"{words} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
+
+
+def recomputed(candidate: Candidate) -> str:
+    """What layers recompute by themselves, in words."""
+    setup = candidate.setup
+    if setup.recompute == "selective":
+        return "selective recomputation"
+    return f"{setup.recompute_layers or 'all'} checkpointed layers"
+
+
+def torch_flags(candidate: Candidate, plan_file: str, start: str) -> str:
+    """PyTorch's schedule from a file; raises where its runtime cannot run the plan."""
+    split, plan = candidate.split, candidate.plan
+    if plan is not None and (len(plan.routes) > 1 or any(s.recompute for s in plan.stages)):
+        what = "holds layers on several ranks" if len(plan.routes) > 1 else "recomputes single stages"
+        raise OctoPipeError(f"the plan {what}, which its runtime cannot; plan with --for torch")
+    mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}"
+    if candidate.setup.recompute != "none":
+        mesh += f", {recomputed(candidate)}"
+    if split.pp == 1:
+        return f"{start} train.py  # {mesh}; no pipeline"
+    return (
+        f"octopipe export {plan_file} --to pytorch -o schedule.csv && {start} train.py  "
+        f"# {mesh}; the schedule reads schedule.csv"
+    )
 
 
 def command_lines(candidate: Candidate, *, model: str, plan_file: str, runtime: str) -> dict[str, str]:
@@ -89,9 +124,8 @@ def command_lines(candidate: Candidate, *, model: str, plan_file: str, runtime: 
         except OctoPipeError as error:
             out["octopipe"] = f"none: {error}"
     if runtime in ("any", "torch"):
-        out["torch"] = (
-            f"octopipe export {plan_file} --to pytorch -o schedule.csv && {start} train.py  "
-            f"# a mesh of pp {candidate.split.pp} x dp {candidate.split.dp} x cp {candidate.split.cp} x tp "
-            f"{candidate.split.tp}; the schedule reads schedule.csv"
-        )
+        try:
+            out["torch"] = torch_flags(candidate, plan_file, start)
+        except OctoPipeError as error:
+            out["torch"] = f"none: {error}"
     return out

@@ -23,7 +23,7 @@ from octopipe.model import ModelSpec, Moe
 from octopipe.plan import Plan
 from octopipe.planner.estimate import Estimate, estimate
 from octopipe.planner.splits import RUNTIMES, Runtime, Split, finer, least_state_bytes, splits
-from octopipe.recompute import plan_under
+from octopipe.recompute import least_recomputing, plan_under, recomputing
 from octopipe.resolve import costs_of_setup
 from octopipe.setup import Setup
 from octopipe.simulator import simulate
@@ -88,8 +88,9 @@ class Found:
 class Pricer:
     """Costs of splits, each priced once."""
 
-    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int):
-        self.spec, self.base, self.global_batch = spec, base, global_batch
+    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False):
+        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices."""
+        self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
@@ -153,7 +154,13 @@ class Pricer:
         def build(costs: CostTable) -> Plan:
             return build_plan(system, costs, split.pp, m, **options)
 
-        plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
+        if self.recompute_ops:
+            costs = self.costs(split)
+            plan = build(costs)
+            if recompute != "none":
+                plan = recomputing(plan) if recompute == "full" else least_recomputing(plan, costs)
+        else:
+            plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
         return self.of_plan(split, plan, costs, system)
 
     def of_plan(self, split: Split, plan: Plan, costs: CostTable, how: str) -> Candidate:
@@ -199,8 +206,8 @@ def search(
     """The best split of `gpus` GPUs for steps of `global_batch` sequences, `budget_s` seconds of tuning included."""
     began = time.monotonic()
     tell = say or (lambda words: None)
-    pricer = Pricer(spec, base, global_batch)
-    modes = {"auto": ("none", "selective", "full"), "full": ("full",)}.get(recompute, (recompute,))
+    pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
+    modes = modes_of(recompute, runtime)
     every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
     if not every:
         given = ", ".join(f"{k} {v}" for k, v in (fixed or {}).items())
@@ -226,7 +233,8 @@ def search(
             begun = known or pricer.simulated(candidate.split, recompute)
             if known is None:
                 simulated.append(begun)
-            better = tune_candidate(pricer, begun, (until - time.monotonic()) / (len(worth) - i), seed, runtime)
+            share = (until - time.monotonic()) / (len(worth) - i)
+            better = tune_candidate(pricer, begun, share, seed, runtime, recompute)
             if better is not None:
                 tuned.append(better)
     fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
@@ -247,6 +255,15 @@ def search(
         cut_short=cut_short,
         seconds=time.monotonic() - began,
     )
+
+
+def modes_of(recompute: str, runtime: Runtime) -> tuple[str, ...]:
+    """Ways of recomputing to judge splits under, the least first."""
+    if recompute == "auto":
+        return ("none", "full") if runtime.recomputes_by_ops else ("none", "selective", "full")
+    if recompute == "selective" and runtime.recomputes_by_ops:
+        raise OctoPipeError("`octopipe train` recomputes whole layers only; give --recompute auto, full or none")
+    return (recompute,)
 
 
 def judge(
@@ -336,7 +353,7 @@ def _varied(kept: Sequence[Candidate], number: int, *, each: int) -> list[Candid
 
 
 def tune_candidate(
-    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime
+    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime, recompute: str = "auto"
 ) -> Candidate | None:
     """The candidate's split with partition, placement and order tuned; None where that found nothing faster."""
     from octopipe.tuner import tune
@@ -345,6 +362,10 @@ def tune_candidate(
     assert plan is not None and costs is not None
     if budget_s < 1.0 or sum(map(len, plan.orders)) > TUNABLE_OPS:
         return None
+    start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
+    if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
+        # The search knows better than a number of layers for all which ones to recompute.
+        costs, start = pricer.costs(candidate.split, "selective"), None
     try:
         result = tune(
             costs,
@@ -352,8 +373,9 @@ def tune_candidate(
             plan.num_micro_batches,
             budget_s=budget_s,
             seed=seed,
-            start=plan if candidate.fits and not any(s.recompute for s in plan.stages) else None,
-            copies=runtime.name in ("any", "octopipe"),
+            recompute=recompute == "auto",
+            start=start,
+            target="torch" if runtime.name == "torch" else "octopipe",
         )
     except OctoPipeError:
         return None
