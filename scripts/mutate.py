@@ -56,6 +56,9 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name: the file, and the tests nearest to it, the quickest to notice first."""
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("plan", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
+    ("bounds", "_MAX_STATES = 60_000"): "a budget: one more or less",
+    ("bounds", "_MAX_DEALS = 40_000_000"): "a budget: one more or less",
+    ("bounds", "low, high = high, high * 1.04"): "how fast the interval grows that the search halves",
     ("bounds", "while high - low > 1e-5 * high:"): "the search stops a little sooner or later; its bound holds",
     ("analytic", "if setup.dp > 1 and total > 0:"): "without gradients both branches add nothing",
 }

@@ -41,12 +41,14 @@ def drawn(seed: int) -> tuple[CostTable, int, int]:
     layers, ranks, micro_batches = int(lot.integers(3, 7)), int(lot.integers(2, 4)), int(lot.integers(1, 6))
     activation = lot.uniform(0.5, 2.0, layers)
     static = lot.uniform(0.2, 1.0, layers)
+    heavy = np.ones(layers)
+    heavy[[0, -1, 1, layers // 2][seed % 4]] = [1.0, 6.0, 12.0][seed % 3]
     pair = Link(latency_ms=0.05, ms_per_byte=0.02)
     costs = CostTable(
         model="drawn",
         symbols="T" * layers,
-        forward_ms=lot.uniform(0.2, 3.0, layers),
-        input_ms=lot.uniform(0.2, 3.0, layers),
+        forward_ms=lot.uniform(0.2, 3.0, layers) * heavy,
+        input_ms=lot.uniform(0.2, 3.0, layers) * heavy,
         weight_ms=lot.uniform(0.2, 2.0, layers),
         optimizer_ms=lot.uniform(0.0, 0.5, layers),
         activation_bytes=activation,
@@ -219,13 +221,19 @@ class Twin:
         return min(best, max(beyond, self.ends_ms(order[low])))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(40))
 def test_bounds_on_plans_that_hold_each_layer_once_are_their_sums(seed: int) -> None:
     setting = drawn(seed)
     twin = Twin(*setting)
     assert work_bound_ms(*setting) == pytest.approx(twin.work_ms(twin.ranks))
     assert chain_bound_ms(*setting) == pytest.approx(twin.chain_ms())
     assert heads_bound_ms(*setting) == pytest.approx(twin.idle_ms(twin.heads()))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_bound_is_told_with_its_name_the_strongest_first(seed: int) -> None:
+    setting = drawn(seed)
+    twin = Twin(*setting)
     recompute = seed % 4 < 2
     assert ramp_bound_ms(*setting, recompute) == pytest.approx(twin.ramp_ms(twin.heads(), recompute))
     want = twin.single(recompute)
@@ -239,7 +247,7 @@ def test_whole_layers_are_dealt_out_as_well_as_any_way_of_dealing(seed: int) -> 
     costs, ranks, micro_batches = drawn(seed)
     if seed % 5 == 4:  # a few kinds of layers, some of them without work
         kinds = np.random.default_rng(seed).choice([0.0, 0.0, 1.0, 1.5, 4.0], costs.num_layers)
-        kinds[0] = seed % 2
+        kinds[0] = [0.0, 0.3, 1.0][seed % 3] / micro_batches
         nothing = np.zeros(costs.num_layers)
         costs = costs.replace(forward_ms=kinds, input_ms=nothing, weight_ms=nothing, optimizer_ms=nothing)
     exact = Twin(costs, ranks, micro_batches).loads_ms()
@@ -280,6 +288,31 @@ def test_dealing_is_left_out_beyond_its_number_of_steps(
     mixes = sum(3.0 * a + 5.0 * b <= room for a in range(3) for b in range(2))
     monkeypatch.setattr(module, "_MAX_DEALS", (mixes + more) * states * 2)
     assert (loads_bound_ms(costs, 2, 1) > work_bound_ms(costs, 2, 1)) is exact
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_copies_cost_and_bring_is_counted_one_by_one(seed: int) -> None:
+    """How many there is room for, when their reduction ends, when ranks are first reached, what follows from these."""
+    costs, ranks, micro_batches = drawn(seed)
+    if seed % 2:  # hardly any room, more ranks
+        ranks = 4
+        room = float(np.random.default_rng(seed).uniform(0.0, 2.2)) * float(costs.static_bytes.mean())
+        costs = costs.replace(
+            rank_slowdown=(),
+            static_bytes=np.where(np.arange(costs.num_layers) % 3 == 2, 0.0, costs.static_bytes)
+            if seed % 5 == 0
+            else costs.static_bytes,
+        )
+        costs = costs.replace(rank_memory_bytes=((float(costs.static_bytes.sum()) + room) / ranks,))
+    twin = Twin(costs, ranks, micro_batches)
+    most = module._most_copies(costs, ranks)
+    assert most.tolist() == twin.most_copies()
+    ends = module._copied_ms(costs, ranks, micro_batches, most)
+    assert ends == pytest.approx([twin.ends_ms(l) for l in twin.layers])
+    for copies in (most, np.where(np.arange(costs.num_layers) % 2, most, 1)):
+        assert module._shared_heads(costs, ranks, copies) == pytest.approx(twin.shared_heads(copies.tolist()))
+        found = module._shared(costs, ranks, micro_batches, True, copies, ramp=False)
+        assert found.ms == pytest.approx(max(twin.shared(copies.tolist(), True, False).values()))
 
 
 @pytest.mark.parametrize("seed", range(24))
