@@ -49,9 +49,9 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "layer_pricing": ("octopipe/layer_pricing.py", PRICES),
     "traffic": ("octopipe/traffic.py", PRICES),
     "footprint": ("octopipe/footprint.py", PRICES),
-    "stage": ("octopipe/runtime/stage.py", ("tests/test_wgrad.py", "tests/test_rerun.py", "tests/test_odd_layers.py")),
+    "stage": ("octopipe/runtime/stage.py", ("tests/test_stage.py", "tests/test_rerun.py", "tests/test_wgrad.py")),
     "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py",)),
-    "wgrad_ops": ("octopipe/runtime/wgrad_ops.py", ("tests/test_wgrad.py",)),
+    "wgrad_ops": ("octopipe/runtime/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
 }
 """Name: the file, and the tests nearest to it, the quickest to notice first."""
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -60,6 +60,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("bounds", "_MAX_DEALS = 40_000_000"): "a budget: one more or less",
     ("bounds", "low, high = high, high * 1.04"): "how fast the interval grows that the search halves",
     ("bounds", "while high - low > 1e-5 * high:"): "the search stops a little sooner or later; its bound holds",
+    ("wgrad_ops", "if len(layout[0] if layout else param.shape) == 2:"): "a view has as many strides as sizes",
+    ("wgrad_ops", "and param.ndim == len(layout[0])"): "a view has as many strides as sizes",
+    ("wgrad_ops", "gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)"): "the same sum",
+    ("stage", "seed_all(mix(seed, -1))"): "another number that no layer has",
+    ("stage", "_run_on_host(roots, gradients, False, False, (), True, True)"): "nothing is unreachable without inputs",
     ("analytic", "if setup.dp > 1 and total > 0:"): "without gradients both branches add nothing",
 }
 """Module and stripped line: why no flip of it changes a result."""
