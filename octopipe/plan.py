@@ -402,7 +402,7 @@ def _order_problems(plan: Plan) -> list[str]:
     out: list[str] = []
     for number, row in enumerate(preds):
         for p in row:
-            if p >= 0 and t.rank[p] == t.rank[number] and p > number:
+            if p > number and t.rank[p] == t.rank[number]:
                 op, needed = plan.op(number), plan.op(int(p))
                 out.append(f"rank {t.rank[number]} runs {op} before {needed}; move {needed} earlier")
     out += _missing_recompute(plan)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
 PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plan": ("octopipe/plan.py", ("tests/test_plan.py", "tests/test_lower.py", "tests/test_simulate.py")),
+    "plan": ("octopipe/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
     "lowering": ("octopipe/lowering.py", ("tests/test_lower.py", "tests/test_simulate.py")),
     "blocking": ("octopipe/blocking.py", ("tests/test_lower.py",)),
     "price": ("octopipe/price.py", ("tests/test_price.py", "tests/test_simulate.py", "tests/test_plan.py")),
@@ -56,13 +56,27 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name: the file, and the tests nearest to it, the quickest to notice first."""
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("plan", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
+    ("bounds", "best = 0.0"): "the first round sets it",
+    ("bounds", "first = int(kind_of[0]) if even else -1"): "any negative number says that it is not known",
+    (
+        "bounds",
+        "kinds, kind_of, counts = np.unique(np.round(work, 9), return_inverse=True, return_counts=True)",
+    ): "sums that differ by rounding alone are one kind, to nine digits or ten",
+    ("plan", "_table: OpTable | None = field(default=None, init=False, repr=False, compare=False)"): "repr is our own",
+    (
+        "plan",
+        "_preds: NDArray[np.int32] | None = field(default=None, init=False, repr=False, compare=False)",
+    ): "repr is our own",
     ("bounds", "_MAX_STATES = 60_000"): "a budget: one more or less",
     ("bounds", "_MAX_DEALS = 40_000_000"): "a budget: one more or less",
     ("bounds", "low, high = high, high * 1.04"): "how fast the interval grows that the search halves",
     ("bounds", "while high - low > 1e-5 * high:"): "the search stops a little sooner or later; its bound holds",
     ("wgrad_ops", "if len(layout[0] if layout else param.shape) == 2:"): "a view has as many strides as sizes",
     ("wgrad_ops", "and param.ndim == len(layout[0])"): "a view has as many strides as sizes",
-    ("wgrad_ops", "gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)"): "the same sum",
+    (
+        "wgrad_ops",
+        "gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)",
+    ): "the same sum of the same numbers",
     ("stage", "seed_all(mix(seed, -1))"): "another number that no layer has",
     ("stage", "_run_on_host(roots, gradients, False, False, (), True, True)"): "nothing is unreachable without inputs",
     ("analytic", "if setup.dp > 1 and total > 0:"): "without gradients both branches add nothing",

@@ -11,6 +11,7 @@ import pytest
 from octopipe import bounds as module
 from octopipe import ramp
 from octopipe.bounds import (
+    PlanClass,
     bounds,
     chain_bound_ms,
     copied_bound,
@@ -338,6 +339,12 @@ def test_a_bound_speaks_of_recomputing_plans_that_hold_each_layer_once_unless_to
     assert {b.name: b.ms for b in found}["ramp"] == with_it and len(found) == 5
     assert lower_bound(*setting) == found[0] and lower_bound_ms(*setting) == found[0].ms
     assert copied_bound(*setting) == copied_bound(*setting, True) == lower_bound(*setting, True, True)
+
+
+def test_ranks_too_far_apart_leave_the_work_to_one() -> None:
+    costs = CostTable.uniform(num_layers=4, p2p_ms=1000.0)
+    assert chain_bound_ms(costs, 3, 2) == pytest.approx(24.0)
+    assert PlanClass() == (True, False)
 
 
 def test_one_rank_has_no_transfers_and_no_rank_fewer() -> None:
