@@ -17,6 +17,7 @@ import faulthandler
 import importlib.util
 import logging
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -149,10 +150,10 @@ def guided_each(names: list[str], cases: int) -> int:
         words = [sys.executable, __file__, "--atheris", "--inner", "--readers", name, "--cases", share]
         began = time.monotonic()
         done = subprocess.run(words, capture_output=True, text=True)
-        lines = [line for line in done.stderr.splitlines() if line.startswith("#")]
+        lines = [line for line in done.stderr.splitlines() if re.match(r"#\d+\s+DONE", line)]
         wrong += done.returncode != 0
         result = "went wrong" if done.returncode else "clean"
-        print(f"{name:14}{result}; {time.monotonic() - began:.0f} s; {' '.join(lines[-1:])}")
+        print(f"{name:14}{result}; {time.monotonic() - began:.0f} s; {' '.join(' '.join(lines[-1:]).split())}")
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
         sys.stdout.flush()

@@ -54,7 +54,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     record: dict[str, Any] = read_json_object(Path(path) / RUN)
     if record.get("format") not in (FORMAT, FORMAT_1) or not _count(record.get("step")):
         raise DamagedCheckpoint(
-            f"{shown(path)}: format is {record.get('format')!r}, step {record.get('step')!r}; "
+            f"{shown(path)}: format is {brief(record.get('format'))}, step {brief(record.get('step'))}; "
             f"expected {FORMAT!r} and a whole number: take another checkpoint"
         )
     layers = record.get("layers", [])
