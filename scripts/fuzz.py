@@ -135,7 +135,9 @@ def guided(reader: Reader, cases: int, folder: Path) -> None:
         path.write_bytes(damaged(valid, lambda n: int(provider.ConsumeIntInRange(0, n - 1))))
         outcome(reader, path)
 
-    atheris.Setup([sys.argv[0], f"-runs={cases}", "-timeout=30", "-rss_limit_mb=4096"], one)
+    # Numbers for several places from the start: left to itself, libFuzzer begins with a byte or two.
+    limits = ["-timeout=30", "-rss_limit_mb=4096", "-len_control=0", "-max_len=512"]
+    atheris.Setup([sys.argv[0], f"-runs={cases}", *limits], one)
     atheris.Fuzz()
 
 

@@ -64,16 +64,16 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     number = record.get("num_layers")
     if not good or not (isinstance(number, int) and _count(number) and number <= MAX_LAYERS):
         raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; take another checkpoint")
-    for key, default, kinds, words in (
-        ("optimizer", None, (str, type(None)), "a name or null"),
-        ("model", None, (str, type(None)), "a name"),
-        ("seed", 0, int, "a whole number"),
-        ("samples", 0, int, "a whole number from 0 on"),
-    ):
-        value = record.get(key, default)
-        if not isinstance(value, kinds) or isinstance(value, bool) or (key == "samples" and value < 0):
+    expected = {
+        "optimizer": (_name, "a name or null"),
+        "model": (_name, "a name"),
+        "seed": (lambda x: isinstance(x, int), "a whole number"),
+        "samples": (lambda x: isinstance(x, int) and x >= 0, "a whole number from 0 on"),
+    }
+    for key, (meant, words) in expected.items():
+        if key in record and (isinstance(record[key], bool) or not meant(record[key])):
             raise DamagedCheckpoint(
-                f"{shown(path)}: {RUN} has {key} {brief(value)}, not {words}; take another checkpoint"
+                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; take another checkpoint"
             )
     return {"optimizer": None, **record}
 
@@ -125,6 +125,10 @@ def layer_file(layer: int) -> str:
 
 def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _name(value: object) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]]) -> str:
