@@ -27,6 +27,7 @@ from octopipe.plan_file import load_plan, plan_from_json
 from octopipe.plan_setting import costs_of_plan
 from octopipe.profile_file import load_profile, profile_from_object
 from octopipe.readers.hf_config import from_config
+from octopipe.readers.megatron_text import read_megatron
 from octopipe.simulator import jitter_ms, simulate
 from octopipe.systems import build_plan
 from octopipe.timeline import timeline_from_json
@@ -471,3 +472,14 @@ def test_a_library_call_refuses_such_a_seed_too(seed: object) -> None:
 def test_the_readers_of_the_fuzzer_are_all_of_them() -> None:
     assert all(isinstance(reader, Reader) and reader.valid for reader in ALL.values())
     assert {"plan", "timeline", "profile", "layer-times", "config", "setup", "cluster.json", "torch.csv"} <= set(ALL)
+
+
+@pytest.mark.parametrize("text", ["(t*4000)*9999", "(" + "t*4000" * 500 + ")*1", "E" + "(t*999|)*9999" * 3, "t*9999"])
+def test_repetitions_of_a_megatron_text_are_refused_before_memory_is_taken(text: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(OctoPipeError, match="more than 4096 layers and bars"):
+            read_megatron(text)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -111,20 +111,27 @@ def _unrolled(text: str) -> list[tuple[str, int]]:
             times, at = _times(text, at)
             if times is None:
                 raise _wrong(text, here, "parentheses without *n behind them; write (tt|)*4")
+            _check_count(text, here, len(out) + len(group) * times)  # before memory is taken for it
             out += group * times
             group = None
         elif c in LAYOUT_LETTERS or c == "|":
             times, at = _times(text, at)
-            (out if group is None else group).extend([(c, here)] * (1 if times is None else times))
+            to = out if group is None else group
+            count = 1 if times is None else times
+            _check_count(text, here, len(to) + count)
+            to.extend([(c, here)] * count)
         elif c == "*":
             raise _wrong(text, here, "* without a letter or ) before it")
         else:
             raise _wrong(text, here, f"no such letter; layouts have {' '.join(LAYOUT_LETTERS)}, | ( ) * and numbers")
-        if len(out) > MOST_LAYERS:
-            raise _wrong(text, here, f"more than {MOST_LAYERS} layers and bars")
     if group is not None:
         raise _wrong(text, opened, "this ( is never closed")
     return out
+
+
+def _check_count(text: str, at: int, count: int) -> None:
+    if count > MOST_LAYERS:
+        raise _wrong(text, at, f"more than {MOST_LAYERS} layers and bars")
 
 
 def _times(text: str, at: int) -> tuple[int | None, int]:
