@@ -151,7 +151,9 @@ def guided_each(names: list[str], cases: int) -> int:
         share = str(cases // len(names))
         words = [sys.executable, __file__, "--atheris", "--inner", "--readers", name, "--cases", share]
         began = time.monotonic()
-        done = subprocess.run(words, capture_output=True, text=True)
+        # libFuzzer ends its process at once: what that has made is removed here.
+        with tempfile.TemporaryDirectory(prefix="octopipe-fuzz-", dir=_memory_disk()) as folder:
+            done = subprocess.run([*words, "--folder", folder], capture_output=True, text=True)
         lines = [line for line in done.stderr.splitlines() if re.match(r"#\d+\s+DONE", line)]
         wrong += done.returncode != 0
         result = "went wrong" if done.returncode else "clean"
@@ -173,11 +175,12 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=ROOT / "out" / "fuzz", help="for files that went wrong")
     parser.add_argument("--atheris", action="store_true", help="coverage-guided, one process a reader")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.getLogger("octopipe").setLevel(logging.ERROR)  # what a recording leaves open is said for each that is read
     if args.atheris and not args.inner:
         return int(guided_each(args.readers, args.cases) > 0)
-    with tempfile.TemporaryDirectory(prefix="octopipe-fuzz-", dir=_memory_disk()) as name:
+    with tempfile.TemporaryDirectory(prefix="octopipe-fuzz-", dir=args.folder or _memory_disk()) as name:
         folder = Path(name)
         # Kernels are compiled, and every valid file is read, before anything counts.
         for reader in map(known.__getitem__, args.readers):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-
 PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
 

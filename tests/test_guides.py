@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torchrun import torchrun
 
-from octopipe.cli import VERBS, main
+from octopipe.cli import main
 
 GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
 
