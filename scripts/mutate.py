@@ -32,17 +32,19 @@ import hypothesis  # noqa: F401  # what tests import is loaded before the first 
 import numpy  # noqa: F401
 import pytest
 import torch
+import torch.distributed.tensor
+import torch.utils.checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
 PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("octopipe/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
-    "lowering": ("octopipe/lowering.py", ("tests/test_lower.py", "tests/test_simulate.py")),
-    "blocking": ("octopipe/blocking.py", ("tests/test_lower.py",)),
-    "price": ("octopipe/price.py", ("tests/test_price.py", "tests/test_simulate.py", "tests/test_plan.py")),
-    "simulator": ("octopipe/simulator.py", ("tests/test_simulate.py",)),
-    "timeline": ("octopipe/timeline.py", ("tests/test_timeline.py", "tests/test_simulate.py")),
+    "lowering": ("octopipe/lowering.py", ("tests/test_lower_by_hand.py", "tests/test_lower.py")),
+    "blocking": ("octopipe/blocking.py", ("tests/test_lower_by_hand.py",)),
+    "price": ("octopipe/price.py", ("tests/test_price.py",)),
+    "simulator": ("octopipe/simulator.py", ("tests/test_simulate_by_hand.py",)),
+    "timeline": ("octopipe/timeline.py", ("tests/test_timeline.py",)),
     "bounds": ("octopipe/bounds.py", ("tests/test_bounds_by_hand.py",)),
     "analytic": ("octopipe/analytic.py", PRICES),
     "flops": ("octopipe/flops.py", PRICES),
@@ -79,6 +81,20 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "the same sum of the same numbers",
     ("stage", "seed_all(mix(seed, -1))"): "another number that no layer has",
     ("stage", "_run_on_host(roots, gradients, False, False, (), True, True)"): "nothing is unreachable without inputs",
+    (
+        "stage",
+        "_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)",
+    ): "nothing is unreachable without inputs",
+    (
+        "stage",
+        "rng = None if stage.settled or self._seed is not None else rng_state()",
+    ): "a state more is kept; what is repeated draws by its seed, or is a stage's first forward",
+    ("slots", "@dataclass(slots=True, eq=False)"): "how records are made, not what they hold",
+    ("slots", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
+    ("lowering", "@dataclass(frozen=True, slots=True, kw_only=True, eq=False)"): "how records are made",
+    ("timeline", "@dataclass(frozen=True, kw_only=True, eq=False)"): "how records are made, not what they hold",
+    ("flops", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
+    ("layer_pricing", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
     ("analytic", "if setup.dp > 1 and total > 0:"): "without gradients both branches add nothing",
 }
 """Module and stripped line: why no flip of it changes a result."""

@@ -441,3 +441,37 @@ def test_w_waits_for_i_and_b_leaves_nothing_to_it() -> None:
     scalar = Stage([layer]).forward(ones(2, 3))
     with pytest.raises(OctoPipeError, match=r"needs a scalar loss, not shape \(2, 3\)"):
         scalar.backward_input()
+
+
+def test_buffers_are_changed_once_also_where_a_forward_is_tried_again() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            return x.mul_(3)
+
+    layer = Counting()
+    stage = Stage([layer])
+    for k in (1, 2):
+        stage.forward(ones(4))
+        assert layer.seen == k and stage.copies_inputs
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_backward_leaves_the_mode_as_it_was(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inner = nn.Linear(3, 3).double()
+    layer = Call(lambda x: checkpoint(inner, x, use_reentrant=reentrant))
+    layer.used = inner
+    stage = Stage([layer])
+    for _ in range(2):
+        inner.zero_grad()
+        run = stage.forward(ones(2, 3))
+        run.backward_input([ones(2, 3)])
+        assert not stage.mode.in_backward and inner.weight.grad is None
+        run.backward_weight()
+        assert torch.allclose(inner.weight.grad, 2 * ones(3, 3))
