@@ -89,6 +89,26 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "stage",
         "rng = None if stage.settled or self._seed is not None else rng_state()",
     ): "a state more is kept; what is repeated draws by its seed, or is a stage's first forward",
+    ("blocking", "running = np.full(ranks, -1, np.int32)"): "any negative number is no op",
+    (
+        "blocking",
+        "active = running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0",
+    ): "op 0 is a forward: its rank has more to run",
+    (
+        "blocking",
+        "if waiting[peer] or (running[peer] < 0 and head[peer] == offsets[peer + 1] and clock[peer] <= now):",
+    ): "op 0 is a forward: its rank has more to run",
+    ("flops", "collectives: float = 0.0"): "every kind of layer says how many it has",
+    ("simulator", "recomputes = t.index[R][cell] >= 0"): "op 0 is a forward, never a recomputation",
+    (
+        "slots",
+        "cell = Cell(s, m, at == 0, at == len(route) - 1, bool(again[s, m] >= 0), before=previous)",
+    ): "op 0 is a forward, never a recomputation",
+    (
+        "slots",
+        'clocks = np.zeros((t.rank.size + 1, plan.num_ranks), np.int32)  # the last row stays zero: "no predecessor"',
+    ): "one more row that stays zero",
+    ("slots", "number: int = -1"): "only ops are asked for it, and theirs is set",
     ("slots", "@dataclass(slots=True, eq=False)"): "how records are made, not what they hold",
     ("slots", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
     ("lowering", "@dataclass(frozen=True, slots=True, kw_only=True, eq=False)"): "how records are made",
@@ -177,9 +197,7 @@ class _Finder(ast.NodeVisitor):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in NAMES and node.func.lineno == node.func.end_lineno:
             column = self._column(node.func.lineno, node.func.end_col_offset or 0) - len(name)
-            self.found.append(
-                Flip(module=self.module, line=node.func.lineno, column=column, old=name, new=NAMES[name])
-            )
+            self.found.append(Flip(module=self.module, line=node.func.lineno, column=column, old=name, new=NAMES[name]))
         self.generic_visit(node)
 
     # What is no behaviour, or only words.
@@ -231,7 +249,7 @@ def _run_tests(home: Path, tests: list[str], told: int) -> None:
 
 
 def noticed(flip: Flip | None, module: str, home: Path, limit_s: float) -> tuple[str, float]:
-    """"killed", "timeout" or "survived", and how long that took; without a flip whether the tests pass as they are."""
+    """ "killed", "timeout" or "survived", and how long that took; without a flip whether the tests pass as they are."""
     file, tests = MODULES[module]
     original = (ROOT / file).read_text()
     (home / file).write_text(original if flip is None else flip.applied(original))

@@ -475,3 +475,33 @@ def test_a_checkpointed_backward_leaves_the_mode_as_it_was(reentrant: bool) -> N
         assert not stage.mode.in_backward and inner.weight.grad is None
         run.backward_weight()
         assert torch.allclose(inner.weight.grad, 2 * ones(3, 3))
+
+
+def test_r_computes_a_product_that_only_another_output_reads() -> None:
+    class Square(torch.autograd.Function):
+        """Seen by no mode; its backward reads its input."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g * ctx.saved_tensors[0]
+
+    inner = nn.Linear(3, 3).double()
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = inner(x)
+        return x + y, Square.apply(y)
+
+    layer = Call(two)
+    layer.used = inner
+    stage, x = Stage([layer]), ones(2, 3).requires_grad_()
+    (want,) = torch.autograd.grad(sum(y.sum() for y in two(x)), x)
+    for _ in range(3):
+        run = stage.forward(x.detach(), recompute=True)
+        run.recompute()
+        (grad,) = run.backward_full([ones(2, 3), ones(2, 3)])
+        torch.testing.assert_close(grad, want)
