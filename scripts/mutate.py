@@ -1,13 +1,13 @@
 """Mutation: one operator or constant is flipped at a time, and the nearest tests must notice.
 
-    make mutate                                    60 flips over all modules
+    make mutate                                    60 flips over all modules, in some minutes
     python scripts/mutate.py --sample 20 --modules plan timeline --seed 3
     python scripts/mutate.py --flips plan:210 bounds:88:14      every flip of a line, or the one at a column
 
 The package and its tests are copied to a folder of their own, one flip is made there, and the tests of the module run
-until one fails. A flip that survives is printed with its line; flips that change no behaviour (another hash constant,
-a bound that cannot be reached) survive rightly and are named in `EQUIVALENT` with the reason. Text of error messages
-is not flipped. The exit code is 1 if less than `--least` of the flips that are not equivalent were noticed.
+until one fails, in a fork of this process: libraries are loaded once. A flip that survives is printed with its line;
+flips that change no behaviour (another hash constant, a bound that cannot be reached) survive rightly and are named in
+`EQUIVALENT` with the reason. Text of error messages is not flipped. The exit code is 1 if less than `--least` of the flips that are not equivalent were noticed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ import torch.utils.checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
 PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
+STAGES = ("tests/test_stage.py", "tests/test_stage_again.py", "tests/test_rerun.py", "tests/test_wgrad.py")
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("octopipe/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
+    "plan_rules": ("octopipe/plan_rules.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
     "lowering": ("octopipe/lowering.py", ("tests/test_lower_by_hand.py", "tests/test_lower.py")),
     "blocking": ("octopipe/blocking.py", ("tests/test_lower_by_hand.py",)),
     "price": ("octopipe/price.py", ("tests/test_price.py",)),
@@ -51,7 +53,7 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "layer_pricing": ("octopipe/layer_pricing.py", PRICES),
     "traffic": ("octopipe/traffic.py", PRICES),
     "footprint": ("octopipe/footprint.py", PRICES),
-    "stage": ("octopipe/runtime/stage.py", ("tests/test_stage.py", "tests/test_rerun.py", "tests/test_wgrad.py")),
+    "stage": ("octopipe/runtime/stage.py", STAGES),
     "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py",)),
     "wgrad_ops": ("octopipe/runtime/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 PROFILES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a worker of a whole run, ranks of all tests are forked from one server that has loaded everything."""
+    if hasattr(config, "workerinput") and importlib.util.find_spec("torch"):
+        from ranks import start_server
+
+        start_server()
 
 
 @pytest.fixture

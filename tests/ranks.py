@@ -12,7 +12,19 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from typing import Any
+
+
+PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm"]
+"""What ranks import, once for a whole test run: the first to start the server decides what it holds."""
+
+
+def start_server() -> None:
+    """Start the server that ranks are forked from; it imports while the first tests run."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
 
 
 def free_port() -> int:
@@ -80,7 +92,7 @@ class Ranks:
     ):
         # Forked from a server that has imported torch once: a rank starts in a fraction of a second.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "octopipe.runtime.pipeline", "octopipe.nn"])
+        context.set_forkserver_preload(PRELOAD)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         port = free_port()
         self.size = size

@@ -9,21 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from torchrun import torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def _run(name: str) -> str:
+def _run(name: str, logs: Path) -> str:
     """The command of the example's first line, with this Python."""
     text = (EXAMPLES / name).read_text()
     found = re.search(r"`(torchrun --nproc-per-node \d+|python) examples/" + name, text)
     assert found, f"{name}: its first lines do not say how to run it"
     words = found[1].split()
-    start = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    if words[0] == "torchrun":
+        return torchrun([*words[1:], f"examples/{name}"], EXAMPLES.parent, logs)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*start, str(EXAMPLES / name)], capture_output=True, text=True, check=False, env=environment, timeout=240
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False, env=environment, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -35,12 +37,13 @@ def test_every_example_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", ["train_script.py", "data_parallel.py"])
-def test_training_examples_learn(name: str) -> None:
+def test_training_examples_learn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run(name))]
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run(name, tmp_path))]
     assert len(losses) >= 8 and losses[-1] < 0.9 * losses[0]
 
 
-def test_the_planning_example_prints_the_systems_best_first() -> None:
-    times = [float(value) for value in re.findall(r"([\d.]+) ms, +[\d.]+ % bubble\n", _run("plan_and_look.py"))]
+def test_the_planning_example_prints_the_systems_best_first(tmp_path: Path) -> None:
+    said = _run("plan_and_look.py", tmp_path)
+    times = [float(value) for value in re.findall(r"([\d.]+) ms, +[\d.]+ % bubble\n", said)]
     assert len(times) == 3 and times == sorted(times)

@@ -54,15 +54,16 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def warm_up() -> Any:
+def warm_up(*also: str) -> Any:
     """Start the server that ranks are forked from, in a fraction of a second each, once it has loaded torch.
 
-    Optional: calling it early lets that happen while this process does something else.
+    Optional: calling it early lets that happen while this process does something else. `also`: modules that ranks would
+    each load for themselves; they count where no server runs yet.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["octopipe.training.warm"])
+    context.set_forkserver_preload(["octopipe.training.warm", *also])
     forkserver.ensure_running()
     atexit.unregister(_end_server)
     atexit.register(_end_server)

@@ -96,12 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octopipe.model import ModelSpec
     from octopipe.runtime import launch, slurm
 
     slurm.adopt()
     job = job_from(args)
     if not launch.under_torchrun() and job.nproc > 1:
-        launch.warm_up()
+        launch.warm_up(*([] if isinstance(job.spec, ModelSpec) else ["octopipe.huggingface.warm"]))
     with needs_torch():
         from octopipe.training.guard import ASKED
         from octopipe.training.train import train
