@@ -7,7 +7,8 @@
 The package and its tests are copied to a folder of their own, one flip is made there, and the tests of the module run
 until one fails, in a fork of this process: libraries are loaded once. A flip that survives is printed with its line;
 flips that change no behaviour (another hash constant, a bound that cannot be reached) survive rightly and are named in
-`EQUIVALENT` with the reason. Text of error messages is not flipped. The exit code is 1 if less than `--least` of the flips that are not equivalent were noticed.
+`EQUIVALENT` with the reason. Text of error messages is not flipped. The exit code is 1 if less than `--least` of the
+flips that are not equivalent were noticed.
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "stage",
         "rng = None if stage.settled or self._seed is not None else rng_state()",
     ): "a state more is kept; what is repeated draws by its seed, or is a stage's first forward",
+    ("blocking", "running[r] = -1"): "any negative number is no op",
+    (
+        "lowering",
+        "crossing = (data >= 0) & (t.rank[np.maximum(data, 0)] != t.rank[:, None])",
+    ): "op 0 is a forward: op 1 is on the same rank",
     ("blocking", "running = np.full(ranks, -1, np.int32)"): "any negative number is no op",
     (
         "blocking",

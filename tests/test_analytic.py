@@ -325,6 +325,13 @@ def test_collectives_by_hand():
     assert pass_round_ms(cluster, n, 2, 8, share=0.5) == pytest.approx(far.latency_ms + 2 * n * across)
 
 
+def test_gpus_in_nodes_of_their_own_use_no_link_inside_one():
+    slow_inside = Cluster(gpu=replace(H800, intra_gb_per_s=0.1))
+    far, n = slow_inside.inter_link, 64e6
+    assert ring_ms(slow_inside, n, 4, 8, share=1.0) == pytest.approx(2 * far.latency_ms + 3 / 4 * n * far.ms_per_byte)
+    assert exchange_ms(slow_inside, n, 4, 8, share=1.0) == pytest.approx(far.latency_ms + 3 / 4 * n * far.ms_per_byte)
+
+
 def test_a_vocabulary_over_one_rank_or_without_layers_between_changes_nothing():
     spec = preset("llama3-8b")
     ends = ModelSpec(name="ends", layers=(spec.layers[0], spec.layers[-1]))
