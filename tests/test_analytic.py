@@ -327,9 +327,12 @@ def test_collectives_by_hand():
 
 def test_gpus_in_nodes_of_their_own_use_no_link_inside_one():
     slow_inside = Cluster(gpu=replace(H800, intra_gb_per_s=0.1))
-    far, n = slow_inside.inter_link, 64e6
+    far, n = slow_inside.inter_link, 64e3
     assert ring_ms(slow_inside, n, 4, 8, share=1.0) == pytest.approx(2 * far.latency_ms + 3 / 4 * n * far.ms_per_byte)
     assert exchange_ms(slow_inside, n, 4, 8, share=1.0) == pytest.approx(far.latency_ms + 3 / 4 * n * far.ms_per_byte)
+    inside = 3 / 4 * n * slow_inside.intra_link.ms_per_byte  # two of the four in each node
+    assert ring_ms(slow_inside, n, 4, 4, share=1.0) == pytest.approx(2 * far.latency_ms + inside)
+    assert exchange_ms(slow_inside, n, 4, 4, share=1.0) == pytest.approx(far.latency_ms + inside)
 
 
 def test_a_vocabulary_over_one_rank_or_without_layers_between_changes_nothing():
