@@ -211,8 +211,9 @@ class Timeline:
         start, end = self.spans.start_ms[mine], self.spans.end_ms[mine]
         before = np.concatenate(([0.0], np.cumsum(end - start)))
         k = np.searchsorted(start, times, side="right")
-        running = np.where(k > 0, np.minimum(times, end[np.maximum(k - 1, 0)]) - start[np.maximum(k - 1, 0)], 0.0)
-        return before[np.maximum(k - 1, 0)] + np.maximum(running, 0.0)
+        last = np.maximum(k - 1, 0)
+        running = np.minimum(times, end[last]) - start[last]  # negative before the first op
+        return np.asarray(before[last] + np.maximum(running, 0.0))
 
     # -- memory ----------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 """Mutation: one operator or constant is flipped at a time, and the nearest tests must notice.
 
-    make mutate                                    60 flips over all modules
+    make mutate                                    60 flips over all modules, in some minutes
     python scripts/mutate.py --sample 20 --modules plan timeline --seed 3
     python scripts/mutate.py --flips plan:210 bounds:88:14      every flip of a line, or the one at a column
 
 The package and its tests are copied to a folder of their own, one flip is made there, and the tests of the module run
-until one fails. A flip that survives is printed with its line; flips that change no behaviour (another hash constant,
-a bound that cannot be reached) survive rightly and are named in `EQUIVALENT` with the reason. Text of error messages
-is not flipped. The exit code is 1 if less than `--least` of the flips that are not equivalent were noticed.
+until one fails, in a fork of this process: libraries are loaded once. A flip that survives is printed with its line;
+flips that change no behaviour (another hash constant, a bound that cannot be reached) survive rightly and are named in
+`EQUIVALENT` with the reason. Text of error messages is not flipped. The exit code is 1 if less than `--least` of the
+flips that are not equivalent were noticed.
 """
 
 from __future__ import annotations
@@ -32,25 +33,28 @@ import hypothesis  # noqa: F401  # what tests import is loaded before the first 
 import numpy  # noqa: F401
 import pytest
 import torch
+import torch.distributed.tensor
+import torch.utils.checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
 PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
+STAGES = ("tests/test_stage.py", "tests/test_stage_again.py", "tests/test_rerun.py", "tests/test_wgrad.py")
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("octopipe/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
     "plan_rules": ("octopipe/plan_rules.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
-    "lowering": ("octopipe/lowering.py", ("tests/test_lower.py", "tests/test_simulate.py")),
-    "blocking": ("octopipe/blocking.py", ("tests/test_lower.py",)),
-    "price": ("octopipe/price.py", ("tests/test_price.py", "tests/test_simulate.py", "tests/test_plan.py")),
-    "simulator": ("octopipe/simulator.py", ("tests/test_simulate.py",)),
-    "timeline": ("octopipe/timeline.py", ("tests/test_timeline.py", "tests/test_simulate.py")),
+    "lowering": ("octopipe/lowering.py", ("tests/test_lower_by_hand.py", "tests/test_lower.py")),
+    "blocking": ("octopipe/blocking.py", ("tests/test_lower_by_hand.py",)),
+    "price": ("octopipe/price.py", ("tests/test_price.py",)),
+    "simulator": ("octopipe/simulator.py", ("tests/test_simulate_by_hand.py",)),
+    "timeline": ("octopipe/timeline.py", ("tests/test_timeline.py",)),
     "bounds": ("octopipe/bounds.py", ("tests/test_bounds_by_hand.py",)),
     "analytic": ("octopipe/analytic.py", PRICES),
     "flops": ("octopipe/flops.py", PRICES),
     "layer_pricing": ("octopipe/layer_pricing.py", PRICES),
     "traffic": ("octopipe/traffic.py", PRICES),
     "footprint": ("octopipe/footprint.py", PRICES),
-    "stage": ("octopipe/runtime/stage.py", ("tests/test_stage.py", "tests/test_rerun.py", "tests/test_wgrad.py")),
+    "stage": ("octopipe/runtime/stage.py", STAGES),
     "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py",)),
     "wgrad_ops": ("octopipe/runtime/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
 }
@@ -80,6 +84,45 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "the same sum of the same numbers",
     ("stage", "seed_all(mix(seed, -1))"): "another number that no layer has",
     ("stage", "_run_on_host(roots, gradients, False, False, (), True, True)"): "nothing is unreachable without inputs",
+    (
+        "stage",
+        "_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)",
+    ): "nothing is unreachable without inputs",
+    (
+        "stage",
+        "rng = None if stage.settled or self._seed is not None else rng_state()",
+    ): "a state more is kept; what is repeated draws by its seed, or is a stage's first forward",
+    ("blocking", "running[r] = -1"): "any negative number is no op",
+    (
+        "lowering",
+        "crossing = (data >= 0) & (t.rank[np.maximum(data, 0)] != t.rank[:, None])",
+    ): "op 0 is a forward: op 1 is on the same rank",
+    ("blocking", "running = np.full(ranks, -1, np.int32)"): "any negative number is no op",
+    (
+        "blocking",
+        "active = running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0",
+    ): "op 0 is a forward: its rank has more to run",
+    (
+        "blocking",
+        "if waiting[peer] or (running[peer] < 0 and head[peer] == offsets[peer + 1] and clock[peer] <= now):",
+    ): "op 0 is a forward: its rank has more to run",
+    ("flops", "collectives: float = 0.0"): "every kind of layer says how many it has",
+    ("simulator", "recomputes = t.index[R][cell] >= 0"): "op 0 is a forward, never a recomputation",
+    (
+        "slots",
+        "cell = Cell(s, m, at == 0, at == len(route) - 1, bool(again[s, m] >= 0), before=previous)",
+    ): "op 0 is a forward, never a recomputation",
+    (
+        "slots",
+        'clocks = np.zeros((t.rank.size + 1, plan.num_ranks), np.int32)  # the last row stays zero: "no predecessor"',
+    ): "one more row that stays zero",
+    ("slots", "number: int = -1"): "only ops are asked for it, and theirs is set",
+    ("slots", "@dataclass(slots=True, eq=False)"): "how records are made, not what they hold",
+    ("slots", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
+    ("lowering", "@dataclass(frozen=True, slots=True, kw_only=True, eq=False)"): "how records are made",
+    ("timeline", "@dataclass(frozen=True, kw_only=True, eq=False)"): "how records are made, not what they hold",
+    ("flops", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
+    ("layer_pricing", "@dataclass(frozen=True, slots=True, kw_only=True)"): "how records are made, not what they hold",
     ("analytic", "if setup.dp > 1 and total > 0:"): "without gradients both branches add nothing",
 }
 """Module and stripped line: why no flip of it changes a result."""
@@ -162,9 +205,7 @@ class _Finder(ast.NodeVisitor):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in NAMES and node.func.lineno == node.func.end_lineno:
             column = self._column(node.func.lineno, node.func.end_col_offset or 0) - len(name)
-            self.found.append(
-                Flip(module=self.module, line=node.func.lineno, column=column, old=name, new=NAMES[name])
-            )
+            self.found.append(Flip(module=self.module, line=node.func.lineno, column=column, old=name, new=NAMES[name]))
         self.generic_visit(node)
 
     # What is no behaviour, or only words.
@@ -216,7 +257,7 @@ def _run_tests(home: Path, tests: list[str], told: int) -> None:
 
 
 def noticed(flip: Flip | None, module: str, home: Path, limit_s: float) -> tuple[str, float]:
-    """"killed", "timeout" or "survived", and how long that took; without a flip whether the tests pass as they are."""
+    """ "killed", "timeout" or "survived", and how long that took; without a flip whether the tests pass as they are."""
     file, tests = MODULES[module]
     original = (ROOT / file).read_text()
     (home / file).write_text(original if flip is None else flip.applied(original))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from octopipe.analytic import analytic_costs, layer_cost, layer_flops, reduction_ms, setup_costs
+from octopipe.analytic import analytic_costs, checkpointed, layer_cost, layer_flops, reduction_ms, setup_costs
 from octopipe.calibration import Rates
 from octopipe.cluster import Cluster, gpu
 from octopipe.errors import OctoPipeError
@@ -230,6 +232,8 @@ def test_megatrons_published_activation_formulas_hold_in_every_column(tp):
         34 * sbh / tp
     )
     assert megatron_activation_bytes(**sizes, recompute="full") == 2 * sbh
+    one = {k: v for k, v in sizes.items() if k != "tp"}
+    assert megatron_activation_bytes(**one) == megatron_activation_bytes(**one, tp=1)
 
 
 @pytest.mark.parametrize(("hidden", "heads"), [(64, 6), (66, 8)])
@@ -321,6 +325,16 @@ def test_collectives_by_hand():
     assert pass_round_ms(cluster, n, 2, 8, share=0.5) == pytest.approx(far.latency_ms + 2 * n * across)
 
 
+def test_gpus_in_nodes_of_their_own_use_no_link_inside_one():
+    slow_inside = Cluster(gpu=replace(H800, intra_gb_per_s=0.1))
+    far, n = slow_inside.inter_link, 64e3
+    assert ring_ms(slow_inside, n, 4, 8, share=1.0) == pytest.approx(2 * far.latency_ms + 3 / 4 * n * far.ms_per_byte)
+    assert exchange_ms(slow_inside, n, 4, 8, share=1.0) == pytest.approx(far.latency_ms + 3 / 4 * n * far.ms_per_byte)
+    inside = 3 / 4 * n * slow_inside.intra_link.ms_per_byte  # two of the four in each node
+    assert ring_ms(slow_inside, n, 4, 4, share=1.0) == pytest.approx(2 * far.latency_ms + inside)
+    assert exchange_ms(slow_inside, n, 4, 4, share=1.0) == pytest.approx(far.latency_ms + inside)
+
+
 def test_a_vocabulary_over_one_rank_or_without_layers_between_changes_nothing():
     spec = preset("llama3-8b")
     ends = ModelSpec(name="ends", layers=(spec.layers[0], spec.layers[-1]))
@@ -366,3 +380,17 @@ def test_experts_that_expert_parallelism_does_not_divide_are_named():
         setup_costs(spec, Setup(gpu=H800, seq=None))
     with pytest.raises(OctoPipeError, match="not both"):
         setup_costs(spec, Setup(gpu=H800, seq=64), micro_batch_tokens=[64], batch=Batch(groups=((64,),)))
+
+
+def test_a_checkpointed_layer_keeps_no_more_than_it_had():
+    layer = replace(layer_cost(MLP, Cluster(gpu=H800)), activation_bytes=10.0, stash_bytes=6.0, workspace_bytes=0.5)
+    small, large = checkpointed(layer, 4.0), checkpointed(layer, 12.0)
+    assert (small.activation_bytes, small.stash_bytes, small.workspace_bytes) == (4.0, 4.0, 6.5)
+    assert (large.activation_bytes, large.stash_bytes, large.workspace_bytes) == (10.0, 6.0, 0.5)
+    assert small.input_ms == layer.input_ms + layer.forward_ms
+
+
+def test_products_run_at_the_boards_own_clock():
+    slow = replace(H800, clock=0.5)
+    one, half = (layer_cost(MLP, Cluster(gpu=g), rates=PLAIN) for g in (H800, slow))
+    assert half.weight_ms == pytest.approx(2 * one.weight_ms)

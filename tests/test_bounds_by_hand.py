@@ -341,6 +341,17 @@ def test_a_bound_speaks_of_recomputing_plans_that_hold_each_layer_once_unless_to
     assert copied_bound(*setting) == copied_bound(*setting, True) == lower_bound(*setting, True, True)
 
 
+def test_memory_that_is_just_enough_for_a_copy_is_enough() -> None:
+    costs = CostTable.uniform(num_layers=3, p2p_ms=0.5).replace(static_bytes=np.array([1.0, 0.0, 1.0]))
+    full = costs.replace(rank_memory_bytes=(1.0,))  # no byte is left: what weighs nothing lies anywhere
+    assert module._most_copies(full, 2).tolist() == [1, 2, 1]
+    just = costs.replace(rank_memory_bytes=(1.5,))
+    assert module._most_copies(just, 2).tolist() == [2, 2, 2]
+    assert module._shared_heads(just, 2, np.array([2, 1, 1])).tolist() == [0.0, 0.0]
+    less = costs.replace(rank_memory_bytes=(1.4,))
+    assert module._shared_heads(less, 2, np.array([2, 1, 1])).tolist() == [0.0, 1.5]
+
+
 def test_ranks_too_far_apart_leave_the_work_to_one() -> None:
     costs = CostTable.uniform(num_layers=4, p2p_ms=1000.0)
     assert chain_bound_ms(costs, 3, 2) == pytest.approx(24.0)

@@ -182,6 +182,7 @@ def test_one_mistake_is_one_line(rows: tuple[str, ...], problem: str) -> None:
         ("0F0 0B0 0F1 0B1", []),
         ("0F0 0R0 0B0 0F1 0I1 0W1", []),
         ("0R0 0F0 0B0 0F1 0B1", ["rank 0 runs 0R0 before 0F0; move 0F0 earlier"]),
+        ("0R0 0F0 0F1 0B1 0B0", ["rank 0 runs 0R0 before 0F0; move 0F0 earlier"]),
         (
             "0F0 0F1 0B1 0B0",
             ["rank 0 keeps no activations of 0F0 (stage 0 recomputes) but never runs 0R0; add it before 0B0"],

@@ -146,3 +146,10 @@ def test_queues_are_named_alike_at_both_ends() -> None:
     for a, b in ((2, 5), (5, 2)):
         assert queue_of("pair", a, b, True) == queue_of("pair", a, b, False) == (2, 5)
     assert queue_of("single", 0, 1, True) == queue_of("blocking", 3, 1, False) == ()
+
+
+@pytest.mark.parametrize("made", PROGRAMS)
+def test_before_the_first_step_nothing_has_moved(made: RankProgram) -> None:
+    for slot in made.slots:
+        assert not slot.posted and not slot.deferred
+        assert (slot.started, slot.ended, slot.nbytes) == (0.0, 0.0, 0)

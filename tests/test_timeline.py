@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from plans import random_costs, random_plan
 from octopipe.cost import CostTable
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan
-from octopipe.timeline import Extra, MemoryCurve, Spans, Timeline, Transfers, timeline_from_json
+from octopipe.timeline import Extra, MemoryCurve, Overlap, Spans, Timeline, Transfers, timeline_from_json
 
 
 def drawn(seed: int) -> Timeline:
@@ -130,8 +131,94 @@ def test_memory_fits_where_no_rank_holds_more_than_it_may(capacity: tuple[float,
 
 
 def test_nothing_that_ran_is_no_division_by_zero() -> None:
-    costs = CostTable.uniform(num_layers=2).replace(
-        forward_ms=np.zeros(2), input_ms=np.zeros(2), weight_ms=np.zeros(2)
-    )
+    costs = CostTable.uniform(num_layers=2).replace(forward_ms=np.zeros(2), input_ms=np.zeros(2), weight_ms=np.zeros(2))
     t = simulate(build_plan("1f1b", costs, 2, 2), costs)
     assert t.step_ms == t.bubble_ratio == t.span_bubble_ratio == 0.0
+
+
+# -- by hand -------------------------------------------------------------------------------------------------
+
+
+def made(
+    rows: list[tuple[int, float, float]], moved: Sequence[tuple[int, int, float, float]] = (), **more: object
+) -> Timeline:
+    """Spans (rank, start, end), transfers (from span, to span, start, end)."""
+    ranks = [r for r, _, _ in rows]
+    spans = Spans(
+        *(np.array(x, np.int32) for x in (ranks, ranks, [0] * len(rows), range(len(rows)))),
+        np.array([a for _, a, _ in rows], float), np.array([b for _, _, b in rows], float),
+    )  # fmt: skip
+    transfers = Transfers(
+        *(
+            np.array(x, np.int32)
+            for x in ([a for a, *_ in moved], [b for _, b, *_ in moved], [ranks[a] for a, *_ in moved],
+                      [ranks[b] for _, b, *_ in moved])
+        ),
+        np.array([x[2] for x in moved], float), np.array([x[3] for x in moved], float), np.ones(len(moved)),
+    )  # fmt: skip
+    return Timeline(num_ranks=max(ranks, default=0) + 1, spans=spans, transfers=transfers, **more)  # type: ignore[arg-type]
+
+
+def test_a_transfer_is_hidden_for_as_long_as_its_ranks_compute() -> None:
+    """Rank 0 computes in [0, 4] and [6, 8], rank 1 in [5, 9]; a transfer takes [3, 7]: one and one ms, and two."""
+    t = made([(0, 0, 4), (0, 6, 8), (1, 5, 9)], [(0, 2, 3, 7)])
+    assert t.overlap == Overlap(2, 0, 0.0, 4.0, 8.0, 2)
+    # Inside one op on either side; before anything ran; in the gap; as long as nothing.
+    assert made([(0, 0, 4), (1, 0, 4)], [(0, 1, 1, 3)]).overlap == Overlap(2, 2, 1.0, 4.0, 4.0, 2)
+    assert made([(0, 2, 4), (1, 8, 9)], [(0, 1, 0, 1)]).overlap == Overlap(2, 0, 0.0, 0.0, 2.0, 0)
+    assert made([(0, 0, 1), (0, 3, 4), (1, 8, 9)], [(0, 2, 1, 3)]).overlap == Overlap(2, 0, 0.0, 0.0, 4.0, 0)
+    assert made([(0, 0, 1), (1, 3, 4)], [(0, 1, 2, 2)]).overlap == Overlap(2, 2, 1.0, 0.0, 0.0, 2)
+    none = made([(0, 0, 1)]).overlap
+    assert none == Overlap(0, 0, 1.0, 0.0, 0.0, 0) and none.overlappable_rate == 1.0
+    assert (
+        Overlap(4, 1, 0.25, 1.0, 8.0, 3).overlappable_rate == 0.75 and Overlap(4, 1, 0.25, 1.0, 8.0).overlappable == 0
+    )
+    nearly = made([(0, 0, 4), (1, 0, 4)], [(0, 1, 2, 4 + 1e-9)]).overlap  # a rounding longer than its op
+    assert nearly.overlapped == 2 and made([(0, 0, 4), (1, 0, 4)], [(0, 1, 2, 4.001)]).overlap.overlapped == 0
+    assert made([(0, 0, 4), (1, 8, 9)], [(0, 1, 4 - 1e-10, 6)]).overlap.overlappable == 0  # and one inside it
+
+
+def test_idle_time_by_hand() -> None:
+    """Rank 0: [1, 3], [5, 6]; rank 1: [4, 5], waited from 3.5 to 4 for a transfer of [3, 4]; the step ends at 10."""
+    t = made([(0, 1, 3), (0, 5, 6), (1, 0, 3.5), (1, 4, 5), (2, 9, 10)], [(0, 3, 3, 4)])
+    b = t.bubbles
+    assert t.busy_ms.tolist() == [3, 4.5, 1] and b.idle_ms.tolist() == [7, 5.5, 9]
+    assert b.boundary_ms.tolist() == [5, 5, 9] and b.communication_ms.tolist() == [0, 0.5, 0]
+    assert b.imbalance_ms.tolist() == [1.5, 0, 0] and [float(x) for x in b[4]] == [0.5, 0, 0]
+    assert t.span_ms == 5 and t.span_bubble_ratio == pytest.approx(0.5 / 5)
+    short = made([(0, 0, 0.25), (1, 0.25, 0.5), (1, 0.625, 0.75)])
+    assert short.bubbles.imbalance_ms.tolist() == [0.0, 0.0] and short.makespan_ms == 0.75
+    assert set(short.summary()["bubbles_ms"]) == {"idle", "boundary", "communication", "imbalance", b._fields[4][:-3]}
+
+
+def test_a_rank_that_ran_nothing_is_idle_at_its_boundary() -> None:
+    t = made([(0, 0, 2), (2, 2, 3)])
+    assert t.bubbles.boundary_ms.tolist() == [1, 3, 2] and t.span_ms == 2
+    empty = made([])
+    assert empty.makespan_ms == empty.step_ms == empty.span_ms == 0.0 and empty.critical_path() == ()
+    assert made([], binding=np.array([-1], np.int32)).critical_path() == ()
+
+
+def test_the_critical_path_follows_what_bound_and_ends_even_in_a_circle() -> None:
+    rows = [(0, 0, 1), (0, 1, 2), (1, 3, 4)]
+    assert made(rows).critical_path() == ()
+    assert made(rows, [(1, 2, 2, 3)], binding=np.array([-1, 0, 3, 1], np.int32)).critical_path() == (0, 1, 3, 2)
+    assert made(rows[:1], binding=np.array([-1], np.int32)).critical_path() == (0,)
+    assert len(made(rows[:2], binding=np.array([1, 0], np.int32)).critical_path()) == 3
+
+
+def test_a_timeline_is_predicted_unless_it_was_measured() -> None:
+    assert "predicted" in repr(two_ops()) and "measured" in repr(two_ops(measured=True))
+    again = timeline_from_json(two_ops(capacity_bytes=(float("inf"), 5.0), setting={"seed": 3}).to_json())
+    assert again.capacity_bytes == (float("inf"), 5.0) and again.setting == {"seed": 3} and not again.measured
+    assert again.transfers.nbytes.dtype == again.spans.start_ms.dtype == np.float64
+    assert again.spans.rank.dtype == again.transfers.source.dtype == np.int32
+    assert timeline_from_json(two_ops().to_json()).setting == {}
+
+
+@pytest.mark.parametrize(
+    ("peak", "capacity", "fits"), [(0.0, 0.0, True), (1.0, 1 - 5e-13, True), (1.0, 1 - 5e-12, False)]
+)
+def test_memory_fits_to_the_rounding_of_sums(peak: float, capacity: float, fits: bool) -> None:
+    curve = MemoryCurve(np.array([0.0]), np.array([peak]), 0.0)
+    assert two_ops(memory=(curve, curve), capacity_bytes=(capacity, 9.0)).fits is fits

@@ -1,0 +1,255 @@
+"""A stage's forward that runs again: what it learns from the first one, R, and gradients taken inside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+
+from octopipe.errors import OctoPipeError  # noqa: E402
+from octopipe.runtime.stage import Loss, Stage, StageRun  # noqa: E402
+
+
+class Call(nn.Module):
+    """A layer with a linear in front of any function of its inputs."""
+
+    def __init__(self, function: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 3).double()
+        self.forward = function  # its signature is the layer's
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+class Watch(nn.Module):
+    """Notes how it is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3).double()
+        self.seen: list[tuple[bool, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((torch.is_grad_enabled(), x.data_ptr()))
+        return self.inner(x)
+
+
+def test_a_forward_whose_graph_comes_later_runs_without_gradients_on_its_own_input() -> None:
+    layer, x = Watch(), ones(2, 3)
+    stage = Stage([layer])
+    assert not stage.settled
+    first = stage.forward(x, recompute=True)
+    assert layer.seen == [(False, x.data_ptr())] and not stage.settled
+    first.recompute()
+    assert stage.settled and layer.seen[-1] == (True, x.data_ptr())
+    stage.forward(x, recompute=True)
+    assert layer.seen[-1] == (False, x.data_ptr())
+    stage.forward(x)
+    assert layer.seen[-1] == (True, x.data_ptr())
+
+
+def test_a_graph_is_built_also_where_gradients_are_off_around_it() -> None:
+    stage = Stage([nn.Linear(3, 3).double()])
+    for _ in range(2):
+        with torch.no_grad():
+            run = stage.forward(ones(2, 3))
+        assert run.outputs_need_grad == [True] and run.backward_full([ones(2, 3)])[0] is not None
+
+
+def test_r_is_for_runs_that_kept_no_graph_and_only_once() -> None:
+    stage = Stage([nn.Linear(3, 3).double()])
+    with pytest.raises(OctoPipeError, match="kept its graph"):
+        stage.forward(ones(2, 3)).recompute()
+    run = stage.forward(ones(2, 3), recompute=True)
+    with pytest.raises(OctoPipeError, match="without a graph"):
+        run.backward_full([ones(2, 3)])
+    run.recompute()
+    with pytest.raises(OctoPipeError, match="kept its graph"):
+        run.recompute()
+    assert run.outputs is None and run.backward_full([ones(2, 3)])[0] is not None
+
+
+def test_r_draws_what_f_drew_with_and_without_a_seed() -> None:
+    for seed in (None, 7):
+        stage = Stage([nn.Linear(3, 3).double(), nn.Dropout(0.5)])
+        for _ in range(2):
+            run = stage.forward(ones(64, 3), recompute=True, seed=seed)
+            kept = (run.outputs != 0).double()
+            torch.rand(3)
+            run.recompute()
+            (grad,) = run.backward_full([ones(64, 3)])
+            assert torch.allclose(grad, 2 * kept @ stage.modules[0].weight.detach())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("more", [(), (5,)])
+def test_inputs_changed_in_place_are_copied_and_random_draws_not_repeated(
+    recompute: bool, more: tuple[int, ...]
+) -> None:
+    def layer(x: Tensor, *rest: int) -> Tensor:
+        y = torch.dropout(x, 0.5, True)
+        return x.mul_(3) * y
+
+    stage = Stage([Call(layer)])
+    for _ in range(2):
+        x = ones(64)
+        torch.manual_seed(4)
+        y = torch.dropout(ones(64), 0.5, True)
+        torch.manual_seed(4)
+        run = stage.forward((x, *more) if more else x, recompute=recompute)
+        assert torch.equal(run.outputs, 3 * y)
+        if recompute:
+            run.recompute()
+        grads = run.backward_full([ones(64)])
+        assert torch.equal(grads[0], 6 * y) and len(grads) == 1 + len(more)
+
+
+def test_an_error_that_stays_is_raised_and_not_tried_for_ever() -> None:
+    for words in ("a leaf Variable that requires grad is being used", "element 0 does not require grad", "other"):
+        calls: list[int] = []
+
+        def layer(x: Tensor, calls: list[int] = calls, words: str = words) -> Tensor:
+            calls.append(1)
+            if len(calls) > 5:
+                raise KeyError("for ever")
+            raise RuntimeError(words)
+
+        stage = Stage([Call(layer)])
+        with pytest.raises(RuntimeError, match=words):
+            stage.forward(ones(2))
+        assert len(calls) == (1 if words == "other" else 2)
+        assert stage.copies_inputs is ("leaf" in words) and stage.grad_inside is ("element" in words)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_inside_a_forward_are_those_of_plain_torch(recompute: bool) -> None:
+    """Forces: the gradient of an energy in front of the layers that follow, which has gradients itself."""
+    torch.manual_seed(0)
+    energy, after = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forces(x: Tensor) -> Tensor:
+        x = x.requires_grad_() if not x.requires_grad else x
+        (force,) = torch.autograd.grad(torch.tanh(energy(x)).square().sum(), x, create_graph=True)
+        return after(force)
+
+    layer = Call(forces)
+    layer.energy, layer.after = energy, after
+    x = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+    parameters = [energy.weight, energy.bias, after.weight, after.bias]
+    want = torch.autograd.grad(forces(x).square().sum(), [x, *parameters])
+    stage = Stage([layer])
+    for _ in range(3):
+        for p in parameters:
+            p.grad = None
+        run = stage.forward(x.detach().clone(), recompute=recompute)
+        y = run.outputs
+        if recompute:
+            run.recompute()
+        (grad,) = run.backward_input([2 * y])
+        run.backward_weight()
+        for a, b in zip([grad, *(p.grad for p in parameters)], want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_loss_goes_with_its_target_into_r() -> None:
+    layer, x, target = nn.Linear(3, 3).double(), ones(2, 3), torch.full((2, 3), 5.0, dtype=torch.float64)
+    stage = Stage([layer])
+    for recompute in (False, True):
+        layer.zero_grad()
+        run: StageRun = stage.forward(x, then=Loss(nn.functional.mse_loss, target), recompute=recompute)
+        assert run.outputs.ndim == 0
+        if recompute:
+            run.recompute()
+        run.backward_input()
+        assert layer.weight.grad is None or not layer.weight.grad.any()
+        assert run.weight_bytes() > 0
+        run.backward_weight()
+        (want,) = torch.autograd.grad(nn.functional.mse_loss(layer(x), target), layer.weight)
+        torch.testing.assert_close(layer.weight.grad, want)
+        assert run.weight_bytes() == 0
+
+
+def test_w_waits_for_i_and_b_leaves_nothing_to_it() -> None:
+    layer = nn.Linear(3, 3).double()
+    run = Stage([layer]).forward(ones(2, 3))
+    with pytest.raises(OctoPipeError, match="W before I"):
+        run.backward_weight()
+    run.backward_full([ones(2, 3)])
+    done = layer.weight.grad.clone()
+    run.backward_weight()
+    assert torch.equal(done, layer.weight.grad)
+    with pytest.raises(OctoPipeError, match="only once"):
+        run.backward_input([ones(2, 3)])
+    scalar = Stage([layer]).forward(ones(2, 3))
+    with pytest.raises(OctoPipeError, match=r"needs a scalar loss, not shape \(2, 3\)"):
+        scalar.backward_input()
+
+
+def test_buffers_are_changed_once_also_where_a_forward_is_tried_again() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            return x.mul_(3)
+
+    layer = Counting()
+    stage = Stage([layer])
+    for k in (1, 2):
+        stage.forward(ones(4))
+        assert layer.seen == k and stage.copies_inputs
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_backward_leaves_the_mode_as_it_was(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inner = nn.Linear(3, 3).double()
+    layer = Call(lambda x: checkpoint(inner, x, use_reentrant=reentrant))
+    layer.used = inner
+    stage = Stage([layer])
+    for _ in range(2):
+        inner.zero_grad()
+        run = stage.forward(ones(2, 3))
+        run.backward_input([ones(2, 3)])
+        assert not stage.mode.in_backward and inner.weight.grad is None
+        run.backward_weight()
+        assert torch.allclose(inner.weight.grad, 2 * ones(3, 3))
+
+
+def test_r_computes_a_product_that_only_another_output_reads() -> None:
+    class Own(torch.autograd.Function):
+        """Looks at no values in its forward; its backward does."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.reshape(x.shape)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * ctx.saved_tensors[0]
+
+    inner = nn.Linear(3, 3).double()
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = inner(x)
+        return x + y, Own.apply(y)
+
+    layer = Call(two)
+    layer.used = inner
+    stage, x = Stage([layer]), ones(2, 3).requires_grad_()
+    (want,) = torch.autograd.grad(sum(y.sum() for y in two(x)), x)
+    for _ in range(3):
+        run = stage.forward(x.detach(), recompute=True)
+        run.recompute()
+        (grad,) = run.backward_full([ones(2, 3), ones(2, 3)])
+        torch.testing.assert_close(grad, want)
