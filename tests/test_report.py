@@ -26,7 +26,7 @@ from octopipe.errors import DoesNotFitError, OctoPipeError
 from octopipe.plan import Plan
 from octopipe.plan_file import load_plan, plan_from_json, save_plan
 from octopipe.report import Entry, notebook_html, report_html
-from octopipe.report.entry import entry_data, search_points, thin_out
+from octopipe.report.entry import entry_data, search_points, search_unit, thin_out
 from octopipe.report.facts import facts_of, rates_of
 from octopipe.report.load import load_entries
 from octopipe.report.memory import WHOLE_STATE, state_shares
@@ -146,6 +146,9 @@ def test_the_same_entries_give_the_same_page() -> None:
 def test_search_logs_of_any_shape_are_tolerated() -> None:
     assert search_points(None) == [] == search_points("x") == search_points([1, None, {}])
     assert search_points([{"t": 1, "phase": "p", "best_ms": 2.0}]) == [[1.0, "p", 2.0]]
+    counted = [{"iteration": 3, "phase": "p", "best_ms": 2.0}, {"iteration": 9, "phase": "q", "best_ms": 1.0}]
+    assert search_points(counted) == [[3.0, "p", 2.0], [9.0, "q", 1.0]]
+    assert (search_unit(counted), search_unit([{"seconds": 1.0}]), search_unit(None)) == ("moves", "s", "s")
     assert search_points([{"seconds": 1, "best_ms": 2, "phase": "p"}, {"seconds": 2, "best_ms": None}]) == [
         [1.0, "p", 2.0]
     ]

@@ -182,6 +182,7 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
         "num_layers": plan.num_layers,
         "num_micro_batches": plan.num_micro_batches,
         "search": search_points(search),
+        "search_unit": search_unit(search),
         "lower_bound_ms": _number(plan.extra.get("lower_bound_ms")),
         "bound_of": str(plan.extra.get("bound_of", ""))[:200],
         "system": str(plan.extra.get("system", "")),
@@ -193,12 +194,20 @@ def _number(value: Any) -> float | None:
     return float(value) if good else None
 
 
+def search_unit(search: Any) -> str:
+    """What a tuner's log counts in: seconds, or moves where the search was given a number of them."""
+    rows = [row for row in search if isinstance(row, dict)] if isinstance(search, list | tuple) else []
+    return "moves" if rows and not any("t" in row or "seconds" in row for row in rows) else "s"
+
+
 def search_points(search: Any, limit: int = 2000) -> list[list[Any]]:
-    """[seconds, phase, best_ms] of a tuner's log; whatever is not of that shape is left out."""
+    """[seconds or moves, phase, best_ms] of a tuner's log; whatever is not of that shape is left out."""
+    when = ("t", "seconds") if search_unit(search) == "s" else ("iteration",)
     points: list[list[Any]] = []
     for row in search if isinstance(search, list | tuple) else ():
         if isinstance(row, dict):
-            t, best = _number(row.get("t", row.get("seconds"))), _number(row.get("best_ms"))
+            t = next((_number(row[name]) for name in when if name in row), None)
+            best = _number(row.get("best_ms"))
             if t is not None and best is not None:
                 points.append([t, str(row.get("phase", "")), best])
     step = max(1, math.ceil(len(points) / limit))

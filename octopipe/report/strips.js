@@ -64,10 +64,10 @@ function searchCurve(entries, width) {
   const shown = entries.filter((e) => e.search && e.search.length);
   if (!shown.length) return null;
   return section("The search", "Best step time found so far, coloured by the phase that found it.",
-    ...shown.map((e) => element("figure", {}, element("figcaption", {}, e.label), curve(e.search, e.lower_bound_ms, width))));
+    ...shown.map((e) => element("figure", {}, element("figcaption", {}, e.label), curve(e.search, e.lower_bound_ms, width, 250, e.search_unit))));
 }
 
-function curve(points, bound, width, height = 250) {
+function curve(points, bound, width, height = 250, unit = "s") {
   const bottom = 28, top = 12, right = 16;
   const phases = [...new Set(points.map((p) => p[1]))];
   const others = phases.filter((p) => !PHASES[p]);
@@ -83,11 +83,11 @@ function curve(points, bound, width, height = 250) {
   const x = (t) => left + t / last * (width - left - right);
   const y = (v) => top + (high + pad - v) / (high - low + 2 * pad) * (height - top - bottom);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", class: "curve",
-    "aria-label": `best step time from ${formatMs(points[0][2])} to ${formatMs(points[points.length - 1][2])} in ${last.toFixed(1)} seconds` });
+    "aria-label": `best step time from ${formatMs(points[0][2])} to ${formatMs(points[points.length - 1][2])} in ${+last.toFixed(1)} ${unit === "s" ? "seconds" : unit}` });
   marks.forEach((v, i) => svg.append(shape("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), class: "grid" }),
     shape("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end", class: "tick" }, labels[i])));
   for (const t of seconds) {
-    const text = `${+t.toPrecision(4)} s`, room = width - 3.8 * text.length; // half a label must fit beside its mark
+    const text = `${+t.toPrecision(4)} ${unit}`, room = width - 3.8 * text.length; // half a label must fit beside its mark
     svg.append(shape("text", { x: Math.min(x(t), room), y: height - 8, "text-anchor": "middle", class: "tick" }, text));
   }
   if (bound) {
