@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-
-PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm"]
+PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
 
 

@@ -1,7 +1,7 @@
 """torchrun as a function: its own flags, rendezvous and agent, with ranks forked from the tests' server.
 
-A rank that torchrun starts as a process of its own imports torch for seconds; `--run-path` runs the script in a rank that
-has it already. All else is torchrun's.
+A rank that torchrun starts as a process of its own imports torch for seconds; `--run-path` runs the script in a rank
+that has it already. All else is torchrun's.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Knows: what of transformers is slow to load. Does not know: any model.
 
 from __future__ import annotations
 
-import transformers.masking_utils  # noqa: F401
-import transformers.modeling_utils  # noqa: F401
+import transformers.masking_utils
+import transformers.modeling_utils
 import transformers.models.auto.modeling_auto  # noqa: F401
 
 import octopipe.huggingface.cut  # noqa: F401
