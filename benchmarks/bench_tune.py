@@ -99,13 +99,13 @@ def gaps(budget_s: float, cases: list[str], seeds: list[int], file: str) -> None
     print(f"\nMean gap: {100 * statistics.mean(means):.3f} %.", flush=True)
 
 
-def systems(budget_s: float, caps: tuple[float, ...]) -> None:
+def systems(budget_s: float, caps: tuple[float, ...], models: str) -> None:
     for k in caps:
         print(f"\n### Against every system: pp 8, transfers 0.3 ms, memory as 1F1B needs x {k:g} ({budget_s:g} s)\n")
         print("| model | M | 1F1B ms | best system | ms | tuned ms | layers twice | over 1F1B | over the best | gap |")
         print("|---|--:|--:|---|--:|--:|--:|--:|--:|--:|")
         hybrid_speedups, lost = [], []
-        for path in sorted(PROFILES.glob("*.json")):
+        for path in sorted(PROFILES.glob(f"{models}.json")):
             for micro_batches in (8, 16):
                 free = units(path.stem, 8, 0.3)
                 need = simulate(build_plan("1f1b", free, 8, micro_batches), free).peak_bytes.max()
@@ -126,8 +126,10 @@ def systems(budget_s: float, caps: tuple[float, ...]) -> None:
                     f"{100 * result.gap:.1f} % |",
                     flush=True,
                 )
-        print(f"\nMean over 1F1B on Nemotron-H and Jamba at 8 micro-batches: {statistics.mean(hybrid_speedups):.2f}x.")
-        print(f"Not faster than every system: {', '.join(lost) or 'none'}.", flush=True)
+        if hybrid_speedups:
+            mean = statistics.mean(hybrid_speedups)
+            print(f"\nMean over 1F1B on Nemotron-H and Jamba at 8 micro-batches: {mean:.2f}x.")
+        print(f"\nNot faster than every system: {', '.join(lost) or 'none'}.", flush=True)
 
 
 def nano(budget_s: float) -> None:
@@ -190,6 +192,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0", help="of the gaps part, separated by commas")
     parser.add_argument("--json", default="", metavar="FILE", help="of the gaps part: append a line for every run")
     parser.add_argument("--caps", default="1.5,1.0", help="of the systems part")
+    parser.add_argument("--models", default="*", metavar="PATTERN", help="of the systems part, such as 'llama*'")
     args = parser.parse_args()
     if not PROFILES.is_dir():
         sys.exit("the authors' layer times (../shared/profiles) are not on this machine; nothing to measure")
@@ -204,7 +207,7 @@ def main() -> None:
     if "gaps" in parts:
         gaps(args.budget, cases, [int(seed) for seed in args.seeds.split(",")], args.json)
     if "systems" in parts:
-        systems(args.budget, tuple(float(k) for k in args.caps.split(",")))
+        systems(args.budget, tuple(float(k) for k in args.caps.split(",")), args.models)
     if "scale" in parts:
         scale(args.budget)
 

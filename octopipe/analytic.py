@@ -280,9 +280,10 @@ def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
 def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
     """What shows of the gradient reduction at the end of a step, over all layers.
 
-    Gradients are reduced (ZeRO-1, 2: reduce-scattered, and updated weights gathered) while the last backward and the
+    Gradients are reduced (ZeRO-1: reduce-scattered, and updated weights gathered) while the last backward and the
     next step's first forward compute, layer by layer; what does not fit behind them, and the last layer's share,
-    shows. With ZeRO-3 all of it happened during the micro-batches.
+    shows. With ZeRO-2 gradients were reduced during the micro-batches and only weights are gathered, with ZeRO-3 all of
+    it happened there.
     """
     setup = pricing.setup
     if setup.dp * setup.cp == 1 or setup.zero == 3:
@@ -295,18 +296,23 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
 
 
 def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
-    """Per layer: its gradient reduced over the replicas and its updated weights gathered, nothing overlapped."""
+    """Per layer, once a step: its gradient reduced over the replicas and its updated weights gathered, nothing
+    overlapped."""
     setup, cluster = pricing.setup, pricing.cluster
     if setup.dp * setup.cp == 1 or setup.zero == 3:
         return [0.0] * len(weights)
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)
-    second = setup.gradient_bytes if setup.zero == 0 else WEIGHT_BYTES
+    sizes = {
+        0: (setup.gradient_bytes, setup.gradient_bytes),
+        1: (setup.gradient_bytes, WEIGHT_BYTES),
+        2: (WEIGHT_BYTES,),
+    }[setup.zero]
     known: dict[Weights, float] = {}
     for held in set(weights):
         known[held] = sum(
             ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
             for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True)
-            for size in (setup.gradient_bytes, second)
+            for size in sizes
         )
     return [known[held] for held in weights]
 

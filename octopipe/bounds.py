@@ -174,8 +174,8 @@ def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> 
     heads = _heads(costs, num_ranks) if even else np.zeros(num_ranks)
     work = _layer_work(costs, num_micro_batches)
     kinds, kind_of, counts = np.unique(np.round(work, 9), return_inverse=True, return_counts=True)
-    first = int(kind_of[0]) if even and kinds[kind_of[0]] > 0 else -1
-    if kinds[0] <= 0:
+    first = int(kind_of[0]) if even else -1
+    if kinds[0] <= 0:  # layers without work are dealt to anybody
         kinds, counts, first = kinds[1:], counts[1:], max(first - 1, -1)
     floor = work_bound_ms(costs, num_ranks, num_micro_batches)
     if kinds.size == 0:

@@ -67,12 +67,16 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
 
 
 def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """ZeRO-3's buffers: this layer's weights, the next one's on their way, and its gradient before it is divided."""
-    if setup.zero < 3:
+    """Buffers of what is held in parts: a gradient before it is divided (ZeRO-2 and 3), and with ZeRO-3 this layer's
+    weights and the next one's on their way."""
+    if setup.zero < 2:
         return 0.0
     copies = shards_of(setup, cluster)
     total = 0.0
     for count, n in zip(weights, copies, strict=True):
+        if setup.zero == 2:
+            total += setup.gradient_bytes * count if n > 1 else 0.0
+            continue
         # A weight without copies is not gathered, but its bf16 form exists only while it is used all the same.
         total += (2 * WEIGHT_BYTES + setup.gradient_bytes if n > 1 else WEIGHT_BYTES) * count
     return total

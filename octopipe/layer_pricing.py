@@ -189,14 +189,16 @@ def _narrow(part: Layer) -> float:
 
 
 def _gather_ms(weights: Weights, pricing: Pricing) -> tuple[float, float]:
-    """ZeRO-3, per micro-batch: gathering a layer's weights, and dividing its gradient."""
+    """Per micro-batch: gathering a layer's weights (ZeRO-3), and dividing its gradient (ZeRO-2, ZeRO-3: a gradient that
+    is held in parts cannot wait for the next micro-batch's)."""
     setup, cluster = pricing.setup, pricing.cluster
-    if setup.zero < 3:
+    if setup.zero < 2:
         return 0.0, 0.0
     gather = reduce = 0.0
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)
     for count, copies, stride in zip(weights, shards_of(setup, cluster), strides, strict=True):
-        gather += ring_ms(cluster, WEIGHT_BYTES * count, int(copies), stride, share=pricing.rates.link)
+        if setup.zero == 3:
+            gather += ring_ms(cluster, WEIGHT_BYTES * count, int(copies), stride, share=pricing.rates.link)
         reduce += ring_ms(cluster, setup.gradient_bytes * count, int(copies), stride, share=pricing.rates.link)
     return gather, reduce
 

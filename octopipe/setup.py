@@ -208,6 +208,7 @@ class Setup:
             batch = self.batch
         elif self.micro_batches is not None:
             batch = f"{self.micro_batches} {batch or 'micro-batches'}, global batch {self.global_batch}"
+            batch = batch.replace("micro-batches", "micro-batch", 1) if self.micro_batches == 1 else batch
         how = []
         if self.gpu is not None:
             how = [self.precision] + ([f"ZeRO-{self.zero}"] if self.dp * self.cp > 1 else [])

@@ -15,7 +15,9 @@ import argparse
 import contextlib
 import faulthandler
 import importlib.util
+import logging
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -31,19 +33,31 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 READING = (
-    "cluster_file", "cost", "cost_record", "files", "layer_times", "layers", "limits", "model", "plan", "plan_file",
-    "plan_setting", "profile_file", "readers", "resolve", "setup", "timeline", "timeline_record", "report",
+    "cluster_file", "cost", "cost_record", "files", "foreign_plan", "foreign_times", "layer_times", "layers", "lengths",
+    "limits", "model", "plan", "plan_file", "plan_setting", "profile_file", "readers", "resolve", "setup", "timeline",
+    "timeline_record", "report", "training.data", "training.shelf", "training.checkpoint", "huggingface.weights",
 )  # fmt: skip
 """Modules that read; in those with kernels the counters would be compiled along."""
 if "--inner" in sys.argv:  # readers are compiled with counters as they are imported
     import atheris
 
     with atheris.instrument_imports(include=[f"octopipe.{name}" for name in READING]):
-        from fuzz_cases import Reader, damaged, outcome, readers
+        import fuzz_cases
 else:
-    from fuzz_cases import Reader, damaged, outcome, readers
+    import fuzz_cases
+from fuzz_cases import Reader, damaged, outcome  # noqa: E402
 
 MIB = 1 << 20
+
+
+def all_readers() -> dict[str, Reader]:
+    """By name; those of training where torch is installed."""
+    found = fuzz_cases.readers()
+    if importlib.util.find_spec("torch") is not None:
+        import fuzz_training
+
+        found += fuzz_training.readers()
+    return {reader.name: reader for reader in found}
 
 
 class TooLongError(BaseException):
@@ -121,7 +135,9 @@ def guided(reader: Reader, cases: int, folder: Path) -> None:
         path.write_bytes(damaged(valid, lambda n: int(provider.ConsumeIntInRange(0, n - 1))))
         outcome(reader, path)
 
-    atheris.Setup([sys.argv[0], f"-runs={cases}", "-timeout=30", "-rss_limit_mb=4096"], one)
+    # Numbers for several places from the start: left to itself, libFuzzer begins with a byte or two.
+    limits = ["-timeout=30", "-rss_limit_mb=4096", "-len_control=0", "-max_len=512"]
+    atheris.Setup([sys.argv[0], f"-runs={cases}", *limits], one)
     atheris.Fuzz()
 
 
@@ -136,10 +152,10 @@ def guided_each(names: list[str], cases: int) -> int:
         words = [sys.executable, __file__, "--atheris", "--inner", "--readers", name, "--cases", share]
         began = time.monotonic()
         done = subprocess.run(words, capture_output=True, text=True)
-        lines = [line for line in done.stderr.splitlines() if line.startswith("#")]
+        lines = [line for line in done.stderr.splitlines() if re.match(r"#\d+\s+DONE", line)]
         wrong += done.returncode != 0
         result = "went wrong" if done.returncode else "clean"
-        print(f"{name:14}{result}; {time.monotonic() - began:.0f} s; {' '.join(lines[-1:])}")
+        print(f"{name:14}{result}; {time.monotonic() - began:.0f} s; {' '.join(' '.join(lines[-1:]).split())}")
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
         sys.stdout.flush()
@@ -147,7 +163,7 @@ def guided_each(names: list[str], cases: int) -> int:
 
 
 def main() -> int:
-    known = {reader.name: reader for reader in readers()}
+    known = all_readers()
     parser = argparse.ArgumentParser(description="Fuzz every reader of files.")
     parser.add_argument("--cases", type=int, default=100_000, help="over all readers together (default: 100,000)")
     parser.add_argument("--readers", nargs="+", choices=sorted(known), default=list(known))
@@ -158,11 +174,13 @@ def main() -> int:
     parser.add_argument("--atheris", action="store_true", help="coverage-guided, one process a reader")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    logging.getLogger("octopipe").setLevel(logging.ERROR)  # what a recording leaves open is said for each that is read
     if args.atheris and not args.inner:
         return int(guided_each(args.readers, args.cases) > 0)
     with tempfile.TemporaryDirectory(prefix="octopipe-fuzz-", dir=_memory_disk()) as name:
         folder = Path(name)
-        for reader in known.values():  # kernels are compiled, and every valid file is read, before anything counts
+        # Kernels are compiled, and every valid file is read, before anything counts.
+        for reader in map(known.__getitem__, args.readers):
             for data in reader.valid:
                 (folder / f"case{reader.suffix}").write_bytes(data)
                 assert outcome(reader, folder / f"case{reader.suffix}") == "read", reader.name

@@ -115,7 +115,8 @@ def main() -> int:
         print(f"{wheel.name} ({wheel.stat().st_size >> 10} KiB), {sdist.name} ({sdist.stat().st_size >> 10} KiB)")
         for python in args.pythons:
             found = shutil.which(python)
-            if found is None:
+            # A version manager leaves names behind that run nothing.
+            if found is None or subprocess.run([found, "-V"], capture_output=True).returncode:
                 print(f"{python}: not here, not tried", flush=True)
                 continue
             version = plans_without_torch(found, wheel, sdist, folder)

@@ -1,7 +1,8 @@
 """Damaged files for every reader: valid ones, changed in places that a generator of numbers picks.
 
 Knows: a few valid files of each kind, what a reader's caller does with the result, and how files go wrong. Does not
-know: who picks (`random` in scripts/fuzz.py, hypothesis in test_readers.py, a coverage-guided fuzzer).
+know: who picks (`random` in scripts/fuzz.py, hypothesis in test_readers.py, a coverage-guided fuzzer), or files that
+only training reads (`fuzz_training.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
+from octopipe.plan import Plan
 from octopipe.plan_file import load_plan, plan_to_json
 from octopipe.plan_setting import costs_of_plan
 from octopipe.profile_file import load_profile
@@ -73,7 +75,7 @@ def _use_plan(path: Path) -> object:
     plan = load_plan(path)
     if "setting" in plan.extra or "cost_table" in plan.extra:
         return finite_numbers(simulate(plan, costs_of_plan(plan)).summary())
-    return finite_numbers(simulate(plan, CostTable.uniform(num_layers=plan.num_layers)).summary())
+    return _simulated(plan)
 
 
 def _use_timeline(path: Path) -> object:
@@ -120,15 +122,42 @@ def _text(path: Path) -> str:
 
 
 def _use_torch_csv(path: Path) -> object:
+    from octopipe.foreign_plan import torch_plan
     from octopipe.readers.torch_csv import read_torch_csv
 
-    return read_torch_csv(_text(path), path.name)
+    return _simulated(torch_plan(read_torch_csv(_text(path), path.name), where=path.name).plan)
 
 
 def _use_megatron(path: Path) -> object:
+    from octopipe.foreign_plan import megatron_plan
     from octopipe.readers.megatron_text import read_megatron
 
-    return read_megatron(_text(path))
+    text = read_megatron(_text(path))
+    return _simulated(megatron_plan(text, pp=len(text.stages), num_micro_batches=4).plan)
+
+
+def _simulated(plan: Plan) -> object:
+    return finite_numbers(simulate(plan, CostTable.uniform(num_layers=plan.num_layers)).summary())
+
+
+def _use_request(path: Path) -> object:
+    """What the local page's form sends, as far as its search has not begun."""
+    from octopipe.files import read_bytes
+    from octopipe.report.jobs import parse_request
+    from octopipe.resolve import resolve_costs
+
+    asked = parse_request(read_bytes(path))
+    asked.check({"llama3-8b": "llama3-8b"})
+    setting = {"gpu": asked.gpu, "tp": asked.tp, "seq": asked.seq, "memory_gib": asked.memory_gib}
+    return finite_numbers(resolve_costs(asked.model, pp=asked.pp, **setting).layer_ms.tolist())
+
+
+def _use_model(path: Path) -> object:
+    """Whatever is given where a verb wants a model."""
+    from octopipe.resolve import resolve_costs
+
+    costs = resolve_costs(str(path), pp=1, gpu="h100", seq=128)
+    return finite_numbers(simulate(build_plan("1f1b", costs, 1, 2), costs).summary())
 
 
 def _use_lengths(path: Path) -> object:
@@ -237,6 +266,12 @@ TORCH_CSVS = (
 MEGATRON_TEXTS = (b"Et*3|(tt|)*2,m|L", b"M-M*|-ME/M*/M*", b"E|(t|)*30L")
 
 
+REQUEST = json.dumps(
+    {
+        "model": "llama3-8b", "pp": 4, "micro_batches": 8, "gpu": "h100", "tp": 2, "seq": 4096, "memory_gib": 80.0,
+        "budget_s": 2.0, "systems": ["1f1b", "zb-h1"],
+    }
+).encode()  # fmt: skip
 LENGTHS = (b"[512, 1024, 96]", b"512\n1024 # long\n\n96\n")
 TRACE = {
     "traceEvents": [
@@ -279,6 +314,8 @@ def readers() -> tuple[Reader, ...]:
         Reader(name="times.csv", suffix=".csv", valid=TIMES_CSVS, use=_use_foreign_times),
         Reader(name="megatron", suffix=".txt", valid=MEGATRON_TEXTS, use=_use_megatron),
         Reader(name="recording", suffix=".json", valid=_recordings(), use=_use_costs),
+        Reader(name="model", suffix=".json", valid=(CONFIGS[0], profile, layer_times, *_recordings()), use=_use_model),
+        Reader(name="request", suffix=".json", valid=(REQUEST,), use=_use_request),
     )
 
 

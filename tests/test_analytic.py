@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octopipe.analytic import analytic_costs, layer_cost, layer_flops
+from octopipe.analytic import analytic_costs, layer_cost, layer_flops, reduction_ms, setup_costs
 from octopipe.calibration import Rates
 from octopipe.cluster import Cluster, gpu
 from octopipe.errors import OctoPipeError
-from octopipe.model import Attention, Block, Embedding, Head, Mamba2, Mlp, Moe
+from octopipe.flops import part_work
+from octopipe.footprint import Weights, megatron_activation_bytes
+from octopipe.layer_pricing import Pricing
+from octopipe.lengths import Batch
+from octopipe.model import Attention, Block, Embedding, Head, KimiDeltaAttention, Mamba2, Mlp, ModelSpec, Moe
+from octopipe.setup import Setup
+from octopipe.traffic import exchange_ms, pass_round_ms, ring_ms
 from octopipe.zoo import names, preset
 
 H800 = gpu("h800")
@@ -57,10 +63,7 @@ def test_a_block_costs_what_its_parts_cost():
 def test_a_window_caps_the_attention_core():
     window = Attention(hidden=H, heads=64, kv_heads=8, head_dim=128, window=128)
     q = 64 * 128
-    assert (
-        layer_flops(ATTENTION, seq=S).forward - layer_flops(window, seq=S).forward
-        == 2 * T * (S - 2 * 128) * q
-    )
+    assert layer_flops(ATTENTION, seq=S).forward - layer_flops(window, seq=S).forward == 2 * T * (S - 2 * 128) * q
     assert layer_flops(window, seq=256).forward == layer_flops(ATTENTION, seq=256).forward
 
 
@@ -75,8 +78,7 @@ def test_activations_follow_the_formulas(tp, batch):
         ATTENTION: 2 * t * (2 * H + 2 * q + 2 * kv),
         MLP: 2 * t * (2 * H + 2 * f),
         Mlp(hidden=H, ffn=f): 2 * t * (2 * H + 3 * f),
-        MAMBA: 2 * t * (2 * H + (2 * di + 2 * gn + nh) + (di + 2 * gn) + 2 * di)
-        + batch * 4 * (S // 128) * nh * 64 * n,
+        MAMBA: 2 * t * (2 * H + (2 * di + 2 * gn + nh) + (di + 2 * gn) + 2 * di) + batch * 4 * (S // 128) * nh * 64 * n,
         Moe(hidden=H, experts=16, top_k=2, ffn=4096): 2 * t * (2 * H + 2 * (2 * H + 3 * 4096)) + 4 * t * 16,
         HEAD: 4 * t * H + 2 * t * V,
     }
@@ -210,3 +212,157 @@ def test_a_tensor_parallel_size_that_does_not_divide_is_named():
     cluster = Cluster(gpu=H800, tp=16)
     with pytest.raises(OctoPipeError, match=r"tp 16 does not divide the 40 heads of layer"):
         analytic_costs(preset("nemotron-nano-v2-9b"), cluster)
+
+
+# -- by hand -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_megatrons_published_activation_formulas_hold_in_every_column(tp):
+    """Korthikanti et al., table 2: attention 11sbh + 5as^2b, feed-forward 19sbh, two norms 4sbh."""
+    s, b, h, a = 96, 3, 64, 8
+    sizes = {"seq": s, "batch": b, "hidden": h, "heads": a, "tp": tp}
+    sbh = s * b * h
+    assert megatron_activation_bytes(**sizes) == pytest.approx(sbh * (10 + 24 / tp + 5 * a * s / (h * tp)))
+    assert megatron_activation_bytes(**sizes, sequence_parallel=True) == pytest.approx(sbh / tp * (34 + 5 * a * s / h))
+    assert megatron_activation_bytes(**sizes, recompute="selective") == pytest.approx(sbh * (10 + 24 / tp))
+    assert megatron_activation_bytes(**sizes, sequence_parallel=True, recompute="selective") == pytest.approx(
+        34 * sbh / tp
+    )
+    assert megatron_activation_bytes(**sizes, recompute="full") == 2 * sbh
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(64, 6), (66, 8)])
+def test_a_size_that_divides_heads_or_width_with_a_rest_is_refused(hidden, heads):
+    with pytest.raises(OctoPipeError, match="tp 4 does not divide"):
+        megatron_activation_bytes(seq=8, batch=1, hidden=hidden, heads=heads, tp=4)
+    assert megatron_activation_bytes(seq=8, batch=1, hidden=64, heads=8) > 0  # nothing divides one
+
+
+def test_a_packed_micro_batch_lies_between_one_sequence_and_two_halves():
+    """Of sequences that attend to themselves alone only attention differs: it grows with the sum of squares."""
+    spec, setup = preset("llama3-8b"), Setup(gpu=H800, seq=4096)
+
+    def ms(count, length):
+        return setup_costs(spec, Setup(gpu=H800, seq=length, micro_batch_size=count)).layer_ms
+
+    groups = ((4096,), (2048, 2048), (3000, 1095), (1000, 2000, 1096))
+    table = setup_costs(spec, setup, batch=Batch(groups=groups, packed=True))
+    factor, base = table.micro_batch_factor, ms(1, 4096)
+    assert np.allclose(factor[0], 1) and np.allclose(factor[1] * base, ms(2, 2048))
+    for row, group in ((2, groups[2]), (3, groups[3])):
+        half = 2048  # 4095 tokens are rounded up to two equal halves
+        squares = sum(length**2 for length in group)
+        part = (squares - 2 * half**2) / ((2 * half) ** 2 - 2 * half**2)
+        assert np.allclose(factor[row] * base, ms(2, half) + part * (ms(1, 2 * half) - ms(2, half)))
+    mean = sum(map(sum, groups)) / 4
+    assert table.tokens_per_micro_batch == round(mean)
+    attention = 32 * 2 * 4096  # layers, two products, width: FLOPs of attention a pair of tokens
+    linear = (table.model_flops / 3 - sum(attention * n * n for g in groups for n in g) / 4) / mean
+    one = setup_costs(spec, setup).model_flops / 3
+    assert linear == pytest.approx((one - attention * 4096**2) / 4096)
+
+
+def test_context_parallel_slices_of_a_shorter_micro_batch_are_whole():
+    spec = preset("llama3-8b")
+    table = setup_costs(spec, Setup(gpu=H800, cp=4, seq=8192), micro_batch_tokens=[8192, 4097, 4104])
+    exact = setup_costs(spec, Setup(gpu=H800, cp=4, seq=4104)).layer_ms
+    assert np.allclose(table.micro_batch_factor[1] * table.layer_ms, exact)  # two slices on each of four GPUs
+    assert np.allclose(table.micro_batch_factor[2] * table.layer_ms, exact)
+
+
+def test_state_is_whole_unless_a_distributed_optimizer_is_asked_for():
+    spec, cluster = preset("llama3-8b"), Cluster(gpu=H800, dp=4)
+    plain = analytic_costs(spec, cluster).static_bytes.sum()
+    assert plain == analytic_costs(spec, cluster, distributed_optimizer=False).static_bytes.sum()
+    assert plain == pytest.approx(18 * spec.parameters)
+    assert layer_cost(MLP, cluster).static_bytes == pytest.approx(18 * MLP.parameters)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"), [({}, False), ({"dp": 2}, True), ({"cp": 2}, True), ({"dp": 2, "zero": 3}, False)]
+)
+def test_gradients_are_reduced_where_there_are_replicas_and_at_the_end(keys, shown):
+    setup = Setup(gpu=H800, **{"seq": 4096, "zero": 0, **keys})
+    found = reduction_ms([Weights(1e6, 0.0), Weights(2e6, 0.0)], Pricing.of(setup, PLAIN))
+    assert len(found) == 2
+    if not shown:
+        assert found == [0.0, 0.0]
+    else:  # fp32 gradients scattered and gathered: half of them cross to the other GPU each time
+        link = Cluster(gpu=H800).intra_link
+        want = [2 * (link.latency_ms + 0.5 * 4 * n * link.ms_per_byte / 0.8) for n in (1e6, 2e6)]
+        assert found == pytest.approx(want)
+
+
+@pytest.mark.parametrize("kind", [ring_ms, exchange_ms, pass_round_ms])
+def test_a_collective_of_one_gpu_or_of_nothing_takes_no_time(kind):
+    cluster = Cluster(gpu=H800)
+    assert kind(cluster, 1e6, 1, share=0.5) == 0.0 and kind(cluster, 0.0, 4, share=0.5) == 0.0
+    assert kind(cluster, 1e-3, 2, share=0.5) > 0
+
+
+def test_collectives_by_hand():
+    """Eight GPUs a node: 16 of them fill two nodes, each eight apart from the next lie in nodes of their own."""
+    cluster = Cluster(gpu=H800)
+    near, far = cluster.intra_link, cluster.inter_link
+    inside, across = near.ms_per_byte, far.ms_per_byte
+    n = 64e6
+    assert ring_ms(cluster, n, 4, share=0.5) == pytest.approx(2 * near.latency_ms + 2 * 3 / 4 * n * inside)
+    slower = max(15 / 16 * n * inside, 1 / 2 * n * across / 8)
+    assert ring_ms(cluster, n, 16, share=0.5) == pytest.approx(4 * far.latency_ms + 2 * slower)
+    assert ring_ms(cluster, n, 4, 8, share=0.5) == pytest.approx(2 * far.latency_ms + 2 * 3 / 4 * n * across)
+    assert exchange_ms(cluster, n, 4, share=0.5) == pytest.approx(near.latency_ms + 2 * 3 / 4 * n * inside)
+    # Two nodes: of three copies at least one is wanted in the other with probability 7/8; one crosses for all.
+    crossing = 7 / 8 * n / 3 * across
+    slower = max(15 / 16 * n * inside, crossing)
+    assert exchange_ms(cluster, n, 16, copies=3, share=0.5) == pytest.approx(far.latency_ms + 2 * slower)
+    assert exchange_ms(cluster, n, 4, 8, share=0.5) == pytest.approx(far.latency_ms + 2 * 3 / 4 * n * across)
+    assert pass_round_ms(cluster, n, 8, share=0.5) == pytest.approx(7 * (near.latency_ms + 2 * n * inside))
+    assert pass_round_ms(cluster, n, 2, 8, share=0.5) == pytest.approx(far.latency_ms + 2 * n * across)
+
+
+def test_a_vocabulary_over_one_rank_or_without_layers_between_changes_nothing():
+    spec = preset("llama3-8b")
+    ends = ModelSpec(name="ends", layers=(spec.layers[0], spec.layers[-1]))
+    for model, pp in ((spec, 1), (ends, 2)):
+        plain, divided = (setup_costs(model, Setup(gpu=H800, seq=4096, pp=pp, vocab_parallel=v)) for v in (False, True))
+        assert np.array_equal(plain.layer_ms, divided.layer_ms)
+        assert np.array_equal(plain.static_bytes, divided.static_bytes)
+    three = ModelSpec(name="three", layers=(spec.layers[0], spec.layers[1], spec.layers[-1]))
+    plain, divided = (setup_costs(three, Setup(gpu=H800, seq=4096, pp=2, vocab_parallel=v)) for v in (False, True))
+    assert divided.static_bytes.sum() == pytest.approx(plain.static_bytes.sum())
+    assert divided.static_bytes[0] == pytest.approx(plain.static_bytes[0] / 2)
+
+
+def test_kimis_delta_rule_by_hand():
+    """q, k, v (3w), decay and gate through rank d, beta, output; chunks of 64 as in the gated delta rule."""
+    h, heads, d, s = 64, 4, 16, 128
+    w = heads * d
+    work = part_work(KimiDeltaAttention(hidden=h, heads=heads, head_dim=d), seq=s)
+    gemm = 2 * s * (h * 3 * w + h * 2 * d + d * 2 * w + h * heads + w * h)
+    core = 2 * s * heads * (3 * 64 * d + 2 * 64 * d + 3 * d * d)
+    assert work.gemm_flops == gemm and work.core_flops == core
+    assert work.state_bytes == 2 * (s // 64) * w * d
+    # The normed input and the two rank-d values (saved before and after), and per head: inputs and outputs of the
+    # convolutions (3w each), decay and gate (2w), beta, the core's output and the gated output (2w).
+    assert work.stream_width == 2 * h + 2 * d and work.inner_width == (3 + 2 + 3 + 2) * w + heads
+
+
+def test_experts_in_a_latent_width_by_hand():
+    h, latent, f, k, e, s = 64, 16, 32, 3, 8, 128
+    part = Moe(hidden=h, experts=e, top_k=k, ffn=f, latent=latent, activation="relu2")
+    work = part_work(part, seq=s)
+    assert work.gemm_flops == 2 * s * (h * e + k * 2 * latent * f + 2 * h * latent)
+    assert work.inner_width == k * (2 * latent + 2 * f) + 2 * latent and work.routed_width == k * latent
+
+
+def test_experts_that_expert_parallelism_does_not_divide_are_named():
+    spec = preset("deepseek-v3")
+    with pytest.raises(OctoPipeError, match=r"ep 3 does not divide the 256 experts of layer 4"):
+        setup_costs(spec, Setup(gpu=H800, seq=4096, ep=3, dp=3))
+    with pytest.raises(OctoPipeError, match="has no experts"):
+        setup_costs(preset("llama3-8b"), Setup(gpu=H800, seq=4096, ep=2, dp=2))
+    with pytest.raises(OctoPipeError, match="give seq"):
+        setup_costs(spec, Setup(gpu=H800, seq=None))
+    with pytest.raises(OctoPipeError, match="not both"):
+        setup_costs(spec, Setup(gpu=H800, seq=64), micro_batch_tokens=[64], batch=Batch(groups=((64,),)))

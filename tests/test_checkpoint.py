@@ -28,9 +28,10 @@ from octopipe.training.checkpoint import (  # noqa: E402
     checkpoints,
     latest,
     load_checkpoint,
+    read_record,
     save_checkpoint,
 )
-from octopipe.training.shelf import DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
+from octopipe.training.shelf import FORMAT_1, DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -286,3 +287,76 @@ def test_a_checkpoint_that_fails_in_the_background_is_told_and_never_appears(tmp
         saving.finish()
     assert not checkpoints(tmp_path)
     pipe.close()
+
+
+@pytest.mark.parametrize("error", [TypeError("no such thing"), MemoryError("no room"), SystemExit(1)])
+def test_whatever_goes_wrong_in_the_background_is_told(error, tmp_path, monkeypatch):
+    def wrong(*_):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "_write_layers", wrong)
+    pipe, saving = _saving(tmp_path, 1)
+    with pytest.raises(OctoPipeError, match=rf"the checkpoint was not written \({type(error).__name__}: "):
+        saving.finish()
+    assert not checkpoints(tmp_path)
+    pipe.close()
+
+
+def test_a_checkpoint_that_lacks_a_layer_never_appears(tmp_path, monkeypatch):
+    write = checkpoint._write_layers
+    monkeypatch.setattr(checkpoint, "_write_layers", lambda folder, contents: write(folder, list(contents)[1:]))
+    pipe, saving = _saving(tmp_path, 1, background=False)
+    with pytest.raises(OctoPipeError, match="layer 0 was written by no rank"):
+        saving.finish()
+    assert not checkpoints(tmp_path)
+    pipe.close()
+
+
+def test_what_a_killed_run_has_left_is_removed_and_nothing_else(tmp_path):
+    home, path = tmp_path / "run", saved(tmp_path / "elsewhere")
+    for step in (1, 2, 3):
+        shutil.copytree(path, home / f"step-{step:08d}")
+    found = [path.name for path in checkpoints(home)]
+    shutil.copytree(home / found[0], home / "step-00000009.partial")  # written, but never named
+    shutil.copytree(home / found[0], home / f"{found[1]}.partial")  # half removed
+    shutil.copytree(home / found[0], home / f"{found[2]}.before.partial")  # its successor is there
+    (home / "older-good.partial").write_text("step")
+    (home / ".probe-0a1b").mkdir()
+    (home / "notes.partial").mkdir()
+    (home / "step-00000011.partial").symlink_to(tmp_path)
+    with locked(home):
+        assert [path.name for path in checkpoints(home)] == found
+        left = {path.name for path in home.iterdir()} - {".lock", "older-good", *found}
+    assert left == {"notes.partial", "step-00000011.partial"}
+
+
+def test_a_checkpoint_that_was_set_aside_for_one_that_never_came_gets_its_name_back(tmp_path):
+    home, newest = tmp_path, saved(tmp_path)
+    shutil.copytree(newest, home / f"{newest.name}.partial")
+    newest.rename(home / f"{newest.name}.before.partial")
+    assert latest(home) != newest
+    with locked(home):
+        assert latest(home) == newest and not damage(newest)
+        assert not list(home.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": (1 << 31) - 1}, {"num_layers": True}, {"samples": "many"}, {"samples": -1}, {"seed": None},
+        {"optimizer": ["Adam"]}, {"model": 7},
+    ],
+)  # fmt: skip
+def test_a_record_that_cannot_be_meant_is_told_before_anything_of_its_size_is_made(change, tmp_path):
+    path = saved(tmp_path)
+    record = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**record, **change}))
+    with pytest.raises(DamagedCheckpoint, match=r"run\.json (has|does not list) "):
+        read_record(path)
+
+
+@pytest.mark.parametrize("content", [{"state": 5}, {"state": {1: 2}}, {"optimizer": {"weight": 3}}, {"optimizer": []}])
+def test_a_layer_that_holds_something_else_is_named(content, tmp_path):
+    torch.save({"layer": 0, "step": 1, "state": {}, "optimizer": {}, **content}, tmp_path / "layer-0000.pt")
+    with pytest.raises(DamagedCheckpoint, match="not a layer of a checkpoint"):
+        checkpoint.read_layer(tmp_path, 0, {"format": FORMAT_1, "step": 1, "num_layers": 1})

@@ -223,11 +223,16 @@ def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixt
     assert setup["memory_gib_per_rank"] == pytest.approx([40.0] * 4)
     own = simulate(capsys, "--plan", str(plan))
     assert found["peak_memory_gib"] == pytest.approx(own["peak_memory_gib"])
+    for name in ("tokens_per_gpu_per_second", "mfu", "model_tflops_per_gpu"):
+        assert found[name] == pytest.approx(own[name]) and found[name] > 0
+    # Eight micro-batches of 4096 tokens on 4 x 2 GPUs.
+    assert found["tokens_per_gpu_per_second"] == pytest.approx(4096 / (found["step_ms"] / 1e3))
     assert found["bound_of"]["words"] == "plans that hold each layer once and may recompute"
     code, out, _ = run(capsys, "tune", *setting, *how, "-o", str(plan))
     words = " ".join(out.split())
     assert code == 0 and "x 1F1B" in words and "published system" in words and "of 40.0" in words
     assert "octopipe report" in words and "octopipe train nemotron-h-8b" in words and "octopipe export" in words
+    assert "tokens/s per GPU" in words and "% MFU" in words
     assert "tp 2" in words and "on plans that hold each layer once" in words and "-0.00" not in words
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,6 +226,17 @@ def test_code_that_is_damaged_is_compiled_again(elsewhere: Path) -> None:
         file.write_bytes(bad)
         assert _fresh()(21) == 42
         assert file.read_bytes() == good
+
+
+def test_code_that_nothing_asked_for_in_a_month_is_removed(elsewhere: Path) -> None:
+    elsewhere.mkdir(mode=0o700)
+    long_ago = time.time() - machine.UNUSED_S - machine.DAY_S
+    for name in ("old-1.o", "new-1.o", "a user's.txt"):
+        (elsewhere / name).write_bytes(hashlib.sha256(b"code").digest() + b"code")
+        os.utime(elsewhere / name, (long_ago, long_ago))
+    assert machine.kept("new-1.o") == b"code", "asking for it makes it young again"
+    assert _fresh()(21) == 42
+    assert {p.name.split("-")[0] for p in elsewhere.iterdir()} == {"new", "twice", "a user's.txt"}
 
 
 def test_the_same_name_with_another_text_is_other_code(elsewhere: Path) -> None:

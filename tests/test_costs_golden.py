@@ -18,7 +18,8 @@ import pytest
 
 from octopipe.analytic import setup_costs
 from octopipe.cluster import gpu
-from octopipe.layers import Moe
+from octopipe.lengths import Batch
+from octopipe.model import Attention, Embedding, Head, KimiDeltaAttention, LightningAttention, ModelSpec, Moe
 from octopipe.setup import Setup
 from octopipe.zoo import preset
 
@@ -45,27 +46,57 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ep": {"ep": 4, "dp": 8, "tp": 1, "pp": 2},
     "ep, tp, zero 2": {"ep": 8, "dp": 8, "tp": 2, "zero": 2, "gpus_per_node": 8},
 }
+MADE = "made of rare layers"
+"""What no preset has: Kimi's delta rule, experts in a latent width, narrow heads, a window, sequences below a chunk."""
 COLUMNS = (
     "forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_bytes", "boundary_bytes", "static_bytes",
     "workspace_bytes", "gradient_bytes", "optimizer_ms",
 )  # fmt: skip
 
 
+def spec_of(model: str) -> ModelSpec:
+    if model != MADE:
+        return preset(model)
+    h = 256
+    layers = (
+        Embedding(hidden=h, vocab=1024),
+        KimiDeltaAttention(hidden=h, heads=4, head_dim=32),
+        Moe(hidden=h, experts=16, top_k=3, ffn=128, latent=64, shared_ffn=192, activation="relu2"),
+        Attention(hidden=h, heads=8, kv_heads=2, head_dim=16, window=512),
+        Moe(hidden=h, experts=8, top_k=2, ffn=64, latent=32, bias=True),
+        LightningAttention(hidden=h, heads=4, head_dim=64, chunk=8192),
+        Head(hidden=h, vocab=1024, tied=True),
+    )
+    return ModelSpec(name=MADE, layers=layers)
+
+
 def row_of(model: str, keys: dict[str, Any]) -> list[float]:
     """Each column's sum, weighted so that exchanged layers show; the reduction; what a longer micro-batch costs."""
-    spec = preset(model)
+    spec = spec_of(model)
     setup = Setup(gpu=gpu("h100"), **{"seq": 4096, **keys})
     costs = setup_costs(spec, setup, micro_batch_tokens=[setup.seq or 1, 2 * (setup.seq or 1)])
+    assert costs.tokens_per_micro_batch == 1.5 * (setup.seq or 1) * setup.micro_batch_size
     weights = 1.0 + np.arange(spec.num_layers) % 7 / 7
     row = [float(np.dot(weights, getattr(costs, name))) for name in COLUMNS]
     factor = costs.micro_batch_factor
-    return [*row, costs.reduction.ms_per_byte, 0.0 if factor is None else float(np.sum(factor[1] * weights))]
+    row += [costs.reduction.ms_per_byte, 0.0 if factor is None else float(np.sum(factor[1] * weights))]
+    seq = setup.seq or 1
+    packed = Batch(groups=((seq // 2 + 1, seq // 4), (seq // 8, seq // 2, seq // 3)), packed=True)
+    factor = setup_costs(spec, setup, batch=packed).micro_batch_factor
+    assert factor is not None
+    return [
+        *row,
+        float(np.sum(factor[0] * weights)),
+        float(np.sum(factor[1])),
+        costs.model_flops or 0.0,
+        costs.tied_bytes,
+    ]
 
 
 def cases() -> list[tuple[str, str, dict[str, Any]]]:
     found = []
-    for model in MODELS:
-        spec = preset(model)
+    for model in (*MODELS, MADE):
+        spec = spec_of(model)
         found += [(model, name, keys) for name, keys in SETUPS.items()]
         experts = {part.experts for layer in spec for part in layer.parts if isinstance(part, Moe)}
         for name, keys in EXPERTS.items():
@@ -79,7 +110,7 @@ def written() -> dict[tuple[str, str], list[float]]:
         return {(row[0], row[1]): [float(x) for x in row[2:]] for row in list(csv.reader(file))[1:]}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", (*MODELS, MADE))
 def test_every_price_is_the_one_that_was_written_down(model: str) -> None:
     expected = written()
     for name, setup, keys in cases():
@@ -90,7 +121,15 @@ def test_every_price_is_the_one_that_was_written_down(model: str) -> None:
 if __name__ == "__main__":
     with FILE.open("w", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["model", "setup", *COLUMNS, "reduction_ms_per_byte", "longer_micro_batch"])
+        more = (
+            "reduction_ms_per_byte",
+            "longer_micro_batch",
+            "packed_two",
+            "packed_three",
+            "model_flops",
+            "tied_bytes",
+        )
+        writer.writerow(["model", "setup", *COLUMNS, *more])
         for model, name, keys in cases():
             writer.writerow([model, name, *(f"{x:.12g}" for x in row_of(model, keys))])
     sys.exit(0)

@@ -39,7 +39,7 @@ REAL_TRAIN_RANK = trainer.train_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What a rank does to itself, and when: at "start", in "step" 4 or while "saving" step 4."""
+    """What a rank does to itself, and when: at "start", in "step" 4, while "saving" step 4, or "midway" in that."""
 
     act: str
     when: str
@@ -59,13 +59,15 @@ def _prepare(fault: Fault) -> None:
     act = partial(ACTS[fault.act])
     if fault.when == "start":
         act()
-    elif fault.when == "saving":
+    elif fault.when in ("saving", "midway"):
         import octopipe.training.checkpoint as saving
 
         real = saving._write_layers
 
         def write(folder: Path, contents: Any) -> Any:
             if folder.name.startswith("step-00000004"):
+                if fault.when == "midway":
+                    real(folder, [next(iter(contents))])
                 act()
             return real(folder, contents)
 
@@ -210,6 +212,24 @@ def test_a_slow_rank_changes_nothing_and_a_broken_run_goes_on_as_if_it_had_not_b
     monkeypatch.setattr(trainer, "train_rank", REAL_TRAIN_RANK)
     rest = trainer.train(job(nproc=2, steps=6, checkpoint=str(tmp_path / "run"), save_every=2, resume=True))
     assert rest is not None and rest.losses == whole.losses[2:]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_is_killed_behind_a_step_never_was_and_the_next_run_goes_on_from_the_one_before(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = rf"^rank {rank} was killed by SIGKILL.*step-00000002 is good: --resume goes on from it"
+    with pytest.raises(OctoPipeError, match=said):
+        run(Fault(act="kill", when="midway", rank=rank), tmp_path, monkeypatch, async_save=True)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
+    half = tmp_path / "run" / "step-00000004.partial"
+    assert len(list(half.glob("layer-*.pt"))) >= 1
+    monkeypatch.setattr(trainer, "train_rank", REAL_TRAIN_RANK)
+    asked = job(nproc=2, steps=3, checkpoint=str(tmp_path / "run"), resume=True, async_save=True)
+    rest, whole = trainer.train(asked), trainer.train(job(nproc=1, steps=3))
+    assert rest is not None and whole is not None
+    assert rest.first_step == 3 and rest.losses == pytest.approx(whole.losses[2:], rel=1e-5)
+    assert not list((tmp_path / "run").glob("*.partial"))
 
 
 def another_model_on_rank_1(seat: launch.Seat, asked: TrainJob) -> TrainResult | None:

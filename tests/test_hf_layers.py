@@ -132,6 +132,31 @@ def test_weights_in_files_that_are_not_read_are_never_replaced_by_fresh_ones(nam
     assert layers(tmp_path / "config.json").parameters > 0
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("cut", r"model-0000\d-of-\d+\.safetensors: its tensors cannot be read \(.*; download it again"),
+        ("gone", r"model-0000\d-of-\d+\.safetensors: its tensors cannot be read \(.*; download it again"),
+        ("elsewhere", r"index\.json: '.*' is in '\.\./x\.safetensors', which is no file beside it; download it again"),
+        ("no map", r"index\.json: has no weight_map; download it again"),
+    ],
+)
+def test_a_checkpoint_with_a_damaged_file_is_refused_with_its_name(change: str, said: str, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path, max_shard_size="40KB")
+    index, shard = tmp_path / "model.safetensors.index.json", sorted(tmp_path.glob("model-*.safetensors"))[1]
+    if change == "cut":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif change == "gone":
+        shard.unlink()
+    else:
+        names = json.loads(index.read_text())["weight_map"]
+        there = {"weight_map": dict.fromkeys(names, "../x.safetensors")} if change == "elsewhere" else {"weight_map": 3}
+        index.write_text(json.dumps(there))
+    with pytest.raises(OctoPipeError, match=said):
+        for factory in layers(tmp_path):
+            factory()
+
+
 class Lora(nn.Module):
     """What PEFT puts in a linear's place."""
 

@@ -16,7 +16,7 @@ ROOMS = [
         *("cost", "cost_record", "flops", "calibration", "traffic", "footprint", "layer_pricing", "analytic"),
         *("layer_times", "profile_file", "foreign_times", "resolve"),
     ],
-    ["plan", "plan_file", "plan_setting", "price"],
+    ["plan", "plan_rules", "plan_file", "plan_setting", "price"],
     ["_engine"],
     ["blocking", "lowering"],
     ["timeline_record", "timeline", "fidelity"],

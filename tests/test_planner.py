@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octopipe.cli import main
 from octopipe.cluster import gpu
 from octopipe.errors import OctoPipeError
 from octopipe.plan_file import load_plan
-from octopipe.planner.estimate import estimate
-from octopipe.planner.search import Pricer, judge, search
+from octopipe.planner import search as planner_search
+from octopipe.planner.commands import command_lines
+from octopipe.planner.estimate import estimate, evenest_ms
+from octopipe.planner.search import Candidate, Pricer, judge, search
 from octopipe.planner.splits import RUNTIMES, Split, parse_split, splits
 from octopipe.setup import Setup
+from octopipe.simulator import simulate
 from octopipe.zoo import preset
 
 SMALL = {"gpus": 8, "global_batch": 16}
@@ -60,10 +65,59 @@ def test_the_bound_is_below_every_estimate_and_every_simulation() -> None:
 def test_pruning_loses_nothing() -> None:
     pricer = Pricer(preset("llama3-8b"), base(), 16)
     every = list(splits(pricer.spec, pricer.base, **SMALL))
-    kept, judged = judge(pricer, every, MODES, lambda words: None)
+    kept, judged, _ = judge(pricer, every, MODES, lambda words: None)
     fitting = [c for c in (pricer.candidate(s, MODES) for s in every) if c.fits]
     assert judged < len(every)
     assert min(c.step_ms for c in kept) == min(c.step_ms for c in fitting)
+    assert min(c.tuned_ms for c in kept) == min(c.tuned_ms for c in fitting)
+
+
+def test_judging_that_ran_out_of_time_says_so() -> None:
+    pricer = Pricer(preset("llama3-8b"), base(), 16)
+    every = list(splits(pricer.spec, pricer.base, **SMALL))
+    assert not judge(pricer, every, MODES, lambda words: None)[2]
+    kept, judged, cut_short = judge(pricer, every, MODES, lambda words: None, cpu_s=0.0)
+    assert kept and judged < 10 and cut_short
+
+
+def test_without_a_runtime_nothing_is_left_out_that_some_runtime_runs() -> None:
+    spec = preset("llama3-8b")
+    every = set(splits(spec, base(), **SMALL))
+    for name in ("torch", "megatron"):
+        assert set(splits(spec, base(), runtime=RUNTIMES[name], **SMALL)) <= every, name
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_are_dealt_nearly_as_evenly_as_they_can_be(seed: int) -> None:
+    """Against every way of giving six layers to ranks; dealing the largest first takes at most 4/3 of it (Graham)."""
+    lot = np.random.default_rng(seed)
+    layers, ranks = lot.uniform(1.0, 5.0, 6), int(lot.integers(1, 4))
+    slow = np.ones(ranks) if seed % 2 else lot.uniform(1.0, 2.0, ranks)
+    best = min(
+        max(sum(layers[i] * slow[r] for i in range(6) if way[i] == r) for r in range(ranks))
+        for way in itertools.product(range(ranks), repeat=6)
+    )
+    found = evenest_ms(layers, slow)
+    assert best * (1 - 1e-12) <= found <= best * (4 / 3 if seed % 2 else 2.0)
+
+
+def test_a_split_is_tuned_for_what_tuning_gives_it_not_for_what_it_is_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hybrid cut evenly is worst in long pipelines, and gains most there."""
+    tuned: list[Split] = []
+
+    def noted(pricer: Pricer, candidate: Candidate, *_: object) -> None:
+        tuned.append(candidate.split)
+
+    monkeypatch.setattr(planner_search, "tune_candidate", noted)
+    spec, cluster = preset("nemotron-h-56b"), base("h100", seq=8192)
+    found = search(spec, cluster, gpus=64, global_batch=128, budget_s=20.0)
+    assert found.best.split.pp < 8, "the fastest as it is"
+    pricer = Pricer(spec, cluster, 128)
+    every = list(splits(spec, cluster, gpus=64, global_batch=128))
+    kept, *_ = judge(pricer, every, MODES, lambda words: None)
+    hoped = min((c for c in kept if c.split.pp > 1), key=lambda c: c.tuned_ms)
+    assert hoped.tuned_ms < 0.97 * found.best.step_ms
+    assert any((s.tp, s.cp, s.pp, s.dp) == (2, 2, 8, 2) for s in tuned), (tuned, hoped.split)
 
 
 @pytest.mark.parametrize("vp", [1, 2, 4])
@@ -108,11 +162,44 @@ def test_large_models_fit_the_clusters_they_are_trained_on(model: str, kind: str
     pp = 16 if gpus >= 512 else 8 if gpus > 64 else 4
     fixed = {"pp": pp, "tp": 1, "cp": 1, "zero": 1, "vp": 1, "micro_batch_size": 1}
     every = list(splits(spec, pricer.base, gpus=gpus, global_batch=batch, fixed=fixed))
-    kept, _ = judge(pricer, every, MODES, lambda words: None)
+    kept, *_ = judge(pricer, every, MODES, lambda words: None)
     assert kept, model
     exact = pricer.simulated(kept[0].split)
     assert exact.fits and exact.peak_gib <= exact.limit_gib < gpu(kind).memory_gib
     assert exact.mfu is not None and 0.05 < exact.mfu < 0.7
+
+
+def test_octopipes_own_runtime_recomputes_by_ops_and_holds_state_whole() -> None:
+    """`octopipe train` has no switch for checkpointed layers: what must be recomputed is in the plan, and fits."""
+    spec, cluster = preset("llama3-8b"), base("h100", seq=16384)
+    fixed = {"micro_batch_size": 1}
+    found = search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], budget_s=4.0, fixed=fixed)
+    best = found.best
+    assert best.plan is not None and best.costs is not None and best.fits
+    assert best.setup.recompute == "none" and best.setup.zero == 0
+    assert sum(op.kind == "R" for order in best.plan.orders for op in order) > 0
+    assert simulate(best.plan, best.costs).fits
+    line = command_lines(best, model="llama3-8b", plan_file="p.json", runtime="any")
+    assert "train llama3-8b --plan p.json" in line["octopipe"] and line["torch"].startswith("none: the plan recomputes")
+    with pytest.raises(OctoPipeError, match="whole layers only"):
+        search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], recompute="selective")
+
+
+def test_a_command_line_is_given_only_where_it_runs_the_split() -> None:
+    pricer = Pricer(preset("llama3-8b"), base("h100"), 16)
+
+    def lines(recompute: str = "none", **sizes: int) -> dict[str, str]:
+        usual = {"tp": 1, "cp": 1, "ep": 1, "pp": 2, "dp": 4, "vp": 1, "micro_batch_size": 1, "zero": 0}
+        split = Split(**usual | sizes)
+        return command_lines(pricer.simulated(split, recompute), model="m", plan_file="p.json", runtime="any")
+
+    assert "-m octopipe train" in lines()["octopipe"]
+    assert "ZeRO-1; plan with --for octopipe" in lines(zero=1)["octopipe"]
+    assert "shards no tensor" in lines(tp=2, dp=2)["octopipe"]
+    assert "selective recomputation; plan with" in lines("selective")["octopipe"]
+    assert "all checkpointed layers" in lines("full")["torch"] and "pp 2 x dp 4" in lines("full")["torch"]
+    assert "--recompute-granularity selective" in lines("selective", zero=1)["megatron"]
+    assert "optim_grads " in lines(zero=2, pp=1, dp=8)["megatron"] and "none" in lines(zero=2)["megatron"]
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "fast=3"])
@@ -166,7 +253,7 @@ def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> No
         (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "how many GPUs"),
         (("plan", "llama3-8b", "--gpus", "8"), "how many sequences"),
         ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
-        ((*PLAN, "--today", "tp=3"), "today's split makes"),
+        ((*PLAN, "--today", "tp=3"), "today's split (tp 3) needs multiples of 3 GPUs, the cluster has"),
         (("scale", "llama3-8b", "--pp", "2", "--tp", "1", "--gpus", "7"), "does not make 7 GPUs"),
     ],
 )

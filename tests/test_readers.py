@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import stat
@@ -31,7 +32,16 @@ from octopipe.systems import build_plan
 from octopipe.timeline import timeline_from_json
 from octopipe.tuner import tune
 
-ALL = {reader.name: reader for reader in readers()}
+
+def _of_training() -> tuple[Reader, ...]:
+    if importlib.util.find_spec("torch") is None:
+        return ()
+    import fuzz_training
+
+    return fuzz_training.readers()
+
+
+ALL = {reader.name: reader for reader in (*readers(), *_of_training())}
 TIMELINE = json.loads(ALL["timeline"].valid[0])
 PLAN = json.loads(ALL["plan"].valid[0])
 

@@ -101,7 +101,7 @@ def server() -> Iterator[Server]:
 
 def ask(server: Server, method: str, path: str, body: object = None) -> tuple[int, str]:
     connection = HTTPConnection(*server.server_address[:2], timeout=10)
-    data = json.dumps(body) if body is not None else None
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body)
     connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -119,7 +119,8 @@ def test_the_servers_page_plans_a_cluster(server: Server) -> None:
     ):
         status, text = ask(server, "POST", "/api/plan", asked)
         assert status == 400 and said in json.loads(text)["error"]
-    assert ask(server, "POST", "/api/plan", [1])[0] == 400
+    for broken in ([1], b'{"model": "\xff"}', b'{"a":' * 5000):
+        assert ask(server, "POST", "/api/plan", broken)[0] == 400
 
 
 def test_without_a_planner_there_is_no_such_page() -> None:

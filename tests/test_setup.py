@@ -147,6 +147,19 @@ def test_zero_divides_what_it_says() -> None:
     assert bf16 == pytest.approx(16 * parameters)
 
 
+def test_zero_2_reduces_gradients_in_every_micro_batch_and_zero_1_once() -> None:
+    """A gradient held in parts cannot be added to whole: its reduction comes back with every micro-batch."""
+    plain = {z: table(dp=64, zero=z, seq=64) for z in (1, 2, 3)}
+    extra = {z: plain[z].layer_ms[1:-1].sum() - plain[1].layer_ms[1:-1].sum() for z in (2, 3)}
+    assert 0 < extra[2] < extra[3], "gathered weights come on top with ZeRO-3"
+    assert plain[2].forward_ms == pytest.approx(plain[1].forward_ms)
+    # Once a step: gradient and weights with ZeRO-1, weights alone with ZeRO-2.
+    once = {z: plain[z].reduction.ms_per_byte * plain[z].gradient_bytes.sum() for z in (1, 2)}
+    assert 0 < once[2] < once[1]
+    workspace = plain[2].workspace_bytes - plain[1].workspace_bytes
+    assert workspace[1:-1] == pytest.approx(plain[2].gradient_bytes[1:-1]), "a whole gradient before it is divided"
+
+
 def test_zero_3_pays_for_its_gathers_only_where_compute_does_not_hide_them() -> None:
     few, many = ({z: table(dp=64, zero=z, seq=seq).layer_ms[1:-1].sum() for z in (1, 3)} for seq in (64, 16384))
     assert few[3] > 1.5 * few[1]

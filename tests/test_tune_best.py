@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz_cases import LAYER_TIMES
 
 from octopipe.bounds import bounds
 from octopipe.cli import main
@@ -20,7 +21,7 @@ from octopipe.lowering import CHANNELS, lower
 from octopipe.plan_file import load_plan
 from octopipe.simulator import simulate
 from octopipe.systems import build_plan, systems
-from octopipe.tuner import tune
+from octopipe.tuner import METHODS, TARGETS, tune
 from octopipe.tuner.core.problem import make_problem, make_rng
 from octopipe.tuner.lane import Budget, Lane
 from octopipe.tuner.population import Judge
@@ -95,6 +96,27 @@ def test_the_same_seed_and_iterations_give_the_same_plan() -> None:
     costs = uneven(4, 10)
     first, again = (tune(costs, 3, 5, iterations=200, workers=1, seed=7) for _ in range(2))
     assert first.plan.orders == again.plan.orders and first.plan.stages == again.plan.stages
+
+
+@pytest.mark.parametrize(
+    "how",
+    [*(("--method", method) for method in METHODS), *(("--for", name) for name in TARGETS if name != "octopipe")],
+    ids=" ".join,
+)
+def test_counted_moves_write_the_same_file_with_any_number_of_workers_and_any_budget(
+    how: tuple[str, str], tmp_path: Path
+) -> None:
+    if how[1] == "exact":
+        pytest.importorskip("ortools")
+    name = str(tmp_path / "times.json")
+    Path(name).write_text(json.dumps({**LAYER_TIMES, "forward_ms": dict(zip("EM-*L", (0.3, 1.7, 1.0, 2.2, 3.1)))}))
+    common = ["tune", name, "--pp", "2", "--micro-batches", "4", "--iterations", "30", "--seed", "3", *how]
+    files = set()
+    for number, words in enumerate((["--workers", "1"], ["--workers", "2"], ["--budget", "1ms"])):
+        path = tmp_path / f"{number}.json"
+        assert main([*common, *words, "-o", str(path), "--json"]) == 0
+        files.add(path.read_bytes())
+    assert len(files) == 1
 
 
 def test_a_slow_rank_gets_less_work() -> None:

@@ -4,7 +4,8 @@ Knows: llvmlite, and which folder can be written. Does not know: Python's syntax
 
 Code is kept in the folder OCTOPIPE_CACHE_DIR names, else in the user's own for caches, else in a private folder for
 temporary files, else not at all: where nothing can be written kernels still run. A file's name is a digest of the text
-that was compiled, the processor and LLVM's version, so what is found is always right.
+that was compiled, the processor and LLVM's version, so what is found is always right; what nothing asked for in a month
+(an older version's code) is removed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -33,6 +35,9 @@ declare double @llvm.pow.f64(double, double)
 """ + "".join(
     f"declare double @llvm.{name}.f64(double)\n" for name in ("log", "log2", "exp", "sqrt", "floor", "ceil", "fabs")
 )
+DAY_S = 24 * 3600.0
+UNUSED_S = 30 * DAY_S
+"""Code that nothing asked for in this time is removed."""
 ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 """Takes the address of a block of words; runs without Python's lock."""
 
@@ -146,6 +151,9 @@ def kept(file: str) -> bytes | None:
             code = (place / file).read_bytes()
             # Its own digest first: a file cut short is no code.
             if hashlib.sha256(code[32:]).digest() == code[:32]:
+                if time.time() - (place / file).stat().st_mtime > DAY_S:
+                    with contextlib.suppress(OSError):
+                        os.utime(place / file)
                 return code[32:]
     return None
 
@@ -155,9 +163,19 @@ def keep(file: str, code: bytes) -> None:
     if place is None:
         return
     try:
-        with tempfile.NamedTemporaryFile(dir=place, delete=False) as new:
+        with tempfile.NamedTemporaryFile(dir=place, suffix=".o", delete=False) as new:
             new.write(hashlib.sha256(code).digest() + code)
         os.replace(new.name, place / file)
     except OSError:  # a full disk is no reason not to run
         with contextlib.suppress(OSError, UnboundLocalError):
             os.unlink(new.name)
+    with contextlib.suppress(OSError):
+        _prune(place)
+
+
+@cache
+def _prune(place: Path) -> None:
+    """Once a process, and only in one that has compiled something: a warm start does not read the folder."""
+    for path in place.iterdir():
+        if path.suffix in (".o", ".k") and time.time() - path.stat().st_mtime > UNUSED_S:
+            path.unlink(missing_ok=True)

@@ -40,6 +40,8 @@ SMALL = 1000
 """Layers x micro-batches x ranks up to which the solver gets a quick plan to start from; above, it is on its own."""
 QUICK_SHARE, QUICK_PATIENCE = 0.2, 12
 """Of that: its share of the budget at most, and how soon its search is given up."""
+QUICK_MOVES = 60
+"""Its moves, where moves are counted."""
 SOLVE_SHARE = 0.3
 """How much longer than stating a problem handing it over is taken to last."""
 POLL_S = 0.1
@@ -77,32 +79,39 @@ def solve(
     seed: int = 0,
     workers: int | None = None,
     start: Plan | None = None,
+    iterations: int | None = None,
     recompute: bool = True,
     progress: Callback | None = None,
 ) -> Solved:
     """The best plan CP-SAT finds within the budget, with its proven bound.
 
-    Raises OctoPipeError when it finds none; a given start is returned instead, where it fits. `recompute`: may
-    activations be recomputed? (Without a memory limit that never pays.) A callback that returns True ends the solve.
+    Raises OctoPipeError when it finds none; a given start is returned instead, where it fits. `iterations`: conflicts
+    of one worker instead of time, so that the result depends on the seed alone. `recompute`: may activations be
+    recomputed? (Without a memory limit that never pays.) A callback that returns True ends the solve.
     """
     began = time.monotonic()
     cp = cp_model()
     if start is None and costs.num_layers * num_micro_batches * num_ranks <= SMALL:
-        start = _quick_plan(costs, num_ranks, num_micro_batches, budget_s, recompute)
+        start = _quick_plan(costs, num_ranks, num_micro_batches, budget_s, iterations, recompute)
+    limit_s = budget_s if iterations is None else math.inf
     given = simulate(start, costs) if start is not None else None
     unit_ms = _serial_ms(costs, num_ranks, num_micro_batches) / RESOLUTION
     reached, bound_ms, stopped = "", 0.0, False
     try:
         decides = recompute and any(math.isfinite(costs.capacity_bytes(r)) for r in range(num_ranks))
-        stated = state_problem(cp, costs, num_ranks, num_micro_batches, unit_ms, began + budget_s, decides)
+        stated = state_problem(cp, costs, num_ranks, num_micro_batches, unit_ms, began + limit_s, decides)
         size = f"{len(stated.model.proto.variables)} variables, {len(stated.model.proto.constraints)} constraints"
         # Handing a model to the solver takes about as long again as stating it, and no limit stops that.
-        in_time(began + budget_s - SOLVE_SHARE * (time.monotonic() - began), f"stated {size}")
+        in_time(began + limit_s - SOLVE_SHARE * (time.monotonic() - began), f"stated {size}")
         if start is not None and given is not None:
             _hint(stated, costs, start, given, unit_ms)
         solver = cp.CpSolver()
-        solver.parameters.max_time_in_seconds = max(budget_s - (time.monotonic() - began), 0.01)
-        solver.parameters.num_workers = max(1, workers or usable_cores())
+        if iterations is None:
+            solver.parameters.max_time_in_seconds = max(budget_s - (time.monotonic() - began), 0.01)
+            solver.parameters.num_workers = max(1, workers or usable_cores())
+        else:  # several workers tell each other what they find when they find it
+            solver.parameters.max_number_of_conflicts = iterations
+            solver.parameters.num_workers = 1
         solver.parameters.catch_sigint_signal = False
         solver.parameters.random_seed = seed
         status, stopped = _run(solver, stated.model, began, budget_s, given, progress)
@@ -121,10 +130,13 @@ def solve(
         reached = str(error)
     if start is not None and given is not None and given.fits:
         return _solved(start, given, bound_ms, time.monotonic() - began, stopped)
+    spent, more = f"{budget_s:g} s", "a longer --budget"
+    if iterations is not None:
+        spent, more = f"{iterations} conflicts", "more --iterations"
     raise OctoPipeError(
         f"exact: CP-SAT found no plan for {costs.model} ({costs.num_layers} layers, pp {num_ranks}, "
-        f"{num_micro_batches} micro-batches) in {budget_s:g} s ({reached}); it is for small cases: use --method best, "
-        "or a longer --budget"
+        f"{num_micro_batches} micro-batches) in {spent} ({reached}); it is for small cases: use --method best, "
+        f"or {more}"
     )
 
 
@@ -153,13 +165,13 @@ def _run(
 
 
 def _quick_plan(
-    costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, recompute: bool
+    costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, iterations: int | None, recompute: bool
 ) -> Plan | None:
     """What Algorithm 1 comes to in a moment: a bound from above for the solver."""
     try:
         search = IterativeSearch(
             costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
-            settings=Settings(patience=QUICK_PATIENCE),
+            settings=Settings(patience=QUICK_PATIENCE), iterations=iterations and min(iterations, QUICK_MOVES),
         )  # fmt: skip
         return search.run().plan
     except DoesNotFitError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.errors import OctoPipeError
-from octopipe.files import shown
+from octopipe.files import brief, decode_json, letters, read_bytes, shown
 from octopipe.huggingface.shell import StandIn, initialise
+from octopipe.limits import MAX_PLAN_BYTES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "which is pickled: reading it could run code"
@@ -138,7 +138,7 @@ class _Store:
 
         self.where = shown(folder)
         self._model, self._folder = model, folder
-        self._file_of = _file_of_keys(folder)
+        self._file_of = file_of_keys(folder)
         self._mapping: Any = get_model_conversion_mapping(model)  # type: ignore[arg-type]
         renamings = [m for m in self._mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in self._mapping if isinstance(m, WeightConverter)]
@@ -159,7 +159,6 @@ class _Store:
 
     def read(self, names: set[str]) -> dict[str, Tensor]:
         """These parameters and buffers, as far as they are there."""
-        from safetensors import safe_open
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -168,9 +167,7 @@ class _Store:
             return {}
         # The model's own loader fills the model on meta; what it put there is taken out again.
         before = _state(self._model)
-        with contextlib.ExitStack() as stack, _quiet():
-            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in {self._file_of[k] for k in keys}}
-            slices = {key: files[self._file_of[key]].get_slice(key) for key in keys}
+        with _quiet(), open_tensors({key: self._file_of[key] for key in keys}) as slices:
             config = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=copy.deepcopy(self._mapping))
             try:
                 info, _ = convert_and_load_state_dict_in_model(self._model, slices, config)  # type: ignore[arg-type]
@@ -200,18 +197,50 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _file_of_keys(folder: Path) -> dict[str, str]:
+def file_of_keys(folder: Path) -> dict[str, str]:
+    """Which of a folder's files holds a tensor, by the tensor's name."""
     from safetensors import safe_open
 
-    try:
-        if (folder / INDEX).exists():
-            index: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-            return {key: str(folder / file) for key, file in index.items()}
-        with safe_open(folder / SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), str(folder / SINGLE))
-    except Exception as error:  # safetensors raises its own kinds
-        why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{shown(folder)}: its safetensors cannot be read ({why}); download them again") from None
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.exists():
+        try:
+            with safe_open(single, framework="pt") as file:
+                return dict.fromkeys(file.keys(), str(single))
+        except Exception as error:  # safetensors raises its own kinds
+            raise _unreadable(single, error) from None
+    found = decode_json(read_bytes(index, most_bytes=MAX_PLAN_BYTES), shown(index))
+    listed = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(listed, dict):
+        raise OctoPipeError(f"{shown(index)}: has no weight_map; download it again")
+    for key, name in listed.items():
+        # An index comes with its files; one that points elsewhere is not a checkpoint's.
+        if not isinstance(name, str) or name != Path(name).name or "\0" in name:
+            where = f"{brief(key)} is in {brief(name)}"
+            raise OctoPipeError(f"{shown(index)}: {where}, which is no file beside it; download it again")
+    return {key: str(folder / name) for key, name in listed.items()}
+
+
+@contextlib.contextmanager
+def open_tensors(file_of: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Tensors by name, read when they are asked for; `file_of`: the file of each."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as stack:
+        files: dict[str, Any] = {}
+        slices: dict[str, Any] = {}
+        for key, path in file_of.items():
+            try:
+                if path not in files:
+                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                slices[key] = files[path].get_slice(key)
+            except Exception as error:  # safetensors raises its own kinds
+                raise _unreadable(Path(path), error) from None
+        yield slices
+
+
+def _unreadable(path: Path, error: Exception) -> OctoPipeError:
+    why = " ".join(str(error).split())[:120]
+    return OctoPipeError(f"{shown(path)}: its tensors cannot be read ({letters(why)}); download it again")
 
 
 def has_weights(folder: Path) -> bool:

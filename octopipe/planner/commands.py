@@ -26,9 +26,14 @@ def megatron_flags(candidate: Candidate) -> str:
     """Megatron-LM's flags for the split; raises where it has no words for it."""
     setup, split = candidate.setup, candidate.split
     if candidate.how == "tuned":
-        raise OctoPipeError("Megatron-LM keeps its own order of ops; a tuned order cannot be said in its flags")
+        plan = candidate.plan
+        whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
+        ours = "octopipe.megatron.forward_backward_func(plan) runs it on its chunks, " if whole else ""
+        raise OctoPipeError(f"its flags cannot say a tuned order; {ours}--for megatron plans what they can say")
     if split.zero == 3 and split.pp > 1:
         raise OctoPipeError("Megatron-LM's FSDP runs without a pipeline")
+    if split.zero == 2 and split.pp > 1:
+        raise OctoPipeError("Megatron-LM holds gradients in parts only without a pipeline; plan with --for megatron")
     flags = [
         f"--tensor-model-parallel-size {split.tp}",
         f"--pipeline-model-parallel-size {split.pp}",
@@ -45,8 +50,9 @@ def megatron_flags(candidate: Candidate) -> str:
             if split.vp > 1:
                 flags.insert(2, f"--num-virtual-stages-per-pipeline-rank {split.vp}")
     flags += ["--sequence-parallel"] * (split.tp > 1 and setup.sequence_parallel)
-    if split.zero == 3:
-        flags += ["--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"]
+    if split.zero >= 2:
+        what = "optim_grads_params" if split.zero == 3 else "optim_grads"
+        flags += [f"--use-megatron-fsdp --data-parallel-sharding-strategy {what}"]
     elif split.zero >= 1:
         flags += ["--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"]
     flags += ["--bf16"] + ["--fp8-format hybrid"] * (setup.precision == "fp8")
@@ -65,8 +71,43 @@ def octopipe_flags(candidate: Candidate, model: str, plan_file: str) -> str:
     split, setup = candidate.split, candidate.setup
     if split.tp * split.cp * split.ep > 1:
         raise OctoPipeError("`octopipe train` shards no tensor; give it layers that do, or plan with --for octopipe")
+    if split.zero and split.dp > 1:
+        raise OctoPipeError(
+            f"`octopipe train` holds weights, gradients and state whole on every replica, and this split counts on "
+            f"ZeRO-{split.zero}; plan with --for octopipe"
+        )
+    if setup.recompute != "none":
+        raise OctoPipeError(
+            f"`octopipe train` recomputes what a plan's R ops say, and this split counts on {recomputed(candidate)}; "
+            "plan with --for octopipe"
+        )
     words = f"-m octopipe train {model} --plan {plan_file} --dp {split.dp} --seq {setup.seq}"
     return f"{words} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
+
+
+def recomputed(candidate: Candidate) -> str:
+    """What layers recompute by themselves, in words."""
+    setup = candidate.setup
+    if setup.recompute == "selective":
+        return "selective recomputation"
+    return f"{setup.recompute_layers or 'all'} checkpointed layers"
+
+
+def torch_flags(candidate: Candidate, plan_file: str, start: str) -> str:
+    """PyTorch's schedule from a file; raises where its runtime cannot run the plan."""
+    split, plan = candidate.split, candidate.plan
+    if plan is not None and (len(plan.routes) > 1 or any(s.recompute for s in plan.stages)):
+        what = "holds layers on several ranks" if len(plan.routes) > 1 else "recomputes single stages"
+        raise OctoPipeError(f"the plan {what}, which its runtime cannot; plan with --for torch")
+    mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}"
+    if candidate.setup.recompute != "none":
+        mesh += f", {recomputed(candidate)}"
+    if split.pp == 1:
+        return f"{start} train.py  # {mesh}; no pipeline"
+    return (
+        f"octopipe export {plan_file} --to pytorch -o schedule.csv && {start} train.py  "
+        f"# {mesh}; the schedule reads schedule.csv"
+    )
 
 
 def command_lines(candidate: Candidate, *, model: str, plan_file: str, runtime: str) -> dict[str, str]:
@@ -83,9 +124,8 @@ def command_lines(candidate: Candidate, *, model: str, plan_file: str, runtime: 
         except OctoPipeError as error:
             out["octopipe"] = f"none: {error}"
     if runtime in ("any", "torch"):
-        out["torch"] = (
-            f"octopipe export {plan_file} --to pytorch -o schedule.csv && {start} train.py  "
-            f"# a mesh of pp {candidate.split.pp} x dp {candidate.split.dp} x cp {candidate.split.cp} x tp "
-            f"{candidate.split.tp}; the schedule reads schedule.csv"
-        )
+        try:
+            out["torch"] = torch_flags(candidate, plan_file, start)
+        except OctoPipeError as error:
+            out["torch"] = f"none: {error}"
     return out

@@ -1,11 +1,13 @@
-"""A split judged without a simulation: step time, memory and recomputation of 1F1B, plain or interleaved.
+"""A split judged without a simulation: step time, memory and recomputation of 1F1B, plain or interleaved, and what
+tuning may come to.
 
-Knows: the closed forms of (interleaved) 1F1B over the even partition. Does not know: how splits are enumerated
-(`splits.py`) or tuned (`search.py`). The simulator has the last word; this ranks.
+Knows: the closed forms of (interleaved) 1F1B over the even partition, and how evenly layers can be dealt to ranks. Does
+not know: how splits are enumerated (`splits.py`) or tuned (`search.py`). The simulator has the last word; this ranks.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +23,8 @@ class Estimate:
     """What a split would give."""
 
     step_ms: float
+    tuned_ms: float
+    """The same with layers dealt to ranks as evenly as their sizes allow: what a tuned plan comes near to."""
     peak_gib: float
     """Of the fullest rank."""
     limit_gib: float
@@ -52,10 +56,14 @@ def estimate(
         lean = _under(price("selective"), "selective", pp, chunks, micro_batches)
         if lean.peak_gib > best.limit_gib > best.peak_gib:
             share = min(1.0, (lean.peak_gib - best.limit_gib) / (lean.peak_gib - best.peak_gib) + 1.0 / (1 + chunks))
-            step = lean.step_ms + share * (best.step_ms - lean.step_ms)
             if share < 1.0:
-                peak = lean.peak_gib + share * (best.peak_gib - lean.peak_gib)
-                best = replace(best, step_ms=step, peak_gib=peak, recompute="partial", recomputed_share=share)
+                step, tuned, peak = (
+                    getattr(lean, name) + share * (getattr(best, name) - getattr(lean, name))
+                    for name in ("step_ms", "tuned_ms", "peak_gib")
+                )
+                best = replace(
+                    best, step_ms=step, tuned_ms=tuned, peak_gib=peak, recompute="partial", recomputed_share=share
+                )
     return best
 
 
@@ -64,6 +72,20 @@ def in_flight(rank: int, pp: int, chunks: int, micro_batches: int) -> int:
     if chunks == 1:
         return min(micro_batches, pp - rank)
     return min(micro_batches * chunks, 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1)
+
+
+def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
+    """The busiest rank's time where the largest layers are dealt first, each to the rank that is done with it first."""
+    ranks = [(0.0, r) for r in range(len(slowdowns))]
+    if slowdowns.min() == slowdowns.max():
+        for ms in sorted(layer_ms * slowdowns[0], reverse=True):
+            heapq.heapreplace(ranks, (ranks[0][0] + float(ms), ranks[0][1]))
+        return max(ranks)[0]
+    loads = np.zeros(len(slowdowns))
+    for ms in sorted(layer_ms, reverse=True):
+        rank = int(np.argmin(loads + ms * slowdowns))
+        loads[rank] += ms * slowdowns[rank]
+    return float(loads.max())
 
 
 def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int) -> Estimate:
@@ -101,8 +123,11 @@ def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int) -> Estimat
         n = costs.data_parallel
         after = after + 2 * (n - 1) / n * per_rank(costs.gradient_bytes) * costs.reduction.ms_per_byte
     step = makespan + float(after.max())
+    fill = (pp - 1) * (float(stage.mean()) + 2 * hop)
+    tuned = m * evenest_ms(costs.layer_ms, slow) + fill + float(after.max())
     return Estimate(
         step_ms=step,
+        tuned_ms=min(step, tuned),
         peak_gib=float(peak.max()) / GIB,
         limit_gib=float(limit[int(np.argmax(peak))]) / GIB,
         bubble=1.0 - float(m * work.mean()) / step if step > 0 else 0.0,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.model import ModelSpec
-from octopipe.planner.search import Candidate, Found, Pricer, judge
+from octopipe.planner.search import Candidate, Found, Pricer, judge, modes_of
 from octopipe.planner.splits import RUNTIMES, Runtime, splits
 from octopipe.setup import Setup
 
@@ -67,11 +67,10 @@ def scaled(
         count = int(gpus * share)
         if count < 1 or count == gpus or time.monotonic() > until:
             continue
-        pricer = Pricer(spec, base, global_batch)
+        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
-        kept, _ = judge(
-            pricer, every, ("none", "selective", "full"), lambda words: None, cpu_s=budget_s / (2 * len(STEPS))
-        )
+        modes = modes_of("auto", runtime)
+        kept, *_ = judge(pricer, every, modes, lambda words: None, cpu_s=budget_s / (2 * len(STEPS)))
         if not kept:
             rows.append({"gpus": count, "fits": False})
             continue

@@ -23,7 +23,7 @@ from octopipe.model import ModelSpec, Moe
 from octopipe.plan import Plan
 from octopipe.planner.estimate import Estimate, estimate
 from octopipe.planner.splits import RUNTIMES, Runtime, Split, finer, least_state_bytes, splits
-from octopipe.recompute import plan_under
+from octopipe.recompute import least_recomputing, plan_under, recomputing
 from octopipe.resolve import costs_of_setup
 from octopipe.setup import Setup
 from octopipe.simulator import simulate
@@ -31,8 +31,10 @@ from octopipe.systems import build_plan
 from octopipe.timeline import GIB, Timeline
 
 KEPT, SIMULATED, TUNED = 24, 8, 2
-TUNABLE_OPS = 40_000
-"""Above so many ops a budget of seconds finds nothing that (interleaved) 1F1B does not have."""
+TUNABLE_OPS = 400_000
+"""Above so many ops a search within seconds has only a few moves."""
+JUDGING, SIMULATING = 0.3, 0.15
+"""Shares of the budget that judging and simulating may take; tuning gains more than either."""
 Say = Callable[[str], None]
 
 
@@ -45,6 +47,8 @@ class Candidate:
     how: str
     """estimated, 1f1b, interleaved or tuned."""
     step_ms: float
+    tuned_ms: float
+    """What tuning may come to, by estimate; of a simulated or tuned one its own step time."""
     tokens_per_gpu_per_second: float
     mfu: float | None
     bubble: float
@@ -76,14 +80,17 @@ class Found:
     today: Candidate | None
     splits: int
     judged: int
+    cut_short: bool
+    """Time was over before every split that may be among the best was judged."""
     seconds: float
 
 
 class Pricer:
     """Costs of splits, each priced once."""
 
-    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int):
-        self.spec, self.base, self.global_batch = spec, base, global_batch
+    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False):
+        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices."""
+        self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
@@ -128,6 +135,7 @@ class Pricer:
             setup=costs.setup,
             how=how,
             step_ms=found.step_ms,
+            tuned_ms=found.tuned_ms,
             tokens_per_gpu_per_second=float(rate["tokens_per_gpu_per_second"] or 0.0),
             mfu=rate["mfu"],
             bubble=found.bubble,
@@ -146,7 +154,13 @@ class Pricer:
         def build(costs: CostTable) -> Plan:
             return build_plan(system, costs, split.pp, m, **options)
 
-        plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
+        if self.recompute_ops:
+            costs = self.costs(split)
+            plan = build(costs)
+            if recompute != "none":
+                plan = recomputing(plan) if recompute == "full" else least_recomputing(plan, costs)
+        else:
+            plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
         return self.of_plan(split, plan, costs, system)
 
     def of_plan(self, split: Split, plan: Plan, costs: CostTable, how: str) -> Candidate:
@@ -155,12 +169,13 @@ class Pricer:
         full = int(np.argmax(timeline.peak_bytes))
         assert costs.setup is not None
         again = sum(len(s.recomputed_layers) for s in plan.stages) + (costs.setup.recompute_layers or 0)
-        mode = f"{again} layers" if again else costs.setup.recompute
+        mode = f"{again} layer{'s' if again > 1 else ''}" if again else costs.setup.recompute
         return Candidate(
             split=split,
             setup=costs.setup,
             how=how,
             step_ms=timeline.step_ms,
+            tuned_ms=timeline.step_ms,
             tokens_per_gpu_per_second=float(rate["tokens_per_gpu_per_second"] or 0.0),
             mfu=rate["mfu"],
             bubble=timeline.bubble_ratio,
@@ -191,8 +206,8 @@ def search(
     """The best split of `gpus` GPUs for steps of `global_batch` sequences, `budget_s` seconds of tuning included."""
     began = time.monotonic()
     tell = say or (lambda words: None)
-    pricer = Pricer(spec, base, global_batch)
-    modes = {"auto": ("none", "selective", "full"), "full": ("full",)}.get(recompute, (recompute,))
+    pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
+    modes = modes_of(recompute, runtime)
     every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
     if not every:
         given = ", ".join(f"{k} {v}" for k, v in (fixed or {}).items())
@@ -200,29 +215,31 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged = judge(pricer, every, modes, tell, cpu_s=0.7 * budget_s)
+    kept, judged, cut_short = judge(pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned)
     if "vp" not in (fixed or {}):
         kept = _refined(pricer, kept, modes)
     if not kept:
         raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     tell("simulating the best few")
-    simulated = [pricer.simulated(c.split, recompute) for c in _varied(kept, SIMULATED)]
-    fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
+    simulated = _simulated(pricer, kept, recompute, SIMULATING * budget_s)
     present = _today(pricer, base, gpus, today, runtime, recompute) if today else None
-    if not fitting:
-        raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     tuned: list[Candidate] = []
     if runtime.tuned:
-        left = budget_s - (time.monotonic() - began)
-        worth = [c for c in fitting[:TUNED] if c.split.pp > 1 and c.plan is not None]
+        until = began + budget_s
+        worth = _varied([c for c in sorted(kept, key=_hoped_first) if c.split.pp > 1], TUNED, each=1)
         for i, candidate in enumerate(worth):
-            share = left / (len(worth) - i) if left > 1.0 else 0.0
-            began_one = time.monotonic()
             tell(f"tuning {candidate.split.words()}")
-            better = tune_candidate(pricer, candidate, share, seed, runtime)
+            known = next((c for c in simulated if c.split == candidate.split), None)
+            begun = known or pricer.simulated(candidate.split, recompute)
+            if known is None:
+                simulated.append(begun)
+            share = (until - time.monotonic()) / (len(worth) - i)
+            better = tune_candidate(pricer, begun, share, seed, runtime, recompute)
             if better is not None:
                 tuned.append(better)
-            left -= time.monotonic() - began_one
+    fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
+    if not fitting and not tuned:
+        raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     best = min([*fitting, *tuned], key=simpler_first)
     if present is not None and present.fits and present.step_ms < best.step_ms:
         best = present
@@ -235,31 +252,66 @@ def search(
         today=present,
         splits=len(every),
         judged=judged,
+        cut_short=cut_short,
         seconds=time.monotonic() - began,
     )
 
 
+def modes_of(recompute: str, runtime: Runtime) -> tuple[str, ...]:
+    """Ways of recomputing to judge splits under, the least first."""
+    if recompute == "auto":
+        return ("none", "full") if runtime.recomputes_by_ops else ("none", "selective", "full")
+    if recompute == "selective" and runtime.recomputes_by_ops:
+        raise OctoPipeError("`octopipe train` recomputes whole layers only; give --recompute auto, full or none")
+    return (recompute,)
+
+
 def judge(
-    pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], tell: Say, *, cpu_s: float = math.inf
-) -> tuple[list[Candidate], int]:
-    """The `KEPT` fastest splits that fit, by estimate; splits whose bound is above all of them are never judged, nor,
-    after `cpu_s` seconds of this process's own time, those whose bounds are the worst."""
+    pricer: Pricer,
+    every: Sequence[Split],
+    modes: tuple[str, ...],
+    tell: Say,
+    *,
+    cpu_s: float = math.inf,
+    tuned: bool = True,
+) -> tuple[list[Candidate], int, bool]:
+    """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
+    and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, after
+    `cpu_s` seconds of this process's own time, those whose bounds are the worst."""
     until = time.process_time() + cpu_s
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
-    kept: list[tuple[float, int, Candidate]] = []
-    judged = 0
+    heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
+    judged, cut_short = 0, False
     for bound, split in queue:
-        if (len(kept) >= KEPT and bound >= -kept[0][0]) or (kept and time.process_time() > until):
+        if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
+            break
+        if heaps[0] and time.process_time() > until:
+            cut_short = True
             break
         judged += 1
         if judged % 50 == 0:
             tell(f"{judged} of {len(every)} splits judged")
         found = pricer.candidate(split, modes)
         if found.fits:
-            heapq.heappush(kept, (-found.step_ms, judged, found))
-            if len(kept) > KEPT:
-                heapq.heappop(kept)
-    return sorted((c for _, _, c in kept), key=simpler_first), judged
+            for heap, ms in zip(heaps, (found.step_ms, found.tuned_ms)):
+                heapq.heappush(heap, (-ms, judged, found))
+                if len(heap) > KEPT:
+                    heapq.heappop(heap)
+    kept = {number: candidate for heap in heaps for _, number, candidate in heap}
+    return sorted(kept.values(), key=simpler_first), judged, cut_short
+
+
+def _simulated(pricer: Pricer, kept: Sequence[Candidate], recompute: str, seconds: float) -> list[Candidate]:
+    """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or time is over."""
+    until = time.monotonic() + seconds
+    out: list[Candidate] = []
+    for candidate in _varied(kept, 2 * SIMULATED, each=2):
+        best_ms = min((c.step_ms for c in out if c.fits), default=math.inf)
+        settled = len(out) >= SIMULATED and candidate.step_ms >= best_ms
+        if best_ms < math.inf and (settled or time.monotonic() > until):
+            break
+        out.append(pricer.simulated(candidate.split, recompute))
+    return out
 
 
 def _refined(pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...]) -> list[Candidate]:
@@ -282,21 +334,26 @@ def simpler_first(candidate: Candidate) -> float:
     return candidate.step_ms * (1 + 2e-3 * math.log2(s.tp * s.cp * s.cp) + 5e-4 * math.log2(s.pp * s.ep * s.vp))
 
 
-def _varied(kept: Sequence[Candidate], number: int) -> list[Candidate]:
-    """The best by estimate, but no more than two that differ in stages per rank alone."""
+def _hoped_first(candidate: Candidate) -> float:
+    """The same of what tuning may come to."""
+    return candidate.tuned_ms * simpler_first(candidate) / candidate.step_ms
+
+
+def _varied(kept: Sequence[Candidate], number: int, *, each: int) -> list[Candidate]:
+    """The first, but no more than `each` that differ in stages per rank alone."""
     seen: dict[tuple[int, ...], int] = {}
     out = []
     for candidate in kept:
         s = candidate.split
         key = (s.tp, s.cp, s.ep, s.pp, s.dp, s.micro_batch_size, s.zero)
         seen[key] = seen.get(key, 0) + 1
-        if seen[key] <= 2:
+        if seen[key] <= each:
             out.append(candidate)
     return out[:number]
 
 
 def tune_candidate(
-    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime
+    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime, recompute: str = "auto"
 ) -> Candidate | None:
     """The candidate's split with partition, placement and order tuned; None where that found nothing faster."""
     from octopipe.tuner import tune
@@ -305,6 +362,10 @@ def tune_candidate(
     assert plan is not None and costs is not None
     if budget_s < 1.0 or sum(map(len, plan.orders)) > TUNABLE_OPS:
         return None
+    start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
+    if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
+        # The search knows better than a number of layers for all which ones to recompute.
+        costs, start = pricer.costs(candidate.split, "selective"), None
     try:
         result = tune(
             costs,
@@ -312,12 +373,13 @@ def tune_candidate(
             plan.num_micro_batches,
             budget_s=budget_s,
             seed=seed,
-            start=None if any(s.recompute for s in plan.stages) else plan,
-            copies=runtime.name in ("any", "octopipe"),
+            recompute=recompute == "auto",
+            start=start,
+            target="torch" if runtime.name == "torch" else "octopipe",
         )
     except OctoPipeError:
         return None
-    if result.step_ms >= candidate.step_ms:
+    if candidate.fits and result.step_ms >= candidate.step_ms:
         return None
     return pricer.of_plan(candidate.split, result.plan, costs, "tuned")
 
@@ -335,7 +397,9 @@ def _today(
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = sizes.pop("dp", 0) or gpus // product
     if product * dp != gpus:
-        raise OctoPipeError(f"today's split makes {product * dp} GPUs, not {gpus}; check its sizes")
+        named = ", ".join(f"{k} {today[k]}" for k in ("tp", "cp", "pp", "dp") if k in today) or "one GPU"
+        need = f"is of {product * dp}" if "dp" in today else f"needs multiples of {product}"
+        raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
     split = Split(dp=dp, **sizes)
     if pricer.global_batch % (dp * split.micro_batch_size):
         raise OctoPipeError(

@@ -38,6 +38,8 @@ class Runtime:
     """Runs any order of ops, so that a tuned plan means something to it."""
     placed: bool = True
     """Runs stages on any rank; otherwise stage i is on rank i mod pp."""
+    recomputes_by_ops: bool = False
+    """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
 
 
 RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
@@ -45,10 +47,10 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
         # Megatron-LM: (interleaved) 1F1B with stages in turn; its FSDP replaces the pipeline.
         "megatron": Runtime(name="megatron", zero=(1, 3), zero_3_with_pipeline=False, tuned=False, placed=False),
         # torch.distributed.pipelining with FSDP2, DTensor TP, ring attention and expert parallelism (torchtitan).
-        "torch": Runtime(name="torch", zero=(2, 3)),
+        "torch": Runtime(name="torch", zero=(1, 2, 3)),
         # `octopipe train` divides models over pipelines and replicas; it shards no tensor and no state.
-        "octopipe": Runtime(name="octopipe", zero=(0,), most={"tp": 1, "cp": 1, "ep": 1}),
-        "any": Runtime(name="any", zero=(1, 3)),
+        "octopipe": Runtime(name="octopipe", zero=(0,), most={"tp": 1, "cp": 1, "ep": 1}, recomputes_by_ops=True),
+        "any": Runtime(name="any", zero=(1, 2, 3)),
     }
 )
 

@@ -204,7 +204,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise OctoPipeError("no such model on this page; choose one of the list")
             asked["model"] = self.server.jobs.models[str(asked["model"])]
             self._json(HTTPStatus.OK, {"html": panel(planner(asked))})
-        except (OctoPipeError, msgspec.MsgspecError) as error:
+        except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._problem(HTTPStatus.BAD_REQUEST, str(error))
         finally:
             self.server.planning.release()

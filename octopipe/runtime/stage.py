@@ -222,7 +222,7 @@ class StageRun:
         input_grad: Sequence[bool] | None,
         graph: bool,
         *,
-        again: bool = False,
+        again: bool,
         side: Mapping[str, Any] | None = None,
     ):
         self._stage, self._then, self._seed, self._side = stage, then, seed, side

@@ -34,7 +34,9 @@ from octopipe.files import shown
 from octopipe.runtime.exchange import broadcast_value
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.training.shelf import (
+    ASIDE,
     FORMAT,
+    PARTIAL,
     RUN,
     DamagedCheckpoint,
     checkpoints,
@@ -98,7 +100,7 @@ class Saving:
     ):
         self._home, self._pipe, self._keep = Path(folder), pipe, keep
         self._target = self._home / f"step-{step:08d}"
-        self._partial = self._home / f"step-{step:08d}.partial"
+        self._partial = self._home / f"step-{step:08d}{PARTIAL}"
         self._leads = pipe.world.rank == 0 and pipe.world.replica == 0
         self._record = {
             **(about or {}),
@@ -121,7 +123,7 @@ class Saving:
             self._write(contents)
             return
         copied = list(contents)
-        self._thread = threading.Thread(target=self._write, args=(copied,), name="octopipe-save", daemon=True)
+        self._thread = threading.Thread(target=self._write_behind, args=(copied,), name="octopipe-save", daemon=True)
         self._thread.start()
 
     def state(self) -> int:
@@ -145,7 +147,12 @@ class Saving:
         if self._leads:
             files = {k: entry for some in everybody for k, entry in some.items()}
             record = {**self._record, "layers": [files[k] for k in sorted(files)]}
-            problem = _attempt(lambda: _publish(self._partial, target, record), target)
+            missing = sorted(set(range(pipe.plan.num_layers)) - files.keys())
+            problem = (
+                f"{shown(target)}: layer {missing[0]} was written by no rank: no checkpoint was made; save again"
+                if missing
+                else _attempt(lambda: _publish(self._partial, target, record), target)
+            )
         _agree(pipe, problem)
         # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
         _agree(pipe, wrong_files(target, self._written) if pipe.world.replica == 0 else "")
@@ -157,6 +164,14 @@ class Saving:
 
     def _write(self, contents: Iterable[dict[str, Any]]) -> None:
         self._problem = _attempt(lambda: self._written.update(_write_layers(self._partial, contents)), self._partial)
+
+    def _write_behind(self, contents: Iterable[dict[str, Any]]) -> None:
+        """In a thread, where nobody would hear an error."""
+        try:
+            self._write(contents)
+        except BaseException as error:
+            text = " ".join(str(error).split())[:200]
+            self._problem = f"{shown(self._partial)}: the checkpoint was not written ({type(error).__name__}: {text})"
 
 
 def load_checkpoint(
@@ -277,7 +292,7 @@ def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
-    before = target.with_name(target.name + ".before.partial")
+    before = target.with_name(target.name + ASIDE)
     if target.exists():  # of a run that came here once before
         shutil.rmtree(before, ignore_errors=True)
         target.rename(before)
@@ -326,7 +341,7 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # torch.load raises a dozen kinds of errors on damaged files
         reason = " ".join(str(error).split())[:120]
         raise DamagedCheckpoint(f"{shown(path)}: cannot be loaded ({reason}); take another checkpoint") from None
-    if not isinstance(content, dict) or not {"state", "optimizer"} <= content.keys():
+    if not isinstance(content, dict) or not (_named_values(content, "state") and _named_values(content, "optimizer")):
         raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
     for what, wanted in (("layer", k), ("step", record["step"])):
         if content.get(what, wanted) != wanted:
@@ -334,6 +349,14 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
                 f"{shown(path)}: holds {what} {content[what]!r}, not {wanted}; take another checkpoint"
             )
     return content
+
+
+def _named_values(content: Mapping[str, Any], key: str) -> bool:
+    """Whether a part of a layer's file is what we write: values by name; of the optimizer, several for each name."""
+    part = content.get(key)
+    if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
+        return False
+    return key == "state" or all(isinstance(moments, dict) for moments in part.values())
 
 
 def _moves(key: str, value: Any) -> bool:

@@ -12,6 +12,7 @@ depend on how they are spread, and a resumed run goes on where the old one stopp
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octopipe.errors import OctoPipeError
-from octopipe.files import shown
+from octopipe.files import letters, shown
 
 Tokens = NDArray[np.int64]
 _ROUNDS = 4
@@ -173,7 +174,7 @@ def _open(path: Path, where: str, vocab: int) -> NDArray[np.generic]:
         if not path.is_file():
             raise OctoPipeError(f"{where}: no such file; give a .bin or .npy of tokens")
         if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            tokens = _mapped(path, where)
             if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
                 raise OctoPipeError(f"{where} holds {tokens.dtype} of shape {tokens.shape}; give a row of integers")
             return tokens
@@ -185,5 +186,20 @@ def _open(path: Path, where: str, vocab: int) -> NDArray[np.generic]:
         if size == 0 or size % kind.itemsize:
             raise OctoPipeError(f"{where} has {size} bytes, no whole number of {kind.name} tokens; write it again")
         return np.memmap(path, dtype=kind, mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise OctoPipeError(f"{where}: cannot be read as tokens ({' '.join(str(error).split())[:120]})") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(where, error) from None
+
+
+def _mapped(path: Path, where: str) -> NDArray[np.generic]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a header is of an older Python is nothing to mend
+            tokens: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+            return tokens
+    except Exception as error:  # a header is Python's text, and goes wrong in all the ways that has
+        raise _unreadable(where, error) from None
+
+
+def _unreadable(where: str, error: Exception) -> OctoPipeError:
+    why = " ".join(str(error).split())[:120]
+    return OctoPipeError(f"{where}: cannot be read as tokens ({letters(why)}); write it again")

@@ -5,7 +5,8 @@ Knows: the folder, a checkpoint's files and their checksums. Does not know: what
 A run holds a lock on its folder and has written to it once before its first step, so that two runs never mix their
 steps and a folder that takes nothing is noticed before the work is done, not after it. The newest checkpoints stay,
 and beside them one verified older one, at least as far back as the newest ones reach: a run that went wrong slowly
-has not yet pushed it out.
+has not yet pushed it out. What a killed run has left half written is removed by the next one; its name never is a
+checkpoint's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from octopipe.errors import OctoPipeError
-from octopipe.files import read_json_object, shown
+from octopipe.files import brief, read_json_object, shown
+from octopipe.limits import MAX_LAYERS
 
 FORMAT = "octopipe.checkpoint/2"
 FORMAT_1 = "octopipe.checkpoint/1"
@@ -34,6 +36,9 @@ RUN = "run.json"
 LOCK = ".lock"
 OLDER = "older-good"
 """Names the checkpoint that stays beside the newest ones."""
+PARTIAL, ASIDE = ".partial", ".before.partial"
+"""End the names of a checkpoint that is being written or removed, and of one that is about to be replaced."""
+_LEFTOVER = re.compile(rf"(?P<step>step-\d+)((?P<aside>\{ASIDE})|\{PARTIAL})|{OLDER}\{PARTIAL}|\.probe-[0-9a-f]+")
 _PIECE = 1 << 20
 
 
@@ -49,16 +54,28 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     record: dict[str, Any] = read_json_object(Path(path) / RUN)
     if record.get("format") not in (FORMAT, FORMAT_1) or not _count(record.get("step")):
         raise DamagedCheckpoint(
-            f"{shown(path)}: format is {record.get('format')!r}, step {record.get('step')!r}; "
+            f"{shown(path)}: format is {brief(record.get('format'))}, step {brief(record.get('step'))}; "
             f"expected {FORMAT!r} and a whole number: take another checkpoint"
         )
     layers = record.get("layers", [])
     good = isinstance(layers, list) and all(
         isinstance(x, dict) and _count(x.get("layer")) and isinstance(x.get("sha256"), str) for x in layers
     )
-    if not _count(record.get("num_layers")) or not good:
+    number = record.get("num_layers")
+    if not good or not (isinstance(number, int) and _count(number) and number <= MAX_LAYERS):
         raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; take another checkpoint")
-    return record
+    expected = {
+        "optimizer": (_name, "a name or null"),
+        "model": (_name, "a name"),
+        "seed": (lambda x: isinstance(x, int), "a whole number"),
+        "samples": (lambda x: isinstance(x, int) and x >= 0, "a whole number from 0 on"),
+    }
+    for key, (meant, words) in expected.items():
+        if key in record and (isinstance(record[key], bool) or not meant(record[key])):
+            raise DamagedCheckpoint(
+                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; take another checkpoint"
+            )
+    return {"optimizer": None, **record}
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
@@ -85,7 +102,7 @@ def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = 
     except OctoPipeError as error:
         return str(error)
     listed = {x["layer"]: x for x in record.get("layers", [])}
-    if record["format"] == FORMAT and set(listed) != set(range(record["num_layers"])):
+    if record["format"] == FORMAT and listed.keys() != set(range(record["num_layers"])):
         return f"{shown(path)}: {RUN} lists {len(listed)} of {record['num_layers']} layers"
     wanted = range(record["num_layers"]) if not listed else sorted(listed)
     chosen = {k: listed.get(k, {}) for k in wanted if layers is None or layers(k)}
@@ -108,6 +125,10 @@ def layer_file(layer: int) -> str:
 
 def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _name(value: object) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]]) -> str:
@@ -163,6 +184,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[Path]:
             probe = home / f".probe-{uuid.uuid4().hex}"
             probe.mkdir()
             probe.rmdir()
+            clear_leftovers(home)
             sync_folder(home)
         except OSError as error:
             raise OctoPipeError(
@@ -171,6 +193,25 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[Path]:
         yield home
     finally:
         os.close(handle)  # and with it the lock; the file stays: removing it would let two others in
+
+
+def clear_leftovers(folder: str | os.PathLike[str]) -> None:
+    """What a run that was killed while it wrote or removed a checkpoint has left; the folder's holder alone may.
+
+    A checkpoint that was set aside for its successor, which never came, gets its name back.
+    """
+    home = Path(folder)
+    for path in sorted(home.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or path.is_symlink():
+            continue
+        target = home / (match["step"] or "")
+        if match["aside"] and (path / RUN).is_file() and not target.exists() and not damage(path):
+            path.rename(target)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _holder(handle: int) -> str:
@@ -198,7 +239,7 @@ def rotate(folder: str | os.PathLike[str], keep: int) -> None:
     for old in rest:
         if old != kept and old not in newest:
             # Out of the way first: a half deleted folder must not look complete.
-            gone = old.with_name(old.name + ".partial")
+            gone = old.with_name(old.name + PARTIAL)
             shutil.rmtree(gone, ignore_errors=True)
             old.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
@@ -216,7 +257,7 @@ def _older(home: Path) -> Path | None:
 
 
 def _name_older(home: Path, path: Path) -> None:
-    beside = home / (OLDER + ".partial")
+    beside = home / (OLDER + PARTIAL)
     beside.write_text(path.name + "\n")
     beside.replace(home / OLDER)
 

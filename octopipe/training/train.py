@@ -267,7 +267,7 @@ class _Run:
         model, seed = seen.get("model"), seen.get("seed", self.job.seed)
         if model != identity(self.job.spec):
             raise OctoPipeError(
-                f"{shown(path)} is of {model}, this run is of {identity(self.job.spec)}; "
+                f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(self.job.spec)}; "
                 "use the same MODEL, --scale and --layers"
             )
         if seed != self.job.seed:

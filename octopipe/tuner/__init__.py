@@ -63,8 +63,8 @@ def tune(
     open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
     are on (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only
     what it can run is searched (see restricted.py), with method "best". `TuneResult.plans` says which plans the bound
-    and `optimal` speak of. `iterations` (moves per lane) instead of time makes the result depend on the seed alone, on
-    any machine.
+    and `optimal` speak of. `iterations` (moves per lane; of method "exact" the solver's conflicts) instead of time
+    makes the plan, to its last byte on disk, depend on the seed alone: on any machine, with any number of workers.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
@@ -90,7 +90,7 @@ def tune(
     common["progress"] = progress
     found: Found
     if method == "exact":
-        solved = solve(*setting, workers=workers, **common)
+        solved = solve(*setting, workers=workers, iterations=iterations, **common)
         found, optimal = solved.found, solved.optimal
         if solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
@@ -109,8 +109,9 @@ def tune(
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
-    timeline = simulate(chosen, costs)
-    if target != "megatron" and not found.interrupted:  # its orders are what they are
+    timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
+    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops
+    if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
         hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
         if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
@@ -127,7 +128,7 @@ def tune(
         method=method,
         seed=seed,
         costs=costs.digest(),
-        search=[s.as_dict() for s in found.log],
+        search=[_row(step, counted=iterations is not None) for step in found.log],
     )
     return TuneResult(
         plan=plan,
@@ -165,6 +166,14 @@ def _hide(
         return plan, before
     after = simulate(better, costs)
     return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
+
+
+def _row(step: Step, *, counted: bool) -> dict[str, Any]:
+    """A line of the search as a plan keeps it; where moves are counted, when it was made says nothing about it."""
+    row = step.as_dict()
+    if counted:
+        del row["seconds"]
+    return row
 
 
 def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:

@@ -89,6 +89,8 @@ class Search:
         self.steady: list[Plan] = []
         """Plans made for the least mean under jitter."""
         self.gather_at_s = 0.0
+        self.plan_s = 0.0
+        """The most of a core's time that simulating a plan has taken."""
         self.seen_ms = float("inf")
         """The best any lane has seen; the best plan may lag behind it."""
         work_ms = loads_bound_ms(costs, num_ranks, num_micro_batches)
@@ -243,7 +245,7 @@ class Search:
             for polisher in lane.polishers:
                 if self.jitter or polisher.best_ms < self.best_ms:
                     plan = plan_of(self.problem, self.costs, polisher.best, polisher.best_orders)
-                    timeline = simulate(plan, self.costs)
+                    timeline = self._simulated(plan)
                     if timeline.fits:
                         self.steady.append(plan)
                         self._take(plan, timeline, "polished orders")
@@ -285,6 +287,18 @@ class Search:
     def _share(self) -> float:
         return self.elapsed() / self.budget_s
 
+    def _simulated(self, plan: Plan) -> Timeline:
+        """Its timeline; plans that take long leave the lanes less of the budget, as some come after them."""
+        began = time.thread_time()
+        timeline = simulate(plan, self.costs)
+        took_s = time.thread_time() - began
+        if took_s > self.plan_s:
+            self.plan_s = took_s
+            kept = min(SETTINGS.ending * took_s, SETTINGS.ending_most * self.budget_s)
+            for lane in self.lanes:
+                lane.budget.seconds = self.budget_s - kept
+        return timeline
+
     # -- candidates ------------------------------------------------------------------------------------
 
     def _allowed(self, plan: Plan) -> bool:
@@ -308,7 +322,7 @@ class Search:
             if start.step_ms >= self.best_ms or self.judge.step_ms(start) == np.inf:
                 break
             plan = plan_of(self.problem, self.costs, start.structure, orders_in(self.judge.scratch))
-            timeline = simulate(plan, self.costs)
+            timeline = self._simulated(plan)
             if timeline.fits:
                 self._take(plan, timeline, start.name)
                 break
@@ -321,7 +335,7 @@ class Search:
 
     def _consider_plan(self, plan: Plan, name: str) -> None:
         """A plan from elsewhere; what a published system's comes to is told in the end, allowed or not."""
-        timeline = simulate(plan, self.costs)
+        timeline = self._simulated(plan)
         if plan.extra.get("system") == name:
             self.systems[name] = timeline.step_ms if timeline.fits else float("inf")
         if timeline.fits and self._allowed(plan):

@@ -116,9 +116,17 @@ class Settings:
     """Less of it, in proportion, where ranks times micro-batches are more: it gains nothing there."""
     systems: float = 0.1
     """Share of the budget that building published systems may take of one core."""
+    systems_until: float = 0.5
+    """No further one is begun after this share of the budget, however little of a core they got."""
+    ending: float = 8.0
+    """The lanes end so many times earlier as building and simulating one plan takes, for what comes after them."""
+    ending_most: float = 0.4
+    """Of the budget, the largest share kept for that."""
     hide_s: float = 0.3
     """Seconds at most for moving transfers behind computation in the end; a share of the budget at most as well."""
     hide: float = 0.04
+    hide_ops: int = 30_000
+    """Not in plans of more ops: a walk of so few moves hides nothing."""
     hide_moves: int = 400
     """The same where moves are counted."""
 
@@ -326,6 +334,8 @@ class Settings:
     copies_cold: float = 5e-5
     copies_trial: int = 5000
     """Moves each of them gets before the best goes on."""
+    copies_ops: int = 15_000
+    """Fewer moves at a time, in proportion, where a plan has more ops."""
     copies_chunk: int = 2000
     """Moves between comparisons with the other plans."""
     copies_until: float = 0.95

@@ -49,8 +49,9 @@ class Systems:
         began = time.thread_time()
         names = sorted(systems(), key=lambda n: (n not in COPYING, n not in UNLIKE))
         for number, name in enumerate(n for n in names if n not in SLOW):
-            late = self.counted is None and time.thread_time() - began > SETTINGS.systems * self.budget_s
-            if self.stop.is_set() or late:
+            spent_s = time.thread_time() - began
+            late = spent_s > SETTINGS.systems * self.budget_s or self.share() > SETTINGS.systems_until
+            if self.stop.is_set() or (late and self.counted is None):
                 break
             try:
                 plan = build_plan(name, self.costs, self.problem.ranks, self.problem.micro_batches, split_backward=True)
@@ -74,22 +75,23 @@ class Systems:
         rank[CAPACITY] *= SETTINGS.copies_room if self.problem.has_buffers else 1.0
         problem = self.problem._replace(rank=rank)
         rng, walks = make_rng(self.seed, 77), []
+        part = min(1.0, SETTINGS.copies_ops / max(sum(map(len, plan.orders)) for plan in plans))
         for plan in plans:
             most = max(len(plan.stages), self.max_stages)
             walk = Polisher(problem, most, rng, *arrays_of(problem, most, plan), name=str(plan.extra.get("system", "")))
             if walk.best_ms < np.inf and not self.stop.is_set():
-                walk.run(SETTINGS.copies_trial, SETTINGS.copies_hot)
+                walk.run(int(part * SETTINGS.copies_trial), SETTINGS.copies_hot)
                 walks.append(walk)
         if not walks:
             return
         walk = min(walks, key=lambda w: w.best_ms)
-        first, done, moves = self.share(), 0.0, 0
+        first, done, moves, walk_moves = self.share(), 0.0, 0, max(1, int(part * SETTINGS.copies_chunk))
         while done < 1.0 and not self.stop.is_set():
             if done > SETTINGS.copies_after and walk.best_ms > SETTINGS.copies_close * self.seen_ms():
                 break
             cooling = (SETTINGS.copies_cold / SETTINGS.copies_hot) ** done
-            walk.run(SETTINGS.copies_chunk, SETTINGS.copies_hot * cooling)
-            moves += SETTINGS.copies_chunk
+            moves += walk_moves
+            walk.run(walk_moves, SETTINGS.copies_hot * cooling)
             if self.counted is None:
                 done = (self.share() - first) / max(SETTINGS.copies_until - first, 1e-9)
             else:

@@ -229,6 +229,7 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) ->
         "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
         "splits": found.splits,
         "judged": found.judged,
+        "cut_short": found.cut_short,
         "seconds": found.seconds,
     }
 
@@ -275,7 +276,8 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
         )
     out.print(table)
     out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
-    seen = f"{found.splits} splits, {found.judged} judged, the others' bounds are worse; {found.seconds:.1f} s"
+    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
+    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
     out.print(seen, style="dim")
 
 

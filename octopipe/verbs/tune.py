@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         result=result,
         timeline=timeline,
         setup=setup_of(costs, args.pp, micro_batches_from(args)),
+        rate=costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
         model=args.model if resolve_spec(args.model) is not None else None,
         rivals=rivals(costs, args.pp, micro_batches_from(args), result),
         output=args.output,

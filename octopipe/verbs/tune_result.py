@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ class Told:
     result: TuneResult
     timeline: Timeline
     setup: dict[str, Any]
+    rate: Mapping[str, float | None]
+    """Tokens, TFLOP/s and share of the peak per GPU; None where they are not known."""
     rivals: Rivals
     model: str | None
     """MODEL as it was named, where it can be trained; None for a file of times."""
@@ -127,6 +130,7 @@ def summary(told: Told) -> dict[str, Any]:
             "speedup": other.best_ms / result.step_ms if other.best and result.step_ms > 0 else None,
             "all_systems": other.complete,
         },
+        **told.rate,
         "peak_memory_gib": list(timeline.peak_gib),
         "fits": timeline.fits,
         "hidden_share": result.hidden_share,
@@ -152,6 +156,10 @@ def tell(told: Told, out: Console) -> None:
     result, plan = told.result, told.result.plan
     out.print(told.setup["words"], markup=False)
     out.print(f"step time {result.step_ms:.2f} ms{_gain(told)}", markup=False)
+    if (tokens := told.rate["tokens_per_gpu_per_second"]) is not None:
+        mfu = told.rate["mfu"]
+        used = f", {100 * mfu:.1f} % MFU" if mfu is not None else ""
+        out.print(f"{tokens:,.0f} tokens/s per GPU{used}", markup=False)
     proven = f"; proven optimal of {result.plans.words}" if result.optimal else ""
     out.print(
         f"{gap_words(result.gap)} above the bound {result.lower_bound_ms:.2f} ms ({result.bound_name}) "
