@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm"]
+PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
 
 
@@ -114,10 +114,10 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args))
 
-    def results(self, timeout_s: float = 100.0) -> list[tuple[bool, Any]]:
-        """(worked, result or error text) of every rank; a dead rank's is (False, "dead")."""
+    def results(self, timeout_s: float = 100.0, first: int | None = None) -> list[tuple[bool, Any]]:
+        """(worked, result or error text) of every rank, or of the first ones; a dead rank's is (False, "dead")."""
         out: list[tuple[bool, Any]] = []
-        for pipe in self._pipes:
+        for pipe in self._pipes[:first]:
             try:
                 out.append(pipe.recv() if pipe.poll(timeout_s) else (False, "no answer"))
             except (EOFError, OSError):

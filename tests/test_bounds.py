@@ -38,7 +38,7 @@ def limited(seed: int) -> tuple[CostTable, int, int]:
     return costs.replace(rank_memory_bytes=(need * float(lot.uniform(0.7, 1.6)),)), ranks, micro_batches
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_plan_under_a_memory_limit_is_below_any_bound(seed: int, recompute: bool) -> None:
     costs, ranks, micro_batches = limited(seed)
@@ -55,6 +55,7 @@ def test_no_plan_under_a_memory_limit_is_below_any_bound(seed: int, recompute: b
 @pytest.mark.parametrize("seed", range(12))
 def test_no_published_plan_with_single_copies_is_below_any_bound(seed: int) -> None:
     costs, ranks, micro_batches = limited(100 + seed)
+    proven = bounds(costs, ranks, micro_batches)
     for name in systems():
         if name == "tessel":
             continue
@@ -64,7 +65,7 @@ def test_no_published_plan_with_single_copies_is_below_any_bound(seed: int) -> N
             continue  # a system that does not apply here
         timeline = simulate(plan, costs)
         if timeline.fits and not plan.replicas():
-            for bound in bounds(costs, ranks, micro_batches):
+            for bound in proven:
                 assert bound.ms <= timeline.step_ms * (1 + 1e-9), (name, bound)
 
 
@@ -129,13 +130,12 @@ def test_no_plan_of_its_class_is_below_a_bound(seed: int, micro_batches: int, li
 
 
 def test_a_wider_class_never_has_a_higher_bound() -> None:
-    for seed in range(12):
+    for seed in range(8):
         costs, ranks, micro_batches = limited(seed)
-        once = lower_bound(costs, ranks, micro_batches, False, False).ms
-        assert lower_bound(costs, ranks, micro_batches, True, False).ms <= once * (1 + 1e-9)
-        for recompute in (False, True):
+        once = {recompute: lower_bound(costs, ranks, micro_batches, recompute, False).ms for recompute in (False, True)}
+        assert once[True] <= once[False] * (1 + 1e-9)
+        for recompute, single in once.items():
             copied = lower_bound(costs, ranks, micro_batches, recompute, True).ms
-            single = lower_bound(costs, ranks, micro_batches, recompute, False).ms
             assert work_bound_ms(costs, ranks, micro_batches) <= copied <= single * (1 + 1e-9)
 
 

@@ -271,8 +271,8 @@ def test_sliders_show_the_resimulated_step(seen: Seen, small: tuple[Path, list[E
 def test_100_000_ops_load_and_move_smoothly(seen: Seen, browser: Any, large: Path) -> None:
     """The best of a few tries: other work on the machine makes single ones slow, never fast."""
     loads, frames = [], []
-    for _ in range(4):
-        one = Seen(browser)
+    for k in range(4):
+        one = Seen(browser) if k else seen
         page = one.open(large)
         assert page.evaluate("octopipe.entries[0].count") >= 100_000
         loads.append(page.evaluate("octopipe.ready_at_ms"))
@@ -290,13 +290,14 @@ def test_100_000_ops_load_and_move_smoothly(seen: Seen, browser: Any, large: Pat
         assert len(drawn) >= 60
         frames.append(sorted(drawn)[int(0.9 * len(drawn))])
         assert one.complaints == []
-        page.close()
+        if k:
+            page.close()
         if min(loads) < 2000 * SLACK and min(frames) < 33 * SLACK:
             break
     assert min(loads) < 2000 * SLACK and min(frames) < 33 * SLACK
-    page = seen.open(large)
-    page.mouse.click(*place(page, 0, 500))
-    assert "Micro-batch" in page.locator(".picked").inner_text()
+    seen.page.evaluate("octopipe.view.fit()")
+    seen.page.mouse.click(*place(seen.page, 0, 500))
+    assert "Micro-batch" in seen.page.locator(".picked").inner_text()
 
 
 # -- the local page ------------------------------------------------------------------------------------

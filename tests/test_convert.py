@@ -124,6 +124,36 @@ def test_plain_torch_reads_a_dcp_folder(family_names: bool, tied: tuple[Path, Pa
     assert keys[0] == keys[1]  # whatever the plan and the number of ranks
 
 
+def test_weights_that_nothing_was_learnt_in_come_back_byte_by_byte(tmp_path: Path) -> None:
+    """Hugging Face -> our checkpoint -> Hugging Face, by a step of learning rate zero on two ranks."""
+    model, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "out"
+    transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3_moe")).save_pretrained(model)
+    words = ["train", str(model), "--checkpoint", str(run), "--nproc", "2", "--steps", "1", "--lr", "0"]
+    assert main([*words, "--seq", "8", "--micro-batches", "2", "--no-measure", "--json"]) == 0
+    assert main(["convert", str(run), "--to", "huggingface", "--model", str(model), "-o", str(out)]) == 0
+    assert (out / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_a_dcp_folder_is_written_and_never_read(
+    tied: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    behind, _, config = tied
+    out = tmp_path / "dcp"
+    assert main(["convert", str(behind), "--to", "dcp", "-o", str(out)]) == 0
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(config.read_text())
+    (tmp_path / "model" / ".metadata").write_bytes((out / ".metadata").read_bytes())
+    capsys.readouterr()
+    for words in (
+        ["convert", str(out), "--to", "huggingface", "--model", str(config), "-o", str(tmp_path / "x")],
+        ["train", str(config), "--checkpoint", str(out), "--resume", "--nproc", "1", *COMMON],
+        ["train", str(tmp_path / "model"), "--nproc", "1", *COMMON],
+    ):
+        assert main(words) == 2, words
+        said = capsys.readouterr().err
+        assert "of torch.distributed.checkpoint" in said and "pickled" in said and said.count("\n") == 1, said
+
+
 def test_what_cannot_be_converted_is_one_line(
     tied: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,8 +97,9 @@ def test_mypy_sees_a_wrong_call(tmp_path: Path) -> None:
     }
     path = tmp_path / "script.py"
     path.write_text(right + "\n".join(wrong) + "\n")
+    # With the project's own settings: what mypy has found out about the package already counts.
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--follow-imports=silent", "--ignore-missing-imports", str(path)],
+        [sys.executable, "-m", "mypy", str(path)],
         capture_output=True, text=True, check=False, cwd=Path(octopipe.__file__).parents[1],
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]

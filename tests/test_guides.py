@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -9,25 +10,40 @@ from pathlib import Path
 import pytest
 from torchrun import torchrun
 
-from octopipe.cli import main
+from octopipe.cli import MODULES, VERBS, main, parser_of
 
 GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
 
 RUN = {
-    "huggingface.md": {"sh": 7, "python": 1},  # here, below
-    "plain-torch.md": {"console": 3},  # test_guides_frameworks.py
-    "torchtitan.md": {"console": 3},
-    "megatron.md": {"console": 5},
-    "profiles.md": {"console": 3, "csv": 1},  # test_foreign_times.py
-    "two-hosts.md": {"sh": 2},  # test_two_hosts.py
+    ("huggingface.md", "sh"): "test_guides.py",
+    ("huggingface.md", "python"): "test_guides.py",
+    ("plain-torch.md", "console"): "test_guides_frameworks.py",
+    ("torchtitan.md", "console"): "test_guides_frameworks.py",
+    ("megatron.md", "console"): "test_guides_frameworks.py",
+    ("profiles.md", "console"): "test_foreign_times.py",
+    ("profiles.md", "csv"): "test_foreign_times.py",
+    ("two-hosts.md", "sh"): "test_two_hosts.py",
 }
-"""Commands of one language in a guide are run by a test, one after another, as they stand there: so many blocks."""
+"""Where all blocks of one language in a guide are run, as they stand there."""
 
+READERS = "what the reader has: his command or script before octopipe"
+IN_HIS_SCRIPT = "lines for the reader's own script; their names are looked up in test_guides_frameworks.py"
 NOT_RUN = {
-    ("huggingface.md", "accelerate launch"): "the reader's own command, before octopipe",
-    ("plain-torch.md", "stage = PipelineStage"): "the reader's own script, before octopipe",
+    ("huggingface.md", "accelerate launch"): READERS,
+    ("plain-torch.md", "stage = PipelineStage"): READERS,
+    ("torchtitan.md", "# needs GPUs"): READERS,
+    ("megatron.md", "# needs GPUs"): READERS,
+    ("plain-torch.md", "from octopipe import torch_engine"): IN_HIS_SCRIPT + "; run in test_torch_engine.py",
+    ("plain-torch.md", "runtime = _PipelineScheduleRuntime"): IN_HIS_SCRIPT + "; run in test_torch_engine.py",
+    ("torchtitan.md", "import dataclasses, octopipe.torchtitan"): IN_HIS_SCRIPT + "; run in test_torchtitan.py",
+    ("megatron.md", "import octopipe.megatron"): IN_HIS_SCRIPT + "; run in test_megatron.py",
+    ("profiles.md", "with torch.profiler.profile"): "lines for the reader's script; test_foreign_times.py records so",
+    ("profiles.md", "torch.cuda.nvtx.range_push"): "needs a GPU and Nsight Systems",
+    ("two-hosts.md", "#!/bin/bash"): "needs Slurm; its variables and its syntax are in test_two_hosts.py",
+    ("two-hosts.md", "num_nodes: 2"): "needs SkyPilot; its script's syntax is in test_two_hosts.py",
+    ("two-hosts.md", "from ray.train"): "needs Ray; its syntax is in test_two_hosts.py",
 }
-"""Blocks that no test runs, by their first words."""
+"""Blocks that no test runs as they stand, by their first words, and why."""
 
 
 def blocks(text: str, kind: str) -> list[str]:
@@ -66,3 +82,28 @@ def test_every_command_of_the_hugging_face_guide_runs(
     start = transformers.AutoModelForCausalLM.from_pretrained("my-model")
     moved = [not torch.equal(a, b) for a, b in zip(again.parameters(), start.parameters())]
     assert all(moved)  # what was trained, not what it began with
+
+
+def test_every_block_of_every_guide_is_run_or_declared() -> None:
+    undeclared, declared = [], set()
+    for path in sorted(GUIDES.glob("*.md")):
+        for language, block in re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(), flags=re.S | re.M):
+            why = [key for key in NOT_RUN if key[0] == path.name and block.startswith(key[1])]
+            if (path.name, language) in RUN:
+                assert not why, f"{path.name}: {why} is run"
+            elif not why:
+                undeclared.append(f"{path.name}: {block.splitlines()[0]}")
+            declared |= {*why, (path.name, language)}
+    assert undeclared == [], "run these in a test, or say in NOT_RUN why that cannot be"
+    assert set(NOT_RUN) | set(RUN) <= declared, (set(NOT_RUN) | set(RUN)) - declared
+
+
+def test_commands_in_the_text_of_guides_have_flags_that_exist() -> None:
+    for path in sorted(GUIDES.glob("*.md")):
+        prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+        for verb, rest in re.findall(r"`octopipe (\w+)([^`]*)`", prose):
+            assert verb in VERBS, f"{path.name}: octopipe {verb}"
+            module = importlib.import_module(f"octopipe.verbs.{MODULES.get(verb, verb)}")
+            known = parser_of(verb, module)._option_string_actions
+            for flag in re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest):
+                assert flag in known, f"{path.name}: octopipe {verb} {flag}"

@@ -122,6 +122,16 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
         layers(tmp_path)[3]()
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "__0_0.distcp", "adapter_model.safetensors", "weights.gguf"])
+def test_weights_in_files_that_are_not_read_are_never_replaced_by_fresh_ones(name: str, tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    assert layers(tmp_path).parameters > 0  # a config alone: fresh weights
+    (tmp_path / name).touch()
+    with pytest.raises(OctoPipeError, match=rf"weights are in {name}, .*or name its config.json"):
+        layers(tmp_path)
+    assert layers(tmp_path / "config.json").parameters > 0
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -15,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import start_server
 
+from octopipe.cli import main
 from octopipe.errors import OctoPipeError
 from octopipe.runtime.slurm import environment, first_host
 
@@ -90,17 +94,17 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
-def test_train_on_two_hosts_has_the_losses_of_one(hosts: tuple[str, str], tmp_path: Path) -> None:
+def test_train_on_two_hosts_has_the_losses_of_one(
+    hosts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone, both = commands()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", *alone, "--json"], cwd=tmp_path, env=environment, text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
+    capsys.readouterr()
+    assert main([*alone[1:], "--json"]) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
     arguments = both[both.index("-m") :]
     shared = ["--checkpoint", str(tmp_path / "run"), "--save-every", "1", "--json"]
     first, second = on_both(hosts, [*arguments, *shared], tmp_path)
-    assert json.loads(first)["losses"] == pytest.approx(json.loads(done.stdout)["losses"], rel=1e-6)
+    assert json.loads(first)["losses"] == pytest.approx(losses, rel=1e-6)
     assert second == ""  # one rank speaks
     assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-00000001", "step-00000002"]
 
@@ -201,22 +205,31 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
+def as_srun_starts(slurm: dict[str, str], words: list[str], said: Path) -> None:
+    os.environ.update(slurm)
+    with said.open("w") as out, contextlib.redirect_stdout(out):
+        code = main(words)
+    sys.exit(code)
+
+
 def test_train_under_srun_joins_the_others(tmp_path: Path) -> None:
     """Two processes with srun's variables and nothing else."""
     pytest.importorskip("torch")
     alone, _ = commands()
     at = alone.index("--nproc")
-    words = [*alone[:at], *alone[at + 2 :], "--json"]
+    words = [*alone[1:at], *alone[at + 2 :], "--json"]
+    start_server()
     running = []
     for rank in range(2):
         slurm = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
                  "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}  # fmt: skip
-        known = {**os.environ, **slurm, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        running.append(
-            subprocess.Popen([sys.executable, "-m", *words], env=known, text=True, stdout=subprocess.PIPE, cwd=tmp_path)
-        )
-    said = [process.communicate(timeout=240)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
+        given = slurm, words, tmp_path / f"said-{rank}"
+        running.append(multiprocessing.get_context("forkserver").Process(target=as_srun_starts, args=given))
+        running[-1].start()
+    for process in running:
+        process.join(timeout=240)
+    assert [process.exitcode for process in running] == [0, 0]
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
     assert json.loads(said[0])["num_ranks"] == 2 and said[1] == ""
 
 

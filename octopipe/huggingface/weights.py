@@ -25,6 +25,20 @@ from octopipe.huggingface.shell import StandIn, initialise
 from octopipe.limits import MAX_PLAN_BYTES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED = "which is pickled: reading it could run code"
+OTHERS = {
+    "pytorch_model*.bin*": PICKLED,
+    "*.distcp": "of torch.distributed.checkpoint, whose index is pickled: reading it could run code",
+    ".metadata": "of torch.distributed.checkpoint, which is pickled: reading it could run code",
+    "*.pth": PICKLED,
+    "*.ckpt": PICKLED,
+    "adapter_model.*": "an adapter without the model it belongs to",
+    "*.safetensors*": f"not {SINGLE}",
+    "*.gguf": "another tool's format",
+    "tf_model*.h5": "TensorFlow's format",
+    "flax_model*.msgpack": "Flax's format",
+}
+"""Files that hold weights where there are none in safetensors, and why they are not read."""
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -230,7 +244,17 @@ def _unreadable(path: Path, error: Exception) -> OctoPipeError:
 
 
 def has_weights(folder: Path) -> bool:
-    return (folder / INDEX).exists() or (folder / SINGLE).exists()
+    """Whether a model's folder has weights to read; weights it has in other files are refused, never left out."""
+    if (folder / INDEX).exists() or (folder / SINGLE).exists():
+        return True
+    for pattern, why in OTHERS.items():
+        found = min((path.name for path in folder.glob(pattern)), default=None)
+        if found is not None:
+            raise OctoPipeError(
+                f"{shown(folder)}: weights are in {found[:80]}, {why}; write them with save_pretrained as {SINGLE}, or "
+                "name its config.json to begin with fresh ones"
+            )
+    return False
 
 
 def _parameter(piece: nn.Module, prefix: str, name: str) -> Tensor:

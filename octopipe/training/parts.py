@@ -31,7 +31,7 @@ from octopipe.runtime.reduce import wait_for
 from octopipe.runtime.world import World
 from octopipe.systems import build_plan
 from octopipe.training.job import Phase, TrainJob
-from octopipe.training.shelf import latest, locked
+from octopipe.training.shelf import latest, locked, refuse_dcp
 from octopipe.tuner import tune
 
 
@@ -132,6 +132,8 @@ def folder(job: TrainJob) -> Iterator[None]:
         yield
         return
     found = latest(job.checkpoint)
+    if found is None and (job.resume or job.elastic):
+        refuse_dcp(job.checkpoint)
     if job.resume and found is None:
         raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
     if found is not None and not job.resume and not job.elastic:

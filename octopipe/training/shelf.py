@@ -271,14 +271,27 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
             raise DamagedCheckpoint(f"{why}; take another checkpoint")
         return Path(path)
     if not checkpoints(path):
+        refuse_dcp(path)
         raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
     return choose(path, step)[0]
+
+
+def refuse_dcp(folder: str | os.PathLike[str]) -> None:
+    """torch.distributed.checkpoint keeps its index as a pickle, which may run code as it is read."""
+    home = Path(folder)
+    with contextlib.suppress(OSError):
+        if (home / ".metadata").is_file() or next(home.glob("*.distcp"), None) is not None:
+            raise OctoPipeError(
+                f"{shown(folder)}: a folder of torch.distributed.checkpoint; its index is pickled and could run code, "
+                "so it is not read: name the folder that train --checkpoint wrote"
+            )
 
 
 def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[str]]:
     """The checkpoint to go on from: that of a step, or the newest good one; and what is wrong with newer ones."""
     found = checkpoints(folder)
     if not found:
+        refuse_dcp(folder)
         raise OctoPipeError(f"{shown(folder)}: no checkpoint to resume from; leave --resume out")
     if step is not None:
         path = next((p for p in found if _step(p) == step), None)
