@@ -18,7 +18,7 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 # Damaged files for every reader, drawn and (where atheris is installed) guided by coverage; `CASES=1000000 make fuzz`
 # for longer.
