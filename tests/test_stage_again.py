@@ -7,24 +7,11 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from stage_layers import Call, ones  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from octopipe.errors import OctoPipeError  # noqa: E402
 from octopipe.runtime.stage import Loss, Stage, StageRun  # noqa: E402
-
-
-class Call(nn.Module):
-    """A layer with a linear in front of any function of its inputs."""
-
-    def __init__(self, function: Any):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(3, 3).double()
-        self.forward = function  # its signature is the layer's
-
-
-def ones(*shape: int) -> Tensor:
-    return torch.ones(*shape, dtype=torch.float64)
 
 
 class Watch(nn.Module):
