@@ -203,11 +203,13 @@ class Handler(BaseHTTPRequestHandler):
             if asked.get("model") not in self.server.jobs.models:
                 raise OctoPipeError("no such model on this page; choose one of the list")
             asked["model"] = self.server.jobs.models[str(asked["model"])]
-            self._json(HTTPStatus.OK, {"html": panel(planner(asked))})
+            status, answer = HTTPStatus.OK, {"html": panel(planner(asked))}
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            self._problem(HTTPStatus.BAD_REQUEST, str(error))
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:
             self.server.planning.release()
+        # After the release: whoever has an answer may ask again at once.
+        self._json(status, answer)
 
     def _body(self) -> bytes | None:
         """The request's body; None (and an answer) where it is missing, too long or no JSON."""
