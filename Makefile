@@ -9,7 +9,9 @@ TORCH := torch==2.13.0
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
-test: $(VENV)/.test lint types unit
+# Types are checked beside the tests, which wait for each other's processes half of the time.
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory -j 2 lint types unit
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check octopipe tests benchmarks scripts

@@ -1,4 +1,4 @@
-"""Where tests find each other's helpers and the authors' measured layer times."""
+"""Where tests find each other's helpers, worlds of ranks and the authors' measured layer times."""
 
 from __future__ import annotations
 
@@ -9,15 +9,32 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ranks import Ranks, close_shared, shared_ranks, start_server
+
 PROFILES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """In a worker of a whole run, ranks of all tests are forked from one server that has loaded everything."""
     if hasattr(config, "workerinput") and importlib.util.find_spec("torch"):
-        from ranks import start_server
-
         start_server()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        close_shared()
+
+
+@pytest.fixture
+def two() -> Ranks:
+    """A world of two ranks."""
+    return shared_ranks(2)
+
+
+@pytest.fixture
+def four() -> Ranks:
+    """A world of four ranks."""
+    return shared_ranks(4)
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def _recordings() -> tuple[bytes, ...]:
 
 
 def outcome(reader: Reader, path: Path) -> str:
-    """"read", or "refused" with one line; whatever else is raised goes on to the caller."""
+    """ "read", or "refused" with one line; whatever else is raised goes on to the caller."""
     try:
         reader.use(path)
     except OctoPipeError as error:

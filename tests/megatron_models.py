@@ -262,4 +262,3 @@ def global_name(name: str, first_decoder: int) -> str:
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(int(parts[2]) + first_decoder)
     return ".".join(parts)
-

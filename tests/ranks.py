@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -150,12 +149,16 @@ _SHARED: dict[int, Ranks] = {}
 
 
 def shared_ranks(size: int) -> Ranks:
-    """One world per size for the whole test run; a broken one is replaced."""
+    """One world per size for all tests of a file; a broken one is replaced."""
     world = _SHARED.get(size)
     if world is None or world.broken:
         if world is not None:
             world.close()
-        elif not _SHARED:
-            atexit.register(lambda: [w.close() for w in _SHARED.values()])
         _SHARED[size] = world = Ranks(size)
     return world
+
+
+def close_shared() -> None:
+    """End the shared worlds: every group that tests made keeps a thread in every rank, which wakes up all the time."""
+    while _SHARED:
+        _SHARED.popitem()[1].close()

@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch")
 from executor_models import NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
@@ -17,11 +16,6 @@ from octopipe.errors import DeadlockError, OctoPipeError  # noqa: E402
 from octopipe.lowering import lower  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def _costs(rank, num_layers=NUM_LAYERS):

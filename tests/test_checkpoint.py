@@ -13,7 +13,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from executor_models import NUM_LAYERS, make  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.errors import OctoPipeError  # noqa: E402
@@ -34,11 +33,6 @@ from octopipe.training.checkpoint import (  # noqa: E402
 from octopipe.training.shelf import FORMAT_1, DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def _single() -> Plan:

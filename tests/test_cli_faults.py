@@ -214,9 +214,7 @@ def test_brackets_in_names_are_letters(name: str) -> None:
         assert name in plain
 
 
-def test_control_characters_in_names_never_reach_a_terminal(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_control_characters_in_names_never_reach_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert printable("a\x1b]0;b\x07\u202e") == "a\\x1b]0;b\\x07\\u202e"
     assert "\x1b" not in marked("x\x1b[2Jy").plain
     path = tmp_path / "x\x1b[2Jy.json"

@@ -55,9 +55,7 @@ def test_speed_and_memory_per_rank():
     assert Cluster(gpu=H800, pp=2).rank_memory_bytes() == (80 * 2.0**30,)
 
 
-@pytest.mark.parametrize(
-    ("tp", "dp", "ep", "expected"), [(8, 8, 8, (8, 1)), (8, 1, 8, (1, 1)), (2, 8, 4, (2, 2))]
-)
+@pytest.mark.parametrize(("tp", "dp", "ep", "expected"), [(8, 8, 8, (8, 1)), (8, 1, 8, (1, 1)), (2, 8, 4, (2, 2))])
 def test_experts_share_what_data_parallelism_leaves(tp, dp, ep, expected):
     cluster = Cluster(gpu=H800, tp=tp, dp=dp, ep=ep)
     assert (cluster.expert_tp, cluster.expert_dp) == expected

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from ranks import free_port  # noqa: E402
+from ranks import free_port, start_server  # noqa: E402
+from torchrun import torchrun  # noqa: E402
 
 from octopipe.cli import main  # noqa: E402
 from octopipe.errors import OctoPipeError  # noqa: E402
@@ -25,7 +26,7 @@ COMMAND = (
     *("--micro-batches", "4", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)),
 )
 LIMIT_S = 300.0
-"""Far above what it takes: some thirty seconds, most of them libraries that load."""
+"""Far above what it takes: some twenty seconds, half of them patience with the node that is lost."""
 LOSES_POWER = f"""
 import os, signal, sys
 from octopipe.cli import main
@@ -35,7 +36,7 @@ step_of = trainer._Run._step
 
 def step(self, number):
     if self.seat.rank == 1 and number == {LOST_AT}:
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(int(os.environ["AGENT"]), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return step_of(self, number)
 
@@ -45,21 +46,15 @@ sys.exit(main())
 """`octopipe` on a node that goes, with torchrun's agent and its rank, in the middle of a step."""
 
 
-def node(port: int, *command: str, hosts: bool) -> subprocess.Popen[str]:
-    """One of torchrun's agents, with one rank; one of them hosts the store of all."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+def node(port: int, command: Sequence[str], folder: Path, hosts: bool) -> None:
+    """One of torchrun's agents, with one rank; one of them hosts the store of all. Writes down what the rank says."""
+    agent = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1", "--monitor-interval", "0.1"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"]
     # A lost node is given up after six beats of a second; then the rest waits five more for one that comes late.
     conf = f"is_host={int(hosts)},keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=5"
-    patience = ["--rdzv-conf", conf, "--max-restarts", "1", "--monitor-interval", "0.1"]
-    return subprocess.Popen(
-        [*agent, *meeting, *patience, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = [*agent, *meeting, "--rdzv-conf", conf, *command]
+    said = torchrun(words, folder, folder / "logs", {"AGENT": str(os.getpid())})
+    (folder / "said").write_text(said)
 
 
 def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(
@@ -68,18 +63,21 @@ def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(
     folder, script = tmp_path / "run", tmp_path / "loses_power.py"
     script.write_text(LOSES_POWER)
     words = (str(script), *COMMAND, "--tune", "1s", "--elastic", "--checkpoint", str(folder))
-    port = free_port()
-    # Ranks are numbered by their agents' process numbers: the first of these has rank 0.
-    stays, goes = (node(port, *words, hosts=hosts) for hosts in (True, False))
+    port, homes = free_port(), (tmp_path / "stays", tmp_path / "goes")
+    start_server()
+    nodes = []
+    for home in homes:  # Ranks are numbered by their agents' process numbers: the first of these has rank 0.
+        home.mkdir()
+        nodes.append(mp.get_context("forkserver").Process(target=node, args=(port, words, home, home is homes[0])))
+        nodes[-1].start()
     try:
-        out, errors = stays.communicate(timeout=LIMIT_S)
-        assert goes.wait(timeout=10.0) == -signal.SIGKILL
+        for process in nodes:
+            process.join(timeout=LIMIT_S)
+        assert [process.exitcode for process in nodes] == [0, -signal.SIGKILL]
     finally:
-        for process in (stays, goes):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert stays.returncode == 0, errors[-2000:]
+        for process in nodes:
+            process.kill()
+    out = (homes[0] / "said").read_text()
     told = json.loads(out[out.index("{") :])
     resumed = LOST_AT - 1 - (LOST_AT - 1) % SAVE_EVERY
     assert (told["num_ranks"], told["first_step"]) == (1, resumed + 1)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
+from ranks import shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
@@ -21,16 +21,6 @@ from octopipe.systems import build_plan, systems  # noqa: E402
 
 TOLERANCE = 1e-12
 TIMEOUT_S = 20.0
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
-
-
-@pytest.fixture
-def four() -> Ranks:
-    return shared_ranks(4)
 
 
 def _costs() -> CostTable:
@@ -68,7 +58,7 @@ def _assert_equal(results):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_system_gives_the_gradients_of_one_device(size, two, four):
+def test_every_system_gives_the_gradients_of_one_device(size):
     jobs = []
     for i, name in enumerate(systems()):
         for split in (None, True):
@@ -78,14 +68,14 @@ def test_every_system_gives_the_gradients_of_one_device(size, two, four):
                 continue
             jobs.append((f"{name} {split}", KINDS[i % len(KINDS)], plan, "directed"))
     assert len(jobs) > 10
-    _assert_equal((two if size == 2 else four).run(run_plans, jobs))
+    _assert_equal(shared_ranks(size).run(run_plans, jobs))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_random_irregular_plans_give_the_gradients_of_one_device(size, two, four):
+def test_random_irregular_plans_give_the_gradients_of_one_device(size):
     jobs = []
     for seed in range(100):
         rng = random.Random(1000 * size + seed)
         plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.choice((3, 4, 5)))
         jobs.append((f"seed {seed}", KINDS[seed % len(KINDS)], plan, CHANNELS[seed // len(KINDS) % len(CHANNELS)]))
-    _assert_equal((two if size == 2 else four).run(run_plans, jobs))
+    _assert_equal(shared_ranks(size).run(run_plans, jobs))

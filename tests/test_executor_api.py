@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from executor_models import Block, Head, make  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -26,16 +25,6 @@ from octopipe.systems import build_plan, systems  # noqa: E402
 
 TOLERANCE = 1e-12
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
-
-
-@pytest.fixture
-def four() -> Ranks:
-    return shared_ranks(4)
 
 
 def _costs(num_layers=8):

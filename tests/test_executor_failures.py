@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from executor_models import make  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -20,11 +20,6 @@ from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
 
 TOLERANCE = 1e-12
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def _plan(orders, num_layers=8, num_micro_batches=3, cut=4, **more):
@@ -270,6 +265,7 @@ def fails_and_goes_on(world, plan, where, transport, large):
         pipe.zero_grad()
         for number in (1, 2):
             calls = iter(range(100))
+
             def at(module, args, calls=calls, number=number):
                 if next(calls) == number:
                     raise ValueError("a bad batch")

@@ -318,8 +318,6 @@ def test_layers_are_named_and_counted() -> None:
     assert name.startswith("model.layers.0.")
 
 
-
-
 # -- the verbs ------------------------------------------------------------------------------------------
 
 

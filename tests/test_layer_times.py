@@ -61,11 +61,7 @@ def test_the_authors_files_load_with_their_own_numbers(profiles):
     assert files
     for path in files:
         raw, table = json.loads(path.read_text()), load_layer_times(path)
-        total = sum(
-            raw[key][symbol]
-            for key in ("forward_ms", "backward_ms", "weight_ms")
-            for symbol in raw["pattern"]
-        )
+        total = sum(raw[key][symbol] for key in ("forward_ms", "backward_ms", "weight_ms") for symbol in raw["pattern"])
         assert table.model == path.stem and table.layer_ms.sum() == pytest.approx(total)
 
 

@@ -8,7 +8,6 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from executor_models import WIDTH, Block, make  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients  # noqa: E402
 
@@ -18,16 +17,6 @@ from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
 
 TOLERANCE = 1e-11
-
-
-@pytest.fixture
-def four() -> Ranks:
-    return shared_ranks(4)
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def _plan(name="1f1b", num_layers=8, **options):

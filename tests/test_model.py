@@ -27,9 +27,7 @@ MLP = Mlp(hidden=H, ffn=128)
 
 
 def tiny(*inner, vocab=256):
-    return ModelSpec(
-        name="tiny", layers=(Embedding(hidden=H, vocab=vocab), *inner, Head(hidden=H, vocab=vocab))
-    )
+    return ModelSpec(name="tiny", layers=(Embedding(hidden=H, vocab=vocab), *inner, Head(hidden=H, vocab=vocab)))
 
 
 def test_parameters_equal_the_written_out_shapes():

@@ -183,9 +183,7 @@ def steps_until(world, how, log):
     Stops.how = how
     layers = [(Stops if k == 2 and world.rank == 1 else nn.Linear)(4, 4, device=device) for k in range(4)]
     data = [torch.randn(2, 4, device=device) for _ in range(3)]
-    with Pipeline(
-        layers, plan, lambda y, t: (y - t).square().mean(), group=world, timeout_s=HANG_TIMEOUT_S
-    ) as pipe:
+    with Pipeline(layers, plan, lambda y, t: (y - t).square().mean(), group=world, timeout_s=HANG_TIMEOUT_S) as pipe:
         for _ in range(3):
             pipe.step(data, data, reduce_loss=False)
             torch.cuda.synchronize()

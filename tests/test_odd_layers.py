@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import odd_layers  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
 from octopipe.plan import Op, Plan, Stage  # noqa: E402
@@ -118,11 +117,6 @@ def run_cases(world, jobs, steps):
 @pytest.mark.parametrize("name", odd_layers.CASES)
 def test_odd_layers_train_on_one_rank_as_in_plain_torch(name):
     assert run_cases(World(None), [(name, title, plan) for title, plan in plans(1).items()], 2) == []
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 NOT_IN_ORDER = {"python's random numbers"}

@@ -8,7 +8,6 @@ from collections import UserDict
 import pytest
 
 torch = pytest.importorskip("torch")
-from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
@@ -22,11 +21,6 @@ from octopipe.systems import build_plan  # noqa: E402
 
 WIDTH, COUNT = 4, 4
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def alone(count=COUNT, *, recompute=False, layers=4):

@@ -6,7 +6,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from executor_models import make  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe.cost import CostTable  # noqa: E402
@@ -14,11 +13,6 @@ from octopipe.runtime import reduce as reduction  # noqa: E402
 from octopipe.runtime import world as worlds  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def through_host(world, plan):

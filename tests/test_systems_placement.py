@@ -148,9 +148,7 @@ def test_hanayo_zig_zags_and_chooses_its_waves() -> None:
 @pytest.mark.parametrize("p", [4, 8])
 @pytest.mark.parametrize("m_over_p", [2, 4])
 @pytest.mark.parametrize(("weight", "pace"), [(1.0, 1.0), (0.5, 0.9)])
-def test_dualpipe_idles_as_published_with_pairs_as_blocks(
-    p: int, m_over_p: int, weight: float, pace: float
-) -> None:
+def test_dualpipe_idles_as_published_with_pairs_as_blocks(p: int, m_over_p: int, weight: float, pace: float) -> None:
     m = m_over_p * p
     spans = {"F": 1.0, "I": 1.0, "W": weight, "B": 1.0 + weight}
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from executor_models import NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
+from ranks import shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
 from octopipe import torch_engine  # noqa: E402
@@ -22,11 +22,6 @@ from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
 
 TOLERANCE = 1e-12
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def _plans(size: int, count: int, seed: int) -> list[Plan]:

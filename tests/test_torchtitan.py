@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
@@ -107,11 +106,6 @@ def run_plans(world, plans):
         error = abs(float(sum(losses)) - float(want)) if last else 0.0
         out.append((worst, error, first, last))
     return out
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
 
 
 def _plan(system, ranks=2, micro_batches=4, **more):

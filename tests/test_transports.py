@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import Ranks, shared_ranks  # noqa: E402
+from ranks import shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -23,16 +23,6 @@ from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.slots import rank_program  # noqa: E402
 from octopipe.runtime.transports.cuda_ipc import IpcTransport  # noqa: E402
 from octopipe.systems import build_plan  # noqa: E402
-
-
-@pytest.fixture
-def two() -> Ranks:
-    return shared_ranks(2)
-
-
-@pytest.fixture
-def four() -> Ranks:
-    return shared_ranks(4)
 
 
 def _loss(output, target):
@@ -112,13 +102,13 @@ def test_mismatched_directed_queue_deadlocks_naively(two):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_random_plans_finish_on_the_strict_transport(size, two, four):
+def test_random_plans_finish_on_the_strict_transport(size):
     jobs = []
     for seed in range(100):
         rng = random.Random(7000 * size + seed)
         plan = random_plan(rng, num_ranks=size, num_layers=5, num_micro_batches=rng.randint(1, 4), recompute=False)
         jobs.append((seed, plan, CHANNELS[seed % len(CHANNELS)]))
-    for results in (two if size == 2 else four).run(run_strictly, jobs, False, 30.0):
+    for results in shared_ranks(size).run(run_strictly, jobs, False, 30.0):
         assert all(isinstance(loss, float) for loss in results), results
 
 
@@ -153,13 +143,13 @@ def run_rings(world, jobs, chunk_bytes, chunks, kind_of_ring=IpcTransport):
 
 
 @pytest.mark.parametrize(("size", "chunk_bytes", "chunks"), [(2, 64, 1), (4, 100, 3), (4, 1 << 20, 4)])
-def test_rings_carry_every_message_of_random_plans(size, chunk_bytes, chunks, two, four):
+def test_rings_carry_every_message_of_random_plans(size, chunk_bytes, chunks):
     jobs = []
     for seed in range(16):
         rng = random.Random(90 * size + chunks + seed)
         plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.randint(2, 4))
         jobs.append((seed, KINDS[seed % len(KINDS)], plan, CHANNELS[seed % len(CHANNELS)]))
-    for error in (two if size == 2 else four).run(run_rings, jobs, chunk_bytes, chunks):
+    for error in shared_ranks(size).run(run_rings, jobs, chunk_bytes, chunks):
         assert error[0] <= 1e-12, error
 
 

@@ -275,7 +275,14 @@ def test_no_method_returns_anything_slower_than_its_start(method: str, kind: str
     before = simulate(start, costs)
     assert before.fits
     result = tune(
-        costs, start.num_ranks, 4, method=method, iterations=3, budget_s=1.0, start=start, copies=True  # type: ignore[arg-type]
+        costs,
+        start.num_ranks,
+        4,
+        method=method,
+        iterations=3,
+        budget_s=1.0,
+        start=start,
+        copies=True,  # type: ignore[arg-type]
     )
     assert result.step_ms <= before.step_ms + 1e-9
     assert simulate(result.plan, costs).step_ms == pytest.approx(result.step_ms)
