@@ -32,11 +32,11 @@ import os, signal, sys
 from octopipe.cli import main
 from octopipe.training import train as trainer
 
-step_of = trainer._Run._step
+agent, step_of = int(sys.argv.pop(1)), trainer._Run._step
 
 def step(self, number):
     if self.seat.rank == 1 and number == {LOST_AT}:
-        os.kill(int(os.environ["AGENT"]), signal.SIGKILL)
+        os.kill(agent, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return step_of(self, number)
 
@@ -46,15 +46,14 @@ sys.exit(main())
 """`octopipe` on a node that goes, with torchrun's agent and its rank, in the middle of a step."""
 
 
-def node(port: int, command: Sequence[str], folder: Path, hosts: bool) -> None:
+def node(port: int, script: Path, command: Sequence[str], folder: Path, hosts: bool) -> None:
     """One of torchrun's agents, with one rank; one of them hosts the store of all. Writes down what the rank says."""
     agent = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1", "--monitor-interval", "0.1"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"]
     # A lost node is given up after six beats of a second; then the rest waits five more for one that comes late.
     conf = f"is_host={int(hosts)},keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=5"
-    words = [*agent, *meeting, "--rdzv-conf", conf, *command]
-    said = torchrun(words, folder, folder / "logs", {"AGENT": str(os.getpid())})
-    (folder / "said").write_text(said)
+    words = [*agent, *meeting, "--rdzv-conf", conf, str(script), str(os.getpid()), *command]
+    (folder / "said").write_text(torchrun(words, folder, folder / "logs"))
 
 
 def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(
@@ -62,13 +61,15 @@ def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(
 ) -> None:
     folder, script = tmp_path / "run", tmp_path / "loses_power.py"
     script.write_text(LOSES_POWER)
-    words = (str(script), *COMMAND, "--tune", "1s", "--elastic", "--checkpoint", str(folder))
+    words = (*COMMAND, "--tune", "1s", "--elastic", "--checkpoint", str(folder))
     port, homes = free_port(), (tmp_path / "stays", tmp_path / "goes")
     start_server()
     nodes = []
     for home in homes:  # Ranks are numbered by their agents' process numbers: the first of these has rank 0.
         home.mkdir()
-        nodes.append(mp.get_context("forkserver").Process(target=node, args=(port, words, home, home is homes[0])))
+        nodes.append(
+            mp.get_context("forkserver").Process(target=node, args=(port, script, words, home, home is homes[0]))
+        )
         nodes[-1].start()
     try:
         for process in nodes:
