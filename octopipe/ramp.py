@@ -81,18 +81,13 @@ class Ramp:
             return done
         per_byte = costs.forward_ms.sum() / max(float(costs.activation_bytes.sum()), 1e-300)
         low, high = np.log(0.02 * per_byte), np.log(50.0 * per_byte)
-
-        def value(log_price: float) -> float:
-            price = float(np.exp(log_price))
-            return price * room_bytes + float(_tokens(until_ms, price, self.recompute, *arrays))
-
         # Convex in the price, so nearly unimodal in its logarithm; any price gives a valid bound.
         prices = np.linspace(low, high, self.prices)
-        values = [value(p) for p in prices]
+        values = _priced(until_ms, np.exp(prices), room_bytes, self.recompute, *arrays)
         k = int(np.argmin(values))
-        low, high = prices[max(k - 1, 0)], prices[min(k + 1, self.prices - 1)]
-        fine = min(value(p) for p in np.linspace(low, high, self.prices))
-        return min(done, values[k], fine)
+        finer = np.linspace(prices[max(k - 1, 0)], prices[min(k + 1, self.prices - 1)], self.prices)
+        fine = _priced(until_ms, np.exp(finer), room_bytes, self.recompute, *arrays)
+        return float(min(done, values[k], fine.min()))
 
     def bound_ms(self, work_ms: float, rates: Array, heads: Array) -> float:
         """T from the best time to look: `heads` are the ranks' least times until they are reached, `rates` speeds."""
@@ -219,3 +214,16 @@ def _tokens(  # type: ignore[no-untyped-def]
             best = max(best, so_far)
         total += best
     return total
+
+
+@njit
+def _priced(  # type: ignore[no-untyped-def]
+    until, prices, room, drop, start, f_took, i_took, w_took, f_work, i_work, w_work, activation, stash
+):
+    """For every price of a byte: no more than this is done by `until` in so much room."""
+    most = np.empty(prices.size)
+    for k in range(prices.size):
+        most[k] = prices[k] * room + _tokens(
+            until, prices[k], drop, start, f_took, i_took, w_took, f_work, i_work, w_work, activation, stash
+        )
+    return most

@@ -2,80 +2,88 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
 import time
 
 import pytest
 
 pytest.importorskip("torch")
-
-SCRIPT = """
-import sys, time
-from octopipe.runtime.board import Board, Place, Watchdog
-
-how, timeout_s = sys.argv[1], float(sys.argv[2])
-begin = time.monotonic()
-
-def where():
-    if how == "driver hangs" and time.monotonic() - begin > 0.05:
-        time.sleep(1000)
-    if how == "device failed" and time.monotonic() - begin > 0.05:
-        raise RuntimeError("CUDA error: the server died")
-    moving = time.monotonic() if how == "moves" else 0
-    peer = 0 if how in ("waits for another", "driver hangs") else 1
-    return Place(moving, "waits on its device for the output of 0F1", peer)
-
-busy = lambda: how != "idle"
-dead = lambda: [] if how == "device failed" and time.monotonic() - begin < 0.7 else [1]  # dying takes a moment
-Watchdog(Board(None, "x", 0, 2), where, timeout_s=timeout_s, device_busy=busy, dead=dead)
-time.sleep(1.5)
-print("lived")
-"""
+from ranks import start_server
 
 
-def watch(how, timeout_s=60.0):
+def process(how, timeout_s, out, err):
+    """A process with a watchdog; what it prints goes to two files."""
+    from octopipe.runtime.board import Board, Place, Watchdog
+
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how, str(timeout_s)], capture_output=True, text=True, timeout=120, check=False
-    )
-    return done, time.monotonic() - begin
+
+    def where():
+        if how == "driver hangs" and time.monotonic() - begin > 0.05:
+            time.sleep(1000)
+        if how == "device failed" and time.monotonic() - begin > 0.05:
+            raise RuntimeError("CUDA error: the server died")
+        moving = time.monotonic() if how == "moves" else 0
+        peer = 0 if how in ("waits for another", "driver hangs") else 1
+        return Place(moving, "waits on its device for the output of 0F1", peer)
+
+    def dead():  # dying takes a moment
+        return [] if how == "device failed" and time.monotonic() - begin < 0.7 else [1]
+
+    Watchdog(Board(None, "x", 0, 2), where, timeout_s=timeout_s, device_busy=lambda: how != "idle", dead=dead)
+    time.sleep(1.5)
+    print("lived", flush=True)
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """(exit code, what it printed, what it complained about) of a process with a watchdog."""
+
+    def run(how, timeout_s=60.0):
+        start_server()
+        out, err = tmp_path / "out", tmp_path / "err"
+        args = (how, timeout_s, str(out), str(err))
+        watched = multiprocessing.get_context("forkserver").Process(target=process, args=args)
+        watched.start()
+        watched.join(120)
+        return watched.exitcode, out.read_text(), err.read_text()
+
+    return run
 
 
 @pytest.mark.parametrize(("how", "words"), [("waits", "rank 1 is gone;"), ("device failed", "and the device failed;")])
-def test_dead_peer_ends_the_process_with_what_was_waited_for(how, words):
-    done, _ = watch(how)
-    assert done.returncode == 1
-    assert "lived" not in done.stdout
-    (line,) = done.stderr.splitlines()
+def test_dead_peer_ends_the_process_with_what_was_waited_for(how, words, watch):
+    code, out, err = watch(how)
+    assert code == 1
+    assert "lived" not in out
+    (line,) = err.splitlines()
     assert line.startswith("octopipe: rank 0: rank 1 is gone")
     assert words in line
     assert "pending ops: rank 0: waits on its device for the output of 0F1; rank 1: no answer" in line
 
 
 @pytest.mark.parametrize("how", ["moves", "idle", "waits for another"])
-def test_others_death_alone_ends_nothing(how):
-    done, _ = watch(how)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "lived\n", "")
+def test_others_death_alone_ends_nothing(how, watch):
+    assert watch(how) == (0, "lived\n", "")
 
 
-def test_no_progress_ends_the_process_at_the_timeout():
-    done, _ = watch("waits for another", 0.5)
-    assert done.returncode == 1
-    assert "made no progress for 0.5 s" in done.stderr
+def test_no_progress_ends_the_process_at_the_timeout(watch):
+    code, _, err = watch("waits for another", 0.5)
+    assert code == 1
+    assert "made no progress for 0.5 s" in err
 
 
-def test_a_driver_that_never_answers_cannot_silence_the_watchdog():
-    done, _ = watch("driver hangs", 0.8)
-    assert done.returncode == 1
-    assert "made no progress for 0.8 s" in done.stderr
-    assert "rank 0: waits on its device for the output of 0F1 (the device's driver does not answer)" in done.stderr
+def test_a_driver_that_never_answers_cannot_silence_the_watchdog(watch):
+    code, _, err = watch("driver hangs", 0.8)
+    assert code == 1
+    assert "made no progress for 0.8 s" in err
+    assert "rank 0: waits on its device for the output of 0F1 (the device's driver does not answer)" in err
 
 
 def test_whoever_started_the_ranks_says_what_they_wait_for():
     """Nothing is asked of the ranks: their last lines are in the store, which the starting process serves."""
-    import multiprocessing
-
     import torch.distributed as dist
 
     from octopipe.errors import OctoPipeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -217,6 +217,7 @@ def _random(seed, ranks, **more):
             return plan
 
 
+@cache
 def _tuned(ranks, micro_batches=4):
     """What tuning makes of layers as unequal as a hybrid's; moves instead of time: the same plan on any machine."""
     forward = [0.2, *(1.0 + 2.0 * (k % 3 == 1) for k in range(LAYERS - 2)), 2.0]

@@ -26,7 +26,7 @@ from octopipe.runtime.transports.nccl import NcclTransport  # noqa: E402
 from octopipe.runtime.world import World  # noqa: E402
 
 TIMEOUT_S = 20.0
-PLANS = 40
+PLANS = 80
 
 
 class Work:
@@ -93,7 +93,7 @@ def run_plans(world, jobs):
 @pytest.mark.parametrize("size", [2, 4])
 def test_random_plans_over_in_order_communicators(size: int) -> None:
     jobs = []
-    for seed in range(PLANS):
+    for seed in range(PLANS // size):
         rng = random.Random(7000 * size + seed)
         plan = random_plan(rng, num_ranks=size, num_layers=NUM_LAYERS, num_micro_batches=rng.choice((3, 4, 5)))
         jobs.append((f"seed {seed}", KINDS[seed % len(KINDS)], plan, CHANNELS[seed // len(KINDS) % len(CHANNELS)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -58,6 +59,7 @@ def plans(num_ranks: int) -> dict[str, Plan]:
     return found | {f"{name}, recomputing": recomputing(found[name]) for name in ("fused", "split")}
 
 
+@functools.cache
 def plain(name: str, steps: int):
     """Gradients, losses and buffers of `steps` steps on one device, in micro-batch order."""
     layers, (inputs, targets) = odd_layers.make(name), odd_layers.batches(COUNT)
