@@ -6,7 +6,9 @@ know: when anything happens. Lowering, simulation and the tuner all take their p
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from octopipe.errors import OctoPipeError
 from octopipe.plan import KINDS, Plan, Stage, route_neighbours
 
 Array = NDArray[np.float64]
+Priced = TypeVar("Priced", Array, tuple[Array, Array], "StageMemory")
 
 
 class StageMemory(NamedTuple):
@@ -27,6 +30,28 @@ class StageMemory(NamedTuple):
     """Held from F (or R) until I."""
     stash: Array
     """The part of it held until W."""
+
+
+def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTable], Priced]:
+    """Prices of stages, kept until other stages are asked for: a search changes orders far more often.
+
+    What it is for is compared by identity: plans and cost tables do not change, and the last ones are held.
+    """
+    last: list[tuple[tuple[Any, ...], Priced]] = []
+
+    @functools.wraps(price)
+    def priced(plan: Plan, costs: CostTable) -> Priced:
+        asked = (costs, plan.stages, plan.routes, plan.route_of_micro_batch, plan.num_micro_batches)
+        known = last[:1]  # at once: other threads may put theirs there
+        if known and all(a is b for a, b in zip(known[0][0], asked, strict=True)):
+            return known[0][1]
+        found = price(plan, costs)
+        for array in found if isinstance(found, tuple) else (found,):
+            array.flags.writeable = False
+        last[:] = [(asked, found)]
+        return found
+
+    return priced
 
 
 def match(plan: Plan, costs: CostTable) -> None:
@@ -63,6 +88,7 @@ def _layers(stage: Stage) -> NDArray[np.int64]:
     return np.arange(stage.first, stage.stop)
 
 
+@_kept
 def stage_times(plan: Plan, costs: CostTable) -> Array:
     """Time of every op: [kind, stage, micro_batch], with the speed of the stage's rank."""
     whole = [_layers(s) for s in plan.stages]
@@ -80,6 +106,7 @@ def op_durations(plan: Plan, costs: CostTable) -> Array:
     return np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
 
 
+@_kept
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Bytes of each stage's output and of its input gradient: two arrays [stages, micro_batches]."""
     last = [np.array([s.stop - 1]) for s in plan.stages]
@@ -90,6 +117,7 @@ def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     )
 
 
+@_kept
 def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Transfer time of each stage's output to the next stage's rank, and of its input gradient back.
 
@@ -110,6 +138,7 @@ def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     return forward, gradient
 
 
+@_kept
 def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     """Bytes every stage holds per micro-batch, with and without recomputation.
 
