@@ -59,13 +59,16 @@ def _assert_equal(results):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_system_gives_the_gradients_of_one_device(size):
-    jobs = []
+    jobs, seen = [], set()
     for i, name in enumerate(systems()):
         for split in (None, True):
             try:
                 plan = build_plan(name, _costs(), size, 8, split_backward=split)
             except NotApplicableError:
                 continue
+            if (plan.stages, plan.orders) in seen:  # it splits anyway, or on equal layers it is another system
+                continue
+            seen.add((plan.stages, plan.orders))
             jobs.append((f"{name} {split}", KINDS[i % len(KINDS)], plan, "directed"))
     assert len(jobs) > 10
     _assert_equal(shared_ranks(size).run(run_plans, jobs))

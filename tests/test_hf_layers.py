@@ -46,7 +46,7 @@ def plans(num_layers: int = 6, micro_batches: int = ROWS) -> dict[str, Any]:
         input_ms=[0.0, *(1.5 + 1.5 * (k % 3 == 1) for k in range(num_layers - 2)), 2.0],
         weight_ms=[0.2, *(0.5 + 1.5 * (k % 3 == 2) for k in range(num_layers - 2)), 2.0],
     )
-    tuned = tune(unequal, 2, micro_batches, iterations=2000, workers=1, copies=False).plan
+    tuned = tune(unequal, 2, micro_batches, iterations=300, workers=1, copies=False).plan
     return {**named, "irregular": irregular, "tuned": tuned}
 
 

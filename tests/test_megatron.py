@@ -224,7 +224,7 @@ def _tuned(ranks, micro_batches=4):
     weight = [0.2, *(0.5 + 1.5 * (k % 3 == 2) for k in range(LAYERS - 2)), 2.0]
     costs = CostTable.uniform(num_layers=LAYERS, p2p_ms=0.05)
     costs = costs.replace(forward_ms=forward, input_ms=forward, weight_ms=weight)
-    return tune(costs, ranks, micro_batches, iterations=2000, copies=False, recompute=False).plan
+    return tune(costs, ranks, micro_batches, iterations=500, copies=False, recompute=False).plan
 
 
 # -- equal to Megatron without a pipeline --------------------------------------------------------------
