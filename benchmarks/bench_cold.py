@@ -2,7 +2,8 @@
 
     python benchmarks/bench_cold.py [--budget 5] [--runs 1] [--model ../shared/profiles/nemotron-h-8b.json]
 
-Every cold run gets an empty folder for compiled kernels (OCTOPIPE_CACHE_DIR); the warm run uses the folder it filled.
+Every cold run gets an empty folder for compiled kernels (OCTOPIPE_CACHE_DIR) and for Python's byte code; the warm run
+uses the folder it filled.
 Prints wall-clock and CPU seconds of the whole command (start of the interpreter included), and the step times, which
 should be within 1 % of each other. A loop of plain Python is timed beside them: on a machine busy with other things it
 takes longer too, and its time on a quiet machine says by how much.
@@ -29,7 +30,8 @@ def timed(model: str, budget_s: float, folder: str) -> tuple[float, float, float
     words = [sys.executable, "-m", "octopipe", "tune", model, *SETTING, "--budget", f"{budget_s:g}s"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
-    done = subprocess.run(words, env={**os.environ, "OCTOPIPE_CACHE_DIR": folder}, capture_output=True, text=True)
+    kept = {"OCTOPIPE_CACHE_DIR": folder, "PYTHONPYCACHEPREFIX": f"{folder}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(words, env={**os.environ, **kept}, capture_output=True, text=True)
     seconds = time.monotonic() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
