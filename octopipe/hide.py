@@ -22,6 +22,7 @@ from dataclasses import replace
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.plan import Plan
+from octopipe.price import prices_kept
 from octopipe.simulator import makespan_ms, simulate
 from octopipe.timeline import Timeline
 
@@ -43,8 +44,14 @@ def hide_transfers(
     (longer by `slack`, a share, at most) finds, within a time or a number of moves."""
     if (budget_s is None) == (moves is None):
         raise OctoPipeError("hide_transfers takes a budget in seconds or a number of moves; give one of the two")
-    dice = random.Random(seed)
     end = None if budget_s is None else time.monotonic() + budget_s
+    with prices_kept():
+        return _walked(plan, costs, end, moves, slack, random.Random(seed))
+
+
+def _walked(
+    plan: Plan, costs: CostTable, end: float | None, moves: int | None, slack: float, dice: random.Random
+) -> Plan:
     best, now = plan, _value(simulate(plan, costs))
     limit_ms = -now[1] * (1.0 + slack)
     tried = 0

@@ -6,9 +6,11 @@ know: when anything happens. Lowering, simulation and the tuner all take their p
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,24 +34,36 @@ class StageMemory(NamedTuple):
     """The part of it held until W."""
 
 
-def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTable], Priced]:
-    """Prices of stages, kept until other stages are asked for: a search changes orders far more often.
+_KEPT: ContextVar[dict[str, tuple[tuple[Any, ...], Any]] | None] = ContextVar("kept prices", default=None)
 
-    What it is for is compared by identity: plans and cost tables do not change, and the last ones are held.
+
+@contextlib.contextmanager
+def prices_kept() -> Iterator[None]:
+    """Meanwhile, stages that were priced last are not priced again: for a walk that changes nothing but orders.
+
+    What a price is for is compared by identity, so nothing that is priced may be changed in place within.
     """
-    last: list[tuple[tuple[Any, ...], Priced]] = []
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
+
+def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTable], Priced]:
     @functools.wraps(price)
     def priced(plan: Plan, costs: CostTable) -> Priced:
+        kept = _KEPT.get()
+        if kept is None:
+            return price(plan, costs)
         asked = (costs, plan.stages, plan.routes, plan.route_of_micro_batch, plan.num_micro_batches)
-        known = last[:1]  # at once: other threads may put theirs there
-        if known and all(a is b for a, b in zip(known[0][0], asked, strict=True)):
-            return known[0][1]
-        found = price(plan, costs)
-        for array in found if isinstance(found, tuple) else (found,):
-            array.flags.writeable = False
-        last[:] = [(asked, found)]
-        return found
+        known = kept.get(price.__name__)
+        if known is None or any(a is not b for a, b in zip(known[0], asked, strict=True)):
+            found = price(plan, costs)
+            for array in found if isinstance(found, tuple) else (found,):
+                array.flags.writeable = False
+            known = kept[price.__name__] = asked, found
+        return cast(Priced, known[1])
 
     return priced
 

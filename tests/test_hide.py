@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from octopipe.cluster import Link
 from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.hide import hide_transfers
@@ -57,3 +60,15 @@ def test_slack_bounds_what_hiding_may_cost() -> None:
     better = simulate(hide_transfers(plan, costs, moves=600, slack=0.05), costs)
     assert better.makespan_ms <= 1.05 * before.makespan_ms
     assert better.overlap.rate >= before.overlap.rate
+
+
+def test_prices_are_kept_only_while_a_walk_lasts() -> None:
+    """A link that was set anew after a search is the one the next simulation takes."""
+    costs = CostTable.uniform(num_layers=4, p2p_ms=0.1)
+    pairs: dict[tuple[int, int], Link] = {}
+    costs = costs.replace(network=dataclasses.replace(costs.network, pairs=pairs))
+    plan = build_plan("1f1b", costs, 2, 4)
+    hide_transfers(plan, costs, moves=5)
+    before = simulate(plan, costs).step_ms
+    pairs[0, 1] = Link(latency_ms=5.0)
+    assert simulate(plan, costs).step_ms > before + 4.0
