@@ -11,7 +11,7 @@ from octopipe.cost import CostTable
 from octopipe.errors import OctoPipeError
 from octopipe.hide import hide_transfers
 from octopipe.plan import Op, Plan, Stage
-from octopipe.simulator import simulate
+from octopipe.simulator import makespan_ms, simulate
 from octopipe.systems import build_plan
 
 F0, F1, I0, I1, W0, W1 = ((kind, m) for kind in "FIW" for m in (0, 1))
@@ -69,6 +69,7 @@ def test_prices_are_kept_only_while_a_walk_lasts() -> None:
     costs = costs.replace(network=dataclasses.replace(costs.network, pairs=pairs))
     plan = build_plan("1f1b", costs, 2, 4)
     hide_transfers(plan, costs, moves=5)
-    before = simulate(plan, costs).step_ms
+    before = makespan_ms(plan, costs)
     pairs[0, 1] = Link(latency_ms=5.0)
-    assert simulate(plan, costs).step_ms > before + 4.0
+    assert makespan_ms(plan, costs) > before + 4.0
+    assert makespan_ms(plan, costs) == pytest.approx(simulate(plan, costs).makespan_ms)
