@@ -16,16 +16,16 @@ from typing import Any
 
 from bench_gpu import SYSTEMS, models, tables
 
-from octopipe.measure.trial import STEADY_MEMORY
-from octopipe.runtime.launch import by_rank, run_ranks
+from octopipe.runtime.measure.trial import STEADY_MEMORY
+from octopipe.runtime.ranks.launch import by_rank, run_ranks
 
 
 def task(rank: int, nproc: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All models, on every rank."""
     import torch.distributed as dist
 
-    from octopipe.measure.trial import Workload, fidelity, profile_workload, side_by_side
-    from octopipe.runtime.world import World
+    from octopipe.runtime.measure.trial import Workload, fidelity, profile_workload, side_by_side
+    from octopipe.runtime.ranks.world import World
 
     os.sched_setaffinity(0, {args.cores[rank % len(args.cores)]})
     world = World.make(None, None, None)
@@ -55,9 +55,9 @@ def task(rank: int, nproc: int, args: argparse.Namespace) -> list[dict[str, Any]
 
 
 def plans(profile: Any, nproc: int, micro_batches: int, args: argparse.Namespace) -> dict[str, Any]:
-    from octopipe.errors import OctoPipeError
-    from octopipe.systems import build_plan
-    from octopipe.tuner import tune
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.search.systems import build_plan
+    from octopipe.search.tuner import tune
 
     out = {}
     for name in SYSTEMS:

@@ -34,15 +34,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from octopipe.cost import CostTable
-from octopipe.nn import cross_entropy
-from octopipe.plan import Op, Plan, Stage
-from octopipe.runtime import stage as stage_module
-from octopipe.runtime.launch import Seat, run_ranks
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.runtime.nn import cross_entropy
 from octopipe.runtime.pipeline import Pipeline
-from octopipe.runtime.world import World
-from octopipe.runtime.world import wire as wire_of
-from octopipe.systems import build_plan
+from octopipe.runtime.ranks.launch import Seat, run_ranks
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.ranks.world import wire as wire_of
+from octopipe.runtime.stages import stage as stage_module
+from octopipe.search.systems import build_plan
 
 WIDTH, TOKENS, VOCAB = 256, 192, 20480
 # Memory given back to the system after every step comes back page by page in the next: noise for both sides.
@@ -373,7 +373,7 @@ def _backwards(layers: list[nn.Module], x: Tensor, count: int) -> dict[str, floa
     """Backward work alone, on one stage of four layers: ours fused and split, and theirs split."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    from octopipe.runtime.stage import Stage as Runner
+    from octopipe.runtime.stages.stage import Stage as Runner
 
     blocks = {again: nn.Sequential(*(Block(again=again) for _ in layers)) for again in (False, True)}
     runner, g = Runner(layers), torch.ones_like(x)
@@ -450,10 +450,10 @@ def memory(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
 def hybrid(size: int, tokens: int) -> tuple[list[nn.Module], Tensor]:
     """A small Nemotron-H, and one micro-batch: six layers a rank, and a head that costs as much as five mean layers, as
     in the published layer times of the 8B model (seven a rank on 8 ranks, the head 5.1 mean layers)."""
-    from octopipe import layers as kinds
-    from octopipe import mixers
-    from octopipe.model import ModelSpec
-    from octopipe.nn import build_layers
+    from octopipe.models import layers as kinds
+    from octopipe.models import mixers
+    from octopipe.models.spec import ModelSpec
+    from octopipe.runtime.nn import build_layers
 
     of: dict[str, kinds.Layer] = {
         "M": mixers.Mamba2(hidden=WIDTH, heads=8, head_dim=64, state=64, groups=1, chunk=64),
@@ -469,8 +469,8 @@ def hybrid(size: int, tokens: int) -> tuple[list[nn.Module], Tensor]:
 
 def _profile(layers: list[nn.Module], tokens: Tensor, world: World) -> CostTable:
     """What our profiler says of the layers, with all ranks at work, and of the link between two ranks."""
-    from octopipe.measure.links import measure_links
-    from octopipe.measure.profiler import assemble, gather, profile_layers
+    from octopipe.runtime.measure.links import measure_links
+    from octopipe.runtime.measure.profiler import assemble, gather, profile_layers
 
     # One pair stands for all: the ranks are on one machine.
     sizes = (1 << 12, 4 * tokens.numel() * WIDTH)
@@ -482,8 +482,8 @@ def _profile(layers: list[nn.Module], tokens: Tensor, world: World) -> CostTable
 
 def tuned(seat: Seat, args: argparse.Namespace) -> dict[str, Any]:
     """A hybrid model, profiled by our profiler with all ranks at work, tuned and run, against their schedules."""
-    from octopipe.simulator import simulate
-    from octopipe.tuner import tune
+    from octopipe.search.tuner import tune
+    from octopipe.simulation.simulator import simulate
 
     size, count, world = seat.size, max(args.micro_batches, 2 * seat.size), World(dist.group.WORLD)
     layers, tokens = hybrid(size, args.tokens)

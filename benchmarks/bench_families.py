@@ -26,7 +26,7 @@ import torch
 from hf_families import every_family, tiny_config
 from hf_twins import chained, pipeline_differences
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface import layers
 
 LIMIT_S, LARGEST = 120, 3e7

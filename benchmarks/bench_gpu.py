@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octopipe.model import ModelSpec
-from octopipe.zoo import jamba, llama, nemotron_h
+from octopipe.models.spec import ModelSpec
+from octopipe.models.zoo import jamba, llama, nemotron_h
 
 RANKS = 4
 SYSTEMS = ("1f1b", "interleaved", "zb-v", "mist")
@@ -38,7 +38,7 @@ def models(small: bool = False) -> dict[str, ModelSpec]:
         }
     from dataclasses import replace
 
-    from octopipe.model import Mamba1, Mamba2
+    from octopipe.models.spec import Mamba1, Mamba2
 
     nemotron = nemotron_h(
         "nemotron-h-like",
@@ -65,7 +65,7 @@ def models(small: bool = False) -> dict[str, ModelSpec]:
 
 
 def workload(spec: ModelSpec, args: argparse.Namespace) -> Any:
-    from octopipe.measure.trial import Workload
+    from octopipe.runtime.measure.trial import Workload
 
     dtype = "bfloat16" if args.device == "cuda" else "float32"
     return Workload(spec=spec, tokens=args.tokens, device=args.device, dtype=dtype, compile_scans=not args.eager_scans)
@@ -78,14 +78,14 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
     """Gradients of every rank's layers under several systems against one process, in float32."""
     import torch
 
-    from octopipe.cost import CostTable
-    from octopipe.lowering import lower
-    from octopipe.measure.links import measure_links
-    from octopipe.measure.trial import Workload
-    from octopipe.nn import cross_entropy
+    from octopipe.costs.table import CostTable
+    from octopipe.runtime.measure.links import measure_links
+    from octopipe.runtime.measure.trial import Workload
+    from octopipe.runtime.nn import cross_entropy
     from octopipe.runtime.pipeline import Pipeline
-    from octopipe.runtime.world import World
-    from octopipe.systems import build_plan
+    from octopipe.runtime.ranks.world import World
+    from octopipe.search.systems import build_plan
+    from octopipe.simulation.lowering import lower
 
     world = World.make(None, None, None)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -127,8 +127,8 @@ def smoke_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, Any
 
 
 def profile_task(rank: int, nproc: int, args: argparse.Namespace) -> dict[str, bytes]:
-    from octopipe.measure.trial import profile_workload
-    from octopipe.runtime.world import World
+    from octopipe.runtime.measure.trial import profile_workload
+    from octopipe.runtime.ranks.world import World
 
     world = World.make(None, None, None)
     out = {}
@@ -170,10 +170,10 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
     """Profile each model, then run its plans; rank 0 writes a line of JSON per plan."""
     import torch.distributed as dist
 
-    from octopipe.errors import OctoPipeError
-    from octopipe.measure.trial import fidelity, profile_workload, run_plan
-    from octopipe.plan_file import plan_from_json
-    from octopipe.runtime.world import World
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.plans.file import plan_from_json
+    from octopipe.runtime.measure.trial import fidelity, profile_workload, run_plan
+    from octopipe.runtime.ranks.world import World
 
     world = World.make(None, None, None)
     sink = Path(args.out, "results.jsonl")
@@ -243,8 +243,8 @@ def run_task(rank: int, nproc: int, args: argparse.Namespace) -> int:
 
 def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
     """What the simulator says when every op takes its time under full load."""
-    from octopipe.lowering import lower
-    from octopipe.simulator import simulate
+    from octopipe.simulation.lowering import lower
+    from octopipe.simulation.simulator import simulate
 
     return simulate(lower(plan, profile.costs, channel=channel), profile.costs).makespan_ms
 
@@ -253,8 +253,8 @@ def _full_load_ms(plan: Any, profile: Any, channel: str) -> float:
 
 
 def in_ranks(task: Any, args: argparse.Namespace, timeout_s: float) -> list[Any]:
-    from octopipe.measure.mps import Mps
-    from octopipe.runtime.launch import by_rank, run_ranks
+    from octopipe.runtime.measure.mps import Mps
+    from octopipe.runtime.ranks.launch import by_rank, run_ranks
 
     if args.device == "cpu":
         return run_ranks(by_rank(task), args.nproc, args, timeout_s=timeout_s)
@@ -266,10 +266,10 @@ def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> An
     """Of some searches on the times with all ranks at work, as predicted with the ranks' real coupling: within 1 % of
     the best the plan that hides most of its transfers. Every layer on one rank: copies would have their gradients
     reduced through the host here."""
-    from octopipe.contention import predict
-    from octopipe.fidelity import hidden
-    from octopipe.hide import hide_transfers
-    from octopipe.tuner import tune
+    from octopipe.search.tuner import tune
+    from octopipe.simulation.contention import predict
+    from octopipe.simulation.fidelity import hidden
+    from octopipe.simulation.hide_transfers import hide_transfers
 
     found = []
     for seed in range(args.seeds):
@@ -287,12 +287,12 @@ def tuned_plan(profile: Any, args: argparse.Namespace, micro_batches: int) -> An
 
 def make_plans(args: argparse.Namespace) -> None:
     """Plans of every system and the tuner for the profiles in --plans, before anything of them is measured."""
-    from octopipe.contention import predict
-    from octopipe.errors import OctoPipeError
-    from octopipe.plan_file import save_plan
-    from octopipe.profile_file import load_profile
-    from octopipe.simulator import simulate
-    from octopipe.systems import build_plan
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.profile_file import load_profile
+    from octopipe.plans.file import save_plan
+    from octopipe.search.systems import build_plan
+    from octopipe.simulation.contention import predict
+    from octopipe.simulation.simulator import simulate
 
     for model in args.models:
         profile = load_profile(Path(args.plans, f"profile.{model}.json"))

@@ -153,8 +153,8 @@ def mixer_class() -> type:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from torch import nn
 
-    from octopipe.model import Mamba2
-    from octopipe.nn.mamba import compiled_mamba2_mix, mamba2_mix
+    from octopipe.models.spec import Mamba2
+    from octopipe.runtime.nn.mamba import compiled_mamba2_mix, mamba2_mix
 
     class Mixer(nn.Module):
         def __init__(self, config: Any, sizes: Sizes, submodules: Any = None, **_: Any):
@@ -307,7 +307,7 @@ def profile(rank: int, args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]
     import torch.distributed as dist
 
     from octopipe.megatron.weights import Split
-    from octopipe.runtime.wgrad_ops import WeightQueue
+    from octopipe.runtime.stages.wgrad_ops import WeightQueue
 
     config = config_of(sizes, args.device, 1, None, None)
     batch = batches(sizes, args.device)[0]
@@ -398,7 +398,7 @@ def run(rank: int, args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     import torch.distributed as dist
 
     from octopipe import megatron
-    from octopipe.plan_file import load_plan
+    from octopipe.plans.file import load_plan
 
     out: dict[str, Any] = {}
     data = batches(sizes, args.device)
@@ -477,7 +477,7 @@ def spawn(phase: str, args: argparse.Namespace) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [args.megatron, root, environment.get("PYTHONPATH", "")]))
     mps = None
     if args.device == "cuda":
-        from octopipe.measure.mps import Mps
+        from octopipe.runtime.measure.mps import Mps
 
         mps = Mps.start(num_ranks=RANKS)
         environment |= dict(mps.environment)
@@ -504,8 +504,8 @@ def spawn(phase: str, args: argparse.Namespace) -> dict[str, Any]:
 def costs_of(measured: dict[str, Any], sizes: Sizes) -> Any:
     import numpy as np
 
-    from octopipe.cluster import Network
-    from octopipe.cost import CostTable
+    from octopipe.costs.cluster.hardware import Network
+    from octopipe.costs.table import CostTable
 
     letters, table = measured["letters"], measured["layers"]
     columns = np.array([table[c] for c in letters])
@@ -530,10 +530,10 @@ def costs_of(measured: dict[str, Any], sizes: Sizes) -> Any:
 def tune(args: argparse.Namespace, sizes: Sizes, measured: dict[str, Any]) -> dict[str, Any]:
     """Megatron's own plans (even layouts, its orders) and the tuned one, as files; predicted step times."""
     import octopipe
-    from octopipe.foreign_plan import megatron_plan
-    from octopipe.plan_file import save_plan
-    from octopipe.readers.megatron_text import read_megatron
-    from octopipe.simulator import simulate
+    from octopipe.plans.file import save_plan
+    from octopipe.plans.readers.megatron_text import read_megatron
+    from octopipe.search.foreign_plan import megatron_plan
+    from octopipe.simulation.simulator import simulate
 
     out = {}
     for old in Path(args.out).glob("*.plan.json"):

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octopipe.analytic import setup_costs
-from octopipe.calibration import RATES, Rates
-from octopipe.cluster import gpu
-from octopipe.cost import CostTable
-from octopipe.model import ModelSpec
-from octopipe.planner.estimate import estimate
-from octopipe.recompute import plan_under
-from octopipe.setup import Setup
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.zoo import preset
+from octopipe.costs.analytic.calibration import RATES, Rates
+from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.table import CostTable
+from octopipe.models.spec import ModelSpec
+from octopipe.models.zoo import preset
+from octopipe.search.planner.estimate import estimate
+from octopipe.search.recompute import plan_under
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
 
 CSV = Path(__file__).resolve().parents[2] / "shared" / "published-throughput.csv"
 RESULTS = Path(__file__).resolve().parent / "results" / "published.json"
@@ -165,8 +165,8 @@ def planned(path: Path, number: int, budget_s: float = 30.0) -> list[dict[str, A
     """What the planner finds beside what was published, under the same model."""
     import time
 
-    from octopipe.planner.search import search
-    from octopipe.verbs.plan import changes
+    from octopipe.cli.verbs.plan import changes
+    from octopipe.search.planner.search import search
 
     out = []
     for wanted in PLANNED[:number]:

@@ -20,8 +20,8 @@ from browser_cases import until
 from browser_fixtures import FLAGS
 from report_cases import hundred_thousand, noisy
 
-from octopipe.report import Entry, report_html
-from octopipe.simulator import simulate
+from octopipe.simulation.simulator import simulate
+from octopipe.views.report import Entry, report_html
 
 FRAMES = """async () => {
     const view = octopipe.view, frame = () => new Promise(requestAnimationFrame), between = [];

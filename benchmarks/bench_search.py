@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.algorithm1 import PHASES, IterativeSearch, RandomSearch
-from octopipe.algorithm1.settings import Settings
-from octopipe.bounds import lower_bound
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.exact import solve
-from octopipe.files import read_json_object
-from octopipe.layer_times import costs_of_layer_times
-from octopipe.search_record import Step
-from octopipe.tuner import tune
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import read_json_object
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.layer_times import costs_of_layer_times
+from octopipe.costs.table import CostTable
+from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
+from octopipe.search.algorithm1.settings import Settings
+from octopipe.search.exact import solve
+from octopipe.search.result import Step
+from octopipe.search.tuner import tune
+from octopipe.simulation.bounds.bounds import lower_bound
 
 PROFILE = Path(__file__).resolve().parents[2] / "shared" / "profiles" / "nemotron-h-8b.json"
 SYNTHETIC = {

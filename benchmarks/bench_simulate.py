@@ -17,15 +17,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import twin
 
-from octopipe import _engine
-from octopipe.cost import CostTable
-from octopipe.lowering import lower
-from octopipe.plan import Plan, route_neighbours
-from octopipe.price import hop_times, op_durations
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import jitter_ms, makespan_ms, simulate
-from octopipe.systems import build_plan
-from octopipe.systems.split import split_backward
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan, route_neighbours
+from octopipe.plans.price import hop_times, op_durations
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.split import split_backward
+from octopipe.simulation import engine as _engine
+from octopipe.simulation.lowering import lower
+from octopipe.simulation.simulator import jitter_ms, makespan_ms, simulate
 
 
 def median_s(work: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -41,7 +41,7 @@ def median_s(work: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 def large_plan() -> tuple[Plan, CostTable]:
     """56 stages of uneven layers x 32 micro-batches, F/I/W, 16 ranks (56 is no multiple of 16: dealt in turn)."""
-    from octopipe.plan import Op, Stage
+    from octopipe.plans.plan import Op, Stage
 
     rng = np.random.default_rng(0)
     stages, ranks, micro_batches = 56, 16, 32

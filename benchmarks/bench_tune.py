@@ -25,12 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from octopipe.comparison import compare
-from octopipe.cost import CostTable
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.tuner import Progress, tune
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.search.comparison import compare
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import Progress, tune
+from octopipe.simulation.simulator import simulate
 
 PROFILES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
 GIB = float(1 << 30)

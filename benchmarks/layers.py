@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from octopipe import layers as L
-from octopipe import mixers as X
-from octopipe.model import ModelSpec
-from octopipe.nn import build_layers, cross_entropy
-from octopipe.runtime.held import held_bytes
-from octopipe.runtime.stage import Stage
+from octopipe.models import layers as L
+from octopipe.models import mixers as X
+from octopipe.models.spec import ModelSpec
+from octopipe.runtime.nn import build_layers, cross_entropy
+from octopipe.runtime.stages.activation_bytes import held_bytes
+from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.values import flatten
 
 

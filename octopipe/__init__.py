@@ -15,26 +15,26 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from octopipe.display import draw_with as _draw_with
+from octopipe.base.display import draw_with as _draw_with
 
 if TYPE_CHECKING:
     from octopipe.api import build_plan, compare, simulate, tune
-    from octopipe.comparison import Comparison
-    from octopipe.cost import CostTable
-    from octopipe.errors import DeadlockError, DoesNotFitError, NotApplicableError, OctoPipeError, PlanError
-    from octopipe.lowering import Program, lower
-    from octopipe.measure.profiler import profile_layers
-    from octopipe.model import ModelSpec
-    from octopipe.plan import Op, Plan, Stage
-    from octopipe.plan_file import load_plan, save_plan
-    from octopipe.profile_file import Profile, load_profile
-    from octopipe.resolve import resolve_costs
+    from octopipe.base.errors import DeadlockError, DoesNotFitError, NotApplicableError, OctoPipeError, PlanError
+    from octopipe.costs.profile_file import Profile, load_profile
+    from octopipe.costs.resolve import resolve_costs
+    from octopipe.costs.table import CostTable
+    from octopipe.models.spec import ModelSpec
+    from octopipe.models.zoo import preset
+    from octopipe.plans.file import load_plan, save_plan
+    from octopipe.plans.plan import Op, Plan, Stage
+    from octopipe.runtime.measure.profiler import profile_layers
     from octopipe.runtime.pipeline import Pipeline
-    from octopipe.timeline import Timeline, load_timeline
-    from octopipe.training.adapt import switch
-    from octopipe.training.checkpoint import load_checkpoint, save_checkpoint
-    from octopipe.tuner import TuneResult
-    from octopipe.zoo import preset
+    from octopipe.runtime.training.adapt import switch
+    from octopipe.runtime.training.checkpoint import load_checkpoint, save_checkpoint
+    from octopipe.search.comparison import Comparison
+    from octopipe.search.tuner import TuneResult
+    from octopipe.simulation.lowering import Program, lower
+    from octopipe.simulation.timeline import Timeline, load_timeline
 
 __version__ = "0.1.0"
 
@@ -75,22 +75,22 @@ __all__ = [
 
 _HOME = {
     "octopipe.api": ("build_plan", "compare", "simulate", "tune"),
-    "octopipe.comparison": ("Comparison",),
-    "octopipe.cost": ("CostTable",),
-    "octopipe.errors": ("DeadlockError", "DoesNotFitError", "NotApplicableError", "OctoPipeError", "PlanError"),
-    "octopipe.lowering": ("Program", "lower"),
-    "octopipe.measure.profiler": ("profile_layers",),
-    "octopipe.model": ("ModelSpec",),
-    "octopipe.plan": ("Op", "Plan", "Stage"),
-    "octopipe.plan_file": ("load_plan", "save_plan"),
-    "octopipe.profile_file": ("Profile", "load_profile"),
-    "octopipe.resolve": ("resolve_costs",),
+    "octopipe.search.comparison": ("Comparison",),
+    "octopipe.costs.table": ("CostTable",),
+    "octopipe.base.errors": ("DeadlockError", "DoesNotFitError", "NotApplicableError", "OctoPipeError", "PlanError"),
+    "octopipe.simulation.lowering": ("Program", "lower"),
+    "octopipe.runtime.measure.profiler": ("profile_layers",),
+    "octopipe.models.spec": ("ModelSpec",),
+    "octopipe.plans.plan": ("Op", "Plan", "Stage"),
+    "octopipe.plans.file": ("load_plan", "save_plan"),
+    "octopipe.costs.profile_file": ("Profile", "load_profile"),
+    "octopipe.costs.resolve": ("resolve_costs",),
     "octopipe.runtime.pipeline": ("Pipeline",),
-    "octopipe.timeline": ("Timeline", "load_timeline"),
-    "octopipe.training.adapt": ("switch",),
-    "octopipe.training.checkpoint": ("load_checkpoint", "save_checkpoint"),
-    "octopipe.tuner": ("TuneResult",),
-    "octopipe.zoo": ("preset",),
+    "octopipe.simulation.timeline": ("Timeline", "load_timeline"),
+    "octopipe.runtime.training.adapt": ("switch",),
+    "octopipe.runtime.training.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "octopipe.search.tuner": ("TuneResult",),
+    "octopipe.models.zoo": ("preset",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _ADAPTERS = ("huggingface", "megatron", "torch_engine", "torchtitan")
@@ -117,7 +117,7 @@ def __dir__() -> list[str]:
 
 
 def _notebook_html(what: object) -> str | None:
-    from octopipe.report.notebook import notebook_html
+    from octopipe.views.report.notebook import notebook_html
 
     return notebook_html(what)
 

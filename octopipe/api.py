@@ -18,23 +18,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from octopipe.cost import CostTable
-from octopipe.errors import MAX_MICRO_BATCHES, OctoPipeError
-from octopipe.lowering import Channel, Program
-from octopipe.model import ModelSpec
-from octopipe.plan import Plan
-from octopipe.plan_file import load_plan
-from octopipe.plan_setting import COST_TABLE, COSTS, SETTING, costs_of_plan
-from octopipe.resolve import resolve_costs
-from octopipe.timeline import Timeline
+from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.models.spec import ModelSpec
+from octopipe.plans.file import load_plan
+from octopipe.plans.plan import Plan
+from octopipe.plans.setting import COST_TABLE, COSTS, SETTING, costs_of_plan
+from octopipe.simulation.lowering import Channel, Program
+from octopipe.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from octopipe.comparison import Comparison
-    from octopipe.comparison import Progress as CompareProgress
-    from octopipe.search_record import Callback
-    from octopipe.tuner import Method, TuneResult
+    from octopipe.search.comparison import Comparison
+    from octopipe.search.comparison import Progress as CompareProgress
+    from octopipe.search.result import Callback
+    from octopipe.search.tuner import Method, TuneResult
 
 SETUP = "setup"
 """Where a plan and a timeline carry their set-up as every verb prints it."""
@@ -103,7 +103,7 @@ def build_plan(
     `num_micro_batches` left out: twice the ranks. `split_backward=True` splits B into I and W where the system does
     not. `options` are the system's own: {"chunks": 2}.
     """
-    from octopipe.systems.registry import build_plan as build
+    from octopipe.search.systems.registry import build_plan as build
 
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)
@@ -128,7 +128,7 @@ def simulate(
     A plan made by this package knows its set-up: `model` may be left out then. A system needs `model` and
     `num_ranks`; `num_micro_batches`, `split_backward` and `options` are its, as in `build_plan`.
     """
-    from octopipe.simulator import simulate as run
+    from octopipe.simulation.simulator import simulate as run
 
     if isinstance(plan, str | os.PathLike) and not _is_file(plan):
         if model is None or num_ranks is None:
@@ -163,7 +163,7 @@ def tune(
     `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
     search. The result's plan carries the set-up or the costs it was found for.
     """
-    from octopipe.tuner import tune as search
+    from octopipe.search.tuner import tune as search
 
     own = set(Setup.__annotations__)
     setup = {name: value for name, value in keywords.items() if name in own}
@@ -195,7 +195,7 @@ def compare(
     **setup: Unpack[Setup],
 ) -> Comparison:
     """Every published system (or those in `names`) on one model, best first; each result has its plan."""
-    from octopipe.comparison import compare as run
+    from octopipe.search.comparison import compare as run
 
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.export.pytorch import torch_order
-from octopipe.export.torchtitan import TitanSettings, module_names, titan_settings
-from octopipe.plan import Plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
 from octopipe.torch_engine import PlanStage, schedule
+from octopipe.views.export.pytorch import torch_order
+from octopipe.views.export.torchtitan import TitanSettings, module_names, titan_settings
 
 _HEADS = ("lm_head", "output")
 """What torchtitan's models call their output projection, newest name first."""

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from octopipe.comparison import Result, compare
-from octopipe.errors import OctoPipeError
-from octopipe.files import write_whole
-from octopipe.model import Embedding, Head, ModelSpec
-from octopipe.plan_file import save_plan
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.tuner import Progress, TuneResult, tune
-from octopipe.verbs.common import console
-from octopipe.verbs.compare import show
-from octopipe.zoo import preset
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import write_whole
+from octopipe.cli.verbs.common import console
+from octopipe.cli.verbs.compare import show
+from octopipe.costs.resolve import resolve_costs
+from octopipe.models.spec import Embedding, Head, ModelSpec
+from octopipe.models.zoo import preset
+from octopipe.plans.file import save_plan
+from octopipe.search.comparison import Result, compare
+from octopipe.search.tuner import Progress, TuneResult, tune
+from octopipe.simulation.simulator import simulate
 
 if TYPE_CHECKING:
-    from octopipe.cost import CostTable
-    from octopipe.plan import Plan
-    from octopipe.training.job import TrainJob, TrainResult
+    from octopipe.costs.table import CostTable
+    from octopipe.plans.plan import Plan
+    from octopipe.runtime.training.job import TrainJob, TrainResult
 
 SETTING = {"model": "nemotron-h-56b", "gpu": "h800", "tp": 8}
 PP, MICRO_BATCHES = 8, 8
@@ -94,8 +94,8 @@ def tuned_plan(costs: CostTable, published: list[Result], budget_s: float) -> No
 
 
 def report(costs: CostTable, plans: dict[str, Any], path: Path) -> None:
-    from octopipe.report.entry import Entry
-    from octopipe.report.page import report_html
+    from octopipe.views.report.entry import Entry
+    from octopipe.views.report.page import report_html
 
     entries = [
         Entry(timeline=simulate(plan, costs, label=label), plan=plan, costs=costs, label=label)
@@ -124,7 +124,7 @@ def train_for_real(steps: int, busy: float) -> None:
     if importlib.util.find_spec("torch") is None:
         out.print('Skipped: torch is not installed; pip install "octopipe[torch]" and run this again.')
         return
-    from octopipe.training.job import TrainJob
+    from octopipe.runtime.training.job import TrainJob
 
     spec = narrow_model()
     job = TrainJob(spec=spec, nproc=2, steps=steps, micro_batches=6, seq=128, timeout_s=60.0)
@@ -173,9 +173,9 @@ def narrow_model() -> ModelSpec:
 
 def run(jobs: list[TrainJob]) -> list[TrainResult]:
     """A step of each job in turn, so that whatever else the machine does, it does to both."""
-    from octopipe.training.job import Phase, StepReport
-    from octopipe.training.train import train_in_turns
-    from octopipe.verbs.train import step_line
+    from octopipe.cli.verbs.train import step_line
+    from octopipe.runtime.training.job import Phase, StepReport
+    from octopipe.runtime.training.train import train_in_turns
 
     live: Any = out.status("starting ranks") if out.is_terminal else nullcontext()
     with live as status:

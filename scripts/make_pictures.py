@@ -19,13 +19,13 @@ from typing import Any
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
-from octopipe.export.svg import timeline_svg
-from octopipe.export.terminal import timeline_text
-from octopipe.report import Entry, report_html
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.tuner import tune
+from octopipe.costs.resolve import resolve_costs
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.simulation.simulator import simulate
+from octopipe.views.export.svg import timeline_svg
+from octopipe.views.export.terminal import timeline_text
+from octopipe.views.report import Entry, report_html
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # the browser's flags and the large case live with the tests
@@ -146,7 +146,7 @@ def large_picture(browser: Any, folder: Path) -> None:
 
 
 def serve_picture(browser: Any) -> None:
-    from octopipe.report.serve import make_server
+    from octopipe.views.report.serve import make_server
 
     with make_server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

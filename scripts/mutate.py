@@ -41,22 +41,22 @@ COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyp
 PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
 STAGES = ("tests/test_stage.py", "tests/test_stage_again.py", "tests/test_rerun.py", "tests/test_wgrad.py")
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plan": ("octopipe/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
-    "plan_rules": ("octopipe/plan_rules.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
-    "lowering": ("octopipe/lowering.py", ("tests/test_lower_by_hand.py", "tests/test_lower.py")),
-    "blocking": ("octopipe/blocking.py", ("tests/test_lower_by_hand.py",)),
-    "price": ("octopipe/price.py", ("tests/test_price.py",)),
-    "simulator": ("octopipe/simulator.py", ("tests/test_simulate_by_hand.py",)),
-    "timeline": ("octopipe/timeline.py", ("tests/test_timeline.py",)),
-    "bounds": ("octopipe/bounds.py", ("tests/test_bounds_by_hand.py",)),
-    "analytic": ("octopipe/analytic.py", PRICES),
-    "flops": ("octopipe/flops.py", PRICES),
-    "layer_pricing": ("octopipe/layer_pricing.py", PRICES),
-    "traffic": ("octopipe/traffic.py", PRICES),
-    "footprint": ("octopipe/footprint.py", PRICES),
-    "stage": ("octopipe/runtime/stage.py", STAGES),
+    "plan": ("octopipe/plans/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
+    "plan_rules": ("octopipe/plans/rules.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
+    "lowering": ("octopipe/simulation/lowering.py", ("tests/test_lower_by_hand.py", "tests/test_lower.py")),
+    "blocking": ("octopipe/simulation/blocking.py", ("tests/test_lower_by_hand.py",)),
+    "price": ("octopipe/plans/price.py", ("tests/test_price.py",)),
+    "simulator": ("octopipe/simulation/simulator.py", ("tests/test_simulate_by_hand.py",)),
+    "timeline": ("octopipe/simulation/timeline.py", ("tests/test_timeline.py",)),
+    "bounds": ("octopipe/simulation/bounds/bounds.py", ("tests/test_bounds_by_hand.py",)),
+    "analytic": ("octopipe/costs/analytic/table.py", PRICES),
+    "flops": ("octopipe/costs/analytic/flops.py", PRICES),
+    "layer_pricing": ("octopipe/costs/analytic/layer_pricing.py", PRICES),
+    "traffic": ("octopipe/costs/analytic/traffic.py", PRICES),
+    "footprint": ("octopipe/costs/analytic/footprint.py", PRICES),
+    "stage": ("octopipe/runtime/stages/stage.py", STAGES),
     "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py",)),
-    "wgrad_ops": ("octopipe/runtime/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
+    "wgrad_ops": ("octopipe/runtime/stages/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
 }
 """Name: the file, and the tests nearest to it, the quickest to notice first."""
 EQUIVALENT: dict[tuple[str, str], str] = {

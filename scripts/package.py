@@ -39,9 +39,7 @@ TRAINING = (
 def run(*words: str | Path, folder: Path, **variables: str) -> str:
     """A command's output; ends the script with its last lines where it fails."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(
-        list(map(str, words)), cwd=folder, env={**kept, **variables}, capture_output=True, text=True
-    )
+    done = subprocess.run(list(map(str, words)), cwd=folder, env={**kept, **variables}, capture_output=True, text=True)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-8:])
         sys.exit(f"{' '.join(map(str, words))}\nended with {done.returncode}:\n{tail}")
@@ -59,7 +57,7 @@ def built(folder: Path) -> tuple[Path, Path]:
     if not wheel.name.endswith("py3-none-any.whl"):
         sys.exit(f"{wheel.name} is bound to a machine or a Python; it must be py3-none-any")
     names = zipfile.ZipFile(wheel).namelist()
-    for needed in ("octopipe/py.typed", "octopipe/report/"):
+    for needed in ("octopipe/py.typed", "octopipe/views/report/"):
         if not any(name.startswith(needed) for name in names):
             sys.exit(f"{wheel.name} lacks {needed}")
     if any(name.split("/")[0] in ("tests", "scripts", "benchmarks") for name in names):

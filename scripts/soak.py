@@ -28,17 +28,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.layers import Embedding, Head, Mlp  # noqa: E402
-from octopipe.model import ModelSpec  # noqa: E402
-from octopipe.plan import Plan  # noqa: E402
-from octopipe.runtime import launch  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
-from octopipe.training import train as trainer  # noqa: E402
-from octopipe.training.checkpoint import checkpoints  # noqa: E402
-from octopipe.training.job import StepReport, TrainJob, TrainResult  # noqa: E402
-from octopipe.training.shelf import damage  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.models.layers import Embedding, Head, Mlp  # noqa: E402
+from octopipe.models.spec import ModelSpec  # noqa: E402
+from octopipe.plans.plan import Plan  # noqa: E402
+from octopipe.runtime.ranks import launch  # noqa: E402
+from octopipe.runtime.training import train as trainer  # noqa: E402
+from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
+from octopipe.runtime.training.job import StepReport, TrainJob, TrainResult  # noqa: E402
+from octopipe.runtime.training.shelf import damage  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 SYSTEMS = ("1f1b", "gpipe", "zb-h1", "interleaved", "chimera")
 MICRO_BATCHES = 4
@@ -76,7 +76,7 @@ def plan_of(system: str) -> Plan:
 
 def live(life: Life, seat: launch.Seat, job: TrainJob) -> TrainResult | None:
     """One rank's part of a life."""
-    from octopipe.training import checkpoint as saving
+    from octopipe.runtime.training import checkpoint as saving
 
     switches = dict(life.switches)
 

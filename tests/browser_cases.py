@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.table import CostTable
 
 
 def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from octopipe.cost import CostTable
+from octopipe.costs.table import CostTable
 
 
 def least_ms(

@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.plan import Plan
-from octopipe.plan_file import load_plan, plan_to_json
-from octopipe.plan_setting import costs_of_plan
-from octopipe.profile_file import load_profile
-from octopipe.readers.hf_config import from_config
-from octopipe.resolve import costs_of_setup
-from octopipe.setup import Setup, setup_from
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import load_timeline
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.setup import Setup, setup_from
+from octopipe.costs.profile_file import load_profile
+from octopipe.costs.resolve import costs_of_setup
+from octopipe.costs.table import CostTable
+from octopipe.models.readers.hf_config import from_config
+from octopipe.plans.file import load_plan, plan_to_json
+from octopipe.plans.plan import Plan
+from octopipe.plans.setting import costs_of_plan
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import load_timeline
 
 Pick = Callable[[int], int]
 """A number from 0 to n - 1."""
@@ -84,8 +84,8 @@ def _use_timeline(path: Path) -> object:
 
 
 def _use_report(path: Path) -> object:
-    from octopipe.report.load import load_entries
-    from octopipe.report.page import report_html
+    from octopipe.views.report.load import load_entries
+    from octopipe.views.report.page import report_html
 
     return report_html(load_entries([path], {}))
 
@@ -104,33 +104,33 @@ def _use_config(path: Path) -> object:
 
 
 def _use_setup(path: Path) -> object:
-    from octopipe.files import read_json_object
+    from octopipe.base.files import read_json_object
 
     return setup_from(read_json_object(path)).words()
 
 
 def _use_cluster(path: Path) -> object:
-    from octopipe.cluster_file import network_of, ranks_on, read_cluster
+    from octopipe.costs.cluster.file import network_of, ranks_on, read_cluster
 
     return network_of(ranks_on(read_cluster(path), 2, 1))
 
 
 def _text(path: Path) -> str:
-    from octopipe.files import read_bytes
+    from octopipe.base.files import read_bytes
 
     return read_bytes(path).decode("utf-8", "replace")
 
 
 def _use_torch_csv(path: Path) -> object:
-    from octopipe.foreign_plan import torch_plan
-    from octopipe.readers.torch_csv import read_torch_csv
+    from octopipe.plans.readers.torch_csv import read_torch_csv
+    from octopipe.search.foreign_plan import torch_plan
 
     return _simulated(torch_plan(read_torch_csv(_text(path), path.name), where=path.name).plan)
 
 
 def _use_megatron(path: Path) -> object:
-    from octopipe.foreign_plan import megatron_plan
-    from octopipe.readers.megatron_text import read_megatron
+    from octopipe.plans.readers.megatron_text import read_megatron
+    from octopipe.search.foreign_plan import megatron_plan
 
     text = read_megatron(_text(path))
     return _simulated(megatron_plan(text, pp=len(text.stages), num_micro_batches=4).plan)
@@ -142,9 +142,9 @@ def _simulated(plan: Plan) -> object:
 
 def _use_request(path: Path) -> object:
     """What the local page's form sends, as far as its search has not begun."""
-    from octopipe.files import read_bytes
-    from octopipe.report.jobs import parse_request
-    from octopipe.resolve import resolve_costs
+    from octopipe.base.files import read_bytes
+    from octopipe.costs.resolve import resolve_costs
+    from octopipe.views.report.jobs import parse_request
 
     asked = parse_request(read_bytes(path))
     asked.check({"llama3-8b": "llama3-8b"})
@@ -154,21 +154,21 @@ def _use_request(path: Path) -> object:
 
 def _use_model(path: Path) -> object:
     """Whatever is given where a verb wants a model."""
-    from octopipe.resolve import resolve_costs
+    from octopipe.costs.resolve import resolve_costs
 
     costs = resolve_costs(str(path), pp=1, gpu="h100", seq=128)
     return finite_numbers(simulate(build_plan("1f1b", costs, 1, 2), costs).summary())
 
 
 def _use_lengths(path: Path) -> object:
-    from octopipe.lengths import packed_groups, padded_groups, read_lengths
+    from octopipe.models.lengths import packed_groups, padded_groups, read_lengths
 
     lengths = read_lengths(path)
     return padded_groups(lengths, 2), packed_groups(lengths, max(lengths))
 
 
 def _use_foreign_times(path: Path) -> object:
-    from octopipe.foreign_times import load_foreign_profile
+    from octopipe.costs.foreign_times import load_foreign_profile
 
     profile = load_foreign_profile(path)
     if profile is None:
@@ -178,7 +178,7 @@ def _use_foreign_times(path: Path) -> object:
 
 
 def _gpu() -> Any:
-    from octopipe.cluster import gpu
+    from octopipe.costs.cluster.hardware import gpu
 
     return gpu("h100")
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from fuzz_cases import Reader
 
-from octopipe.training.checkpoint import _write_layers, read_layer
-from octopipe.training.data import TokenFile
-from octopipe.training.shelf import FORMAT, FORMAT_1, RUN, choose, layer_file, read_record
+from octopipe.runtime.training.checkpoint import _write_layers, read_layer
+from octopipe.runtime.training.data import TokenFile
+from octopipe.runtime.training.shelf import FORMAT, FORMAT_1, RUN, choose, layer_file, read_record
 
 LAYERS, STEP, VOCAB = 3, 4, 64
 

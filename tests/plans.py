@@ -7,9 +7,9 @@ import random
 
 import numpy as np
 
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
-from octopipe.plan import Op, Plan, Stage, parse_orders
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage, parse_orders
 
 
 def random_cuts(rng: random.Random, layers: int, stages: int) -> list[tuple[int, int]]:

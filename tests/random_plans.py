@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from octopipe.plan import Op, Plan, Stage
+from octopipe.plans.plan import Op, Plan, Stage
 
 
 def random_plan(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-PRELOAD = ["octopipe.training.warm", "octopipe.nn", "octopipe.huggingface.warm", "pytest"]
+PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
 
 
@@ -38,7 +38,7 @@ def _serve(rank: int, size: int, port: int, pipe: Any, backend: str, environment
 
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    from octopipe.runtime.world import World
+    from octopipe.runtime.ranks.world import World
 
     world = World(dist.group.WORLD)
     while True:

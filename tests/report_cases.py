@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from octopipe._engine import longest_path
-from octopipe._graph import topological_order
-from octopipe.cost import CostTable
-from octopipe.lowering import lower
-from octopipe.plan import Plan
-from octopipe.price import op_durations
-from octopipe.simulator import memory_curves
-from octopipe.systems import build_plan
-from octopipe.timeline import Spans, Timeline, Transfers
+from octopipe.base.graph import topological_order
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.plans.price import op_durations
+from octopipe.search.systems import build_plan
+from octopipe.simulation.engine import longest_path
+from octopipe.simulation.lowering import lower
+from octopipe.simulation.simulator import memory_curves
+from octopipe.simulation.timeline import Spans, Timeline, Transfers
 
 
 def costs_of(layers: int = 32, ranks: int = 8) -> CostTable:

@@ -11,11 +11,11 @@ from executor_models import NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import DeadlockError, OctoPipeError  # noqa: E402
-from octopipe.lowering import lower  # noqa: E402
+from octopipe.base.errors import DeadlockError, OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+from octopipe.simulation.lowering import lower  # noqa: E402
 
 
 def _costs(rank, num_layers=NUM_LAYERS):

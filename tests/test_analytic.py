@@ -7,18 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octopipe.analytic import analytic_costs, checkpointed, layer_cost, layer_flops, reduction_ms, setup_costs
-from octopipe.calibration import Rates
-from octopipe.cluster import Cluster, gpu
-from octopipe.errors import OctoPipeError
-from octopipe.flops import part_work
-from octopipe.footprint import Weights, megatron_activation_bytes
-from octopipe.layer_pricing import Pricing
-from octopipe.lengths import Batch
-from octopipe.model import Attention, Block, Embedding, Head, KimiDeltaAttention, Mamba2, Mlp, ModelSpec, Moe
-from octopipe.setup import Setup
-from octopipe.traffic import exchange_ms, pass_round_ms, ring_ms
-from octopipe.zoo import names, preset
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.calibration import Rates
+from octopipe.costs.analytic.flops import part_work
+from octopipe.costs.analytic.footprint import Weights, megatron_activation_bytes
+from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.table import (
+    analytic_costs,
+    checkpointed,
+    layer_cost,
+    layer_flops,
+    reduction_ms,
+    setup_costs,
+)
+from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.cluster.hardware import Cluster, gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.lengths import Batch
+from octopipe.models.spec import Attention, Block, Embedding, Head, KimiDeltaAttention, Mamba2, Mlp, ModelSpec, Moe
+from octopipe.models.zoo import names, preset
 
 H800 = gpu("h800")
 S, T, H, V = 4096, 4096, 8192, 131072

@@ -14,7 +14,7 @@ from ranks import start_server
 
 def process(how, timeout_s, out, err):
     """A process with a watchdog; what it prints goes to two files."""
-    from octopipe.runtime.board import Board, Place, Watchdog
+    from octopipe.runtime.ranks.pending_board import Board, Place, Watchdog
 
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
@@ -86,9 +86,9 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
     """Nothing is asked of the ranks: their last lines are in the store, which the starting process serves."""
     import torch.distributed as dist
 
-    from octopipe.errors import OctoPipeError
-    from octopipe.runtime.board import Board
-    from octopipe.runtime.watch import Watch
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.runtime.ranks.pending_board import Board
+    from octopipe.runtime.ranks.watch import Watch
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]

@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 from brute_force import least_ms
 
-from octopipe.bounds import PlanClass, bounds, copied_bound, lower_bound, lower_bound_ms, ramp_bound_ms, work_bound_ms
-from octopipe.cluster import Link, Network
-from octopipe.comparison import compare
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan, systems
-from octopipe.tuner import tune
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.table import CostTable
+from octopipe.search.comparison import compare
+from octopipe.search.systems import build_plan, systems
+from octopipe.search.tuner import tune
+from octopipe.simulation.bounds.bounds import (
+    PlanClass,
+    bounds,
+    copied_bound,
+    lower_bound,
+    lower_bound_ms,
+    ramp_bound_ms,
+    work_bound_ms,
+)
+from octopipe.simulation.simulator import simulate
 
 GIB = float(1 << 30)
 

@@ -8,9 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from octopipe import bounds as module
-from octopipe import ramp
-from octopipe.bounds import (
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.table import CostTable
+from octopipe.simulation.bounds import bounds as module
+from octopipe.simulation.bounds import ramp
+from octopipe.simulation.bounds.bounds import (
     PlanClass,
     bounds,
     chain_bound_ms,
@@ -22,9 +24,7 @@ from octopipe.bounds import (
     ramp_bound_ms,
     work_bound_ms,
 )
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
-from octopipe.ramp import Ramp
+from octopipe.simulation.bounds.ramp import Ramp
 
 SEEDS = range(12)
 

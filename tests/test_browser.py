@@ -18,13 +18,13 @@ from browser_cases import Seen, place, scaled, until
 from plans import random_costs, random_plan
 from report_cases import costs_of, hundred_thousand, noisy
 
-from octopipe.cluster import Link
-from octopipe.cost import CostTable
-from octopipe.plan_file import load_plan
-from octopipe.report import Entry, report_html
-from octopipe.report.serve import make_server
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import load_plan
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.views.report import Entry, report_html
+from octopipe.views.report.serve import make_server
 
 pytest_plugins = ("browser_fixtures",)
 SLACK = 3.0

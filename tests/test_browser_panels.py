@@ -13,13 +13,13 @@ from browser_cases import Seen, place, scaled, until
 from plans import random_costs, random_plan
 from report_cases import costs_of
 
-from octopipe.cost import CostTable
-from octopipe.recompute import recomputing
-from octopipe.report import Entry, report_html
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import GIB
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.search.recompute import recomputing
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import GIB
+from octopipe.views.report import Entry, report_html
 
 pytest_plugins = ("browser_fixtures",)
 HOSTILE = "<img src=x onerror=alert(1)></script><b>"

@@ -14,14 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 from executor_models import NUM_LAYERS, make  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.world import World  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
-from octopipe.training import checkpoint  # noqa: E402
-from octopipe.training.checkpoint import (  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.training import checkpoint  # noqa: E402
+from octopipe.runtime.training.checkpoint import (  # noqa: E402
     NotFinite,
     Saving,
     checkpoints,
@@ -30,7 +29,8 @@ from octopipe.training.checkpoint import (  # noqa: E402
     read_record,
     save_checkpoint,
 )
-from octopipe.training.shelf import FORMAT_1, DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
+from octopipe.runtime.training.shelf import FORMAT_1, DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -229,7 +229,9 @@ def test_two_runs_never_share_a_folder(tmp_path):
     with locked(tmp_path / "new" / "run"):
         with pytest.raises(OctoPipeError, match="writes its checkpoints there"), locked(tmp_path / "new" / "run"):
             pass
-        code = f"from octopipe.training.shelf import locked\nwith locked({str(tmp_path / 'new' / 'run')!r}): pass"
+        code = (
+            f"from octopipe.runtime.training.shelf import locked\nwith locked({str(tmp_path / 'new' / 'run')!r}): pass"
+        )
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert "writes its checkpoints there" in other.stderr
     with locked(tmp_path / "new" / "run"):

@@ -119,7 +119,7 @@ def test_a_saved_plan_simulates_to_the_same_step_and_passes_check(
     assert again["step_ms"] == first["step_ms"]
     code, out, _ = run(capsys, "check", plan)
     assert code == 0 and "can run" in out
-    from octopipe.timeline import load_timeline
+    from octopipe.simulation.timeline import load_timeline
 
     assert load_timeline(timeline).step_ms == first["step_ms"]
 
@@ -270,7 +270,7 @@ def test_a_signal_ends_tune_with_the_best_plan_on_disk(tmp_path: Path, name: str
     program = (
         "import os, signal, sys\n"
         "from octopipe.cli import main\n"
-        "from octopipe.verbs import tune\n"
+        "from octopipe.cli.verbs import tune\n"
         "show = tune.progress_line\n"
         "def line(p):\n"
         f"    os.kill(os.getpid(), signal.{name})\n"

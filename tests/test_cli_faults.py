@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from octopipe import cli
+from octopipe.base.errors import DoesNotFitError
 from octopipe.cli import EXIT_CODES, VERBS, main
-from octopipe.errors import DoesNotFitError
-from octopipe.verbs import models as models_verb
-from octopipe.verbs.screen import Screen, marked, printable
+from octopipe.cli.verbs import models as models_verb
+from octopipe.cli.verbs.screen import Screen, marked, printable
 
 TIMES = {
     "pattern": "ETTTTL",
@@ -250,8 +250,8 @@ def test_tables_are_whole_on_narrow_screens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    from octopipe.systems.registry import systems
-    from octopipe.zoo import names, preset
+    from octopipe.models.zoo import names, preset
+    from octopipe.search.systems.registry import systems
 
     out = run(capsys, "models")[1]
     assert "…" not in out and all(len(line) <= width for line in out.splitlines())
@@ -268,7 +268,7 @@ def test_tables_are_whole_on_narrow_screens(
 
 
 def test_the_legend_of_models_knows_every_letter(capsys: pytest.CaptureFixture[str]) -> None:
-    from octopipe.zoo import names, preset
+    from octopipe.models.zoo import names, preset
 
     out = run(capsys, "models")[1]
     legend = out[out.rindex("\n\n") :]
@@ -307,7 +307,7 @@ def test_completion_knows_every_verb_and_flag(capsys: pytest.CaptureFixture[str]
 
 def test_verbs_take_these_flags() -> None:
     """Scripts depend on them: a flag that goes or is renamed has to change this list."""
-    from octopipe.verbs.completion import described
+    from octopipe.cli.verbs.completion import described
 
     known = {verb: {f.name for f in found.flags} for verb, found in described().items()}
     assert all("--help" in flags for flags in known.values())
@@ -331,7 +331,7 @@ def _flags() -> list[str]:
 
     found = []
     for verb in VERBS:
-        module = importlib.import_module(f"octopipe.verbs.{MODULES.get(verb, verb)}")
+        module = importlib.import_module(f"octopipe.cli.verbs.{MODULES.get(verb, verb)}")
         for action in parser_of(verb, module)._actions:
             found += [f"{verb} {flag}" for flag in action.option_strings if flag not in ("-h", "--help")]
     return sorted(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octopipe.systems import systems
-from octopipe.systems.closed_forms import ClosedForm, all_closed_forms
+from octopipe.search.systems import systems
+from octopipe.search.systems.closed_forms import ClosedForm, all_closed_forms
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from octopipe.cluster import GPUS, INTER_LATENCY_MS, Cluster, Link, Network, gpu
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import GPUS, INTER_LATENCY_MS, Cluster, Link, Network, gpu
 
 H800 = gpu("h800")
 

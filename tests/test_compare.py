@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from octopipe.bounds import lower_bound_ms
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.comparison import Comparison, Result, _rank, compare
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.plan import Plan
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import Setting, build_plan, registry, system, systems
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.search.comparison import Comparison, Result, _rank, compare
+from octopipe.search.systems import Setting, build_plan, registry, system, systems
+from octopipe.simulation.bounds.bounds import lower_bound_ms
+from octopipe.simulation.simulator import simulate
 
 FEW = ("1f1b", "gpipe", "interleaved", "zb-h1", "dualpipe")
 
@@ -208,7 +208,7 @@ def test_systems_lists_papers_years_and_phases(capsys: pytest.CaptureFixture[str
 def test_systems_check_exits_1_when_a_value_differs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from octopipe.systems import closed_forms
+    from octopipe.search.systems import closed_forms
 
     good = closed_forms.ClosedForm(system="gpipe", case="p=4", quantity="bubble", expected=9.0, simulate=lambda: 9.0)
     bad = closed_forms.ClosedForm(system="1f1b", case="p=4", quantity="bubble", expected=9.0, simulate=lambda: 8.0)
@@ -230,7 +230,7 @@ def test_an_interrupt_keeps_the_rows_that_are_finished(monkeypatch: pytest.Monke
         yield task.run("gpipe", {})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("octopipe.comparison._run_all", stops)
+    monkeypatch.setattr("octopipe.search.comparison._run_all", stops)
     found = compare(costs, 2, 4, names=["1f1b", "gpipe", "zb-h1"])
     assert found.interrupted
     assert {r.system for r in found.results if not r.reason} == {"1f1b", "gpipe"}

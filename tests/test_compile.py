@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from octopipe import _compile
-from octopipe._compile import machine, njit
+from octopipe.base import compile as _compile
+from octopipe.base.compile import machine, njit
 
 TABLE = (0.25, 0.5, 1.5)
 SIGN = -1

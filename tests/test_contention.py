@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octopipe.contention import full_load, predict
-from octopipe.cost import CostTable
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan
+from octopipe.simulation.contention import full_load, predict
+from octopipe.simulation.simulator import simulate
 
 
 @pytest.mark.parametrize("extras", [{}, {"optimizer_ms": np.full(8, 2.0)}])

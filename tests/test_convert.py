@@ -14,7 +14,7 @@ from hf_families import tiny_config  # noqa: E402
 
 from octopipe.cli import main  # noqa: E402
 from octopipe.huggingface import layers  # noqa: E402
-from octopipe.training.checkpoint import checkpoints, read_layer, read_record  # noqa: E402
+from octopipe.runtime.training.checkpoint import checkpoints, read_layer, read_record  # noqa: E402
 
 torch.set_num_threads(1)
 COMMON = ["--seq", "8", "--micro-batches", "2", "--no-measure", "--dtype", "float64", "--json"]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octopipe.analytic import setup_costs
-from octopipe.cluster import gpu
-from octopipe.lengths import Batch
-from octopipe.model import Attention, Embedding, Head, KimiDeltaAttention, LightningAttention, ModelSpec, Moe
-from octopipe.setup import Setup
-from octopipe.zoo import preset
+from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.lengths import Batch
+from octopipe.models.spec import Attention, Embedding, Head, KimiDeltaAttention, LightningAttention, ModelSpec, Moe
+from octopipe.models.zoo import preset
 
 FILE = Path(__file__).resolve().parent / "golden" / "costs.csv"
 MODELS = (

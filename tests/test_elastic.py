@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 from ranks import free_port, start_server  # noqa: E402
 from torchrun import torchrun  # noqa: E402
 
+from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.cli import main  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.training.checkpoint import checkpoints  # noqa: E402
-from octopipe.training.shelf import damage  # noqa: E402
+from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
+from octopipe.runtime.training.shelf import damage  # noqa: E402
 
 STEPS, LOST_AT, SAVE_EVERY = 12, 8, 3
 COMMAND = (
@@ -30,7 +30,7 @@ LIMIT_S = 300.0
 LOSES_POWER = f"""
 import os, signal, sys
 from octopipe.cli import main
-from octopipe.training import train as trainer
+from octopipe.runtime.training import train as trainer
 
 agent, step_of = int(sys.argv.pop(1)), trainer._Run._step
 
@@ -93,7 +93,7 @@ def test_a_run_that_loses_a_node_goes_on_with_the_losses_of_one_that_did_not(
 def test_an_elastic_run_begins_goes_on_with_fewer_ranks_and_loses_no_digit(tmp_path: Path) -> None:
     from test_train import job
 
-    from octopipe.training import train as trainer
+    from octopipe.runtime.training import train as trainer
 
     whole = trainer.train(job(nproc=1, steps=6))
     first = trainer.train(job(nproc=2, steps=4, elastic=True, checkpoint=str(tmp_path), save_every=2))

@@ -13,11 +13,11 @@ from random_plans import random_plan  # noqa: E402
 from ranks import shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import NotApplicableError  # noqa: E402
-from octopipe.lowering import CHANNELS  # noqa: E402
+from octopipe.base.errors import NotApplicableError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.systems import build_plan, systems  # noqa: E402
+from octopipe.search.systems import build_plan, systems  # noqa: E402
+from octopipe.simulation.lowering import CHANNELS  # noqa: E402
 
 TOLERANCE = 1e-12
 TIMEOUT_S = 20.0

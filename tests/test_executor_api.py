@@ -14,14 +14,14 @@ from executor_models import Block, Head, make  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import NotApplicableError, OctoPipeError  # noqa: E402
-from octopipe.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.base.errors import NotApplicableError, OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.batches import split_batch  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.rng import micro_batch_seed, mix  # noqa: E402
-from octopipe.runtime.world import World  # noqa: E402
-from octopipe.systems import build_plan, systems  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.stages.rng import micro_batch_seed, mix  # noqa: E402
+from octopipe.search.systems import build_plan, systems  # noqa: E402
 
 TOLERANCE = 1e-12
 torch.set_num_threads(1)
@@ -279,7 +279,7 @@ def timeline(world, plan):
 
 
 def test_measured_timeline_has_every_op_on_one_clock(two):
-    from octopipe.timeline import timeline_from_json
+    from octopipe.simulation.timeline import timeline_from_json
 
     plan = build_plan("1f1b", _costs(4), 2, 4, split_backward=True)
     ours, theirs = (timeline_from_json(data) for data, _ in two.run(timeline, plan))

@@ -13,11 +13,11 @@ from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Plan, Stage, parse_orders  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 TOLERANCE = 1e-12
 

@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from octopipe.bounds import PlanClass
-from octopipe.cluster import GIB, Network
-from octopipe.cost import CostTable
-from octopipe.explain import explain
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.costs.cluster.hardware import GIB, Network
+from octopipe.costs.table import CostTable
+from octopipe.search.explain import explain
+from octopipe.search.systems import build_plan
+from octopipe.simulation.bounds.bounds import PlanClass
+from octopipe.simulation.simulator import simulate
 
 
 def costs_with_head(head: float = 7.0, **more: object) -> CostTable:

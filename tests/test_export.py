@@ -18,25 +18,25 @@ import numpy as np
 import pytest
 from plans import from_csv
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.export.megatron import megatron_arguments, megatron_layout
-from octopipe.export.perfetto import trace_bytes, trace_events
-from octopipe.export.png import timeline_png
-from octopipe.export.pytorch import pytorch_csv, pytorch_csv_with_communication
-from octopipe.export.scene import LEFT, RIGHT
-from octopipe.export.style import BUBBLES, COLOURS, shade, ticks
-from octopipe.export.svg import timeline_svg
-from octopipe.export.table import timeline_csv
-from octopipe.foreign_plan import megatron_plan
-from octopipe.plan import KINDS, Op, Plan, Stage
-from octopipe.plan_file import save_plan
-from octopipe.readers.megatron_text import read_megatron
-from octopipe.readers.torch_csv import read_torch_csv
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import Timeline
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import save_plan
+from octopipe.plans.plan import KINDS, Op, Plan, Stage
+from octopipe.plans.readers.megatron_text import read_megatron
+from octopipe.plans.readers.torch_csv import read_torch_csv
+from octopipe.search.foreign_plan import megatron_plan
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
+from octopipe.views.export.megatron import megatron_arguments, megatron_layout
+from octopipe.views.export.perfetto import trace_bytes, trace_events
+from octopipe.views.export.png import timeline_png
+from octopipe.views.export.pytorch import pytorch_csv, pytorch_csv_with_communication
+from octopipe.views.export.scene import LEFT, RIGHT
+from octopipe.views.export.style import BUBBLES, COLOURS, shade, ticks
+from octopipe.views.export.svg import timeline_svg
+from octopipe.views.export.table import timeline_csv
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -15,10 +15,10 @@ import pytest
 
 import octopipe
 from octopipe.api import Setup, TuneKeywords
-from octopipe.cluster import Link
-from octopipe.cost_record import costs_from_record, record_of
-from octopipe.report.notebook import SCHEMATIC
-from octopipe.resolve import resolve_costs
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table_file import costs_from_record, record_of
+from octopipe.views.report.notebook import SCHEMATIC
 
 PUBLIC = [
     "Comparison", "CostTable", "DeadlockError", "DoesNotFitError", "ModelSpec", "NotApplicableError", "OctoPipeError",
@@ -56,8 +56,9 @@ def _python(code: str) -> str:
 
 def test_functions_stay_functions_whatever_is_imported_before_or_after() -> None:
     _python(
-        "import octopipe, octopipe.simulator, octopipe.lowering, octopipe.tuner, octopipe.comparison, octopipe.api\n"
-        "import octopipe.verbs.simulate, octopipe.verbs.tune, octopipe.verbs.compare\n"
+        "import octopipe, octopipe.simulation.simulator, octopipe.simulation.lowering, octopipe.api\n"
+        "import octopipe.search.tuner, octopipe.search.comparison\n"
+        "import octopipe.cli.verbs.simulate, octopipe.cli.verbs.tune, octopipe.cli.verbs.compare\n"
         "from octopipe import simulate, tune, lower, compare, build_plan\n"
         "assert all(callable(f) for f in (simulate, tune, lower, compare, build_plan))\n"
         "assert all(callable(getattr(octopipe, n)) for n in ('simulate', 'tune', 'lower', 'compare', 'build_plan'))"
@@ -111,7 +112,7 @@ def test_mypy_sees_a_wrong_call(tmp_path: Path) -> None:
 def test_keywords_are_those_of_the_functions_behind() -> None:
     behind = {n for n, p in inspect.signature(resolve_costs).parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert set(Setup.__annotations__) == behind - {"pp", "micro_batches"}
-    from octopipe.tuner import tune
+    from octopipe.search.tuner import tune
 
     behind = {n for n, p in inspect.signature(tune).parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert set(TuneKeywords.__annotations__) - set(Setup.__annotations__) == behind - {"recompute"}
@@ -211,7 +212,7 @@ def test_a_plan_made_with_costs_carries_them_into_its_file(tmp_path: Path) -> No
     assert octopipe.simulate(plan).step_ms == expected
     plan.save(tmp_path / "plan.json")
     assert octopipe.simulate(tmp_path / "plan.json").step_ms == expected
-    from octopipe.report.load import load_entry
+    from octopipe.views.report.load import load_entry
 
     assert load_entry(tmp_path / "plan.json", {}).timeline.step_ms == expected
 
@@ -226,7 +227,7 @@ def test_a_notebook_shows_a_tuned_plan_with_the_numbers_it_was_tuned_for() -> No
 
 
 def test_a_plan_without_a_set_up_says_so_and_shows_no_times() -> None:
-    from octopipe.systems import build_plan
+    from octopipe.search.systems import build_plan
 
     table = resolve_costs("nemotron-h-8b", pp=4, tp=2)
     bare = build_plan("1f1b", table, 4, 8)

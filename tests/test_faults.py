@@ -24,12 +24,12 @@ import pytest
 torch = pytest.importorskip("torch")
 from test_train import job  # noqa: E402
 
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime import launch  # noqa: E402
-from octopipe.training import train as trainer  # noqa: E402
-from octopipe.training.checkpoint import checkpoints  # noqa: E402
-from octopipe.training.job import TrainJob, TrainResult  # noqa: E402
-from octopipe.training.shelf import damage  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.runtime.ranks import launch  # noqa: E402
+from octopipe.runtime.training import train as trainer  # noqa: E402
+from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
+from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
+from octopipe.runtime.training.shelf import damage  # noqa: E402
 
 TIMEOUT_S = 8.0
 LIMIT_S = 300.0
@@ -60,7 +60,7 @@ def _prepare(fault: Fault) -> None:
     if fault.when == "start":
         act()
     elif fault.when in ("saving", "midway"):
-        import octopipe.training.checkpoint as saving
+        import octopipe.runtime.training.checkpoint as saving
 
         real = saving._write_layers
 
@@ -79,8 +79,8 @@ def _prepare(fault: Fault) -> None:
 def _in_step_4(when: str, act: Any) -> None:
     """In the second micro-batch's F, I or W of step 4."""
     from octopipe.runtime.executor import Executor
-    from octopipe.runtime.stage import Stage, StageRun
-    from octopipe.runtime.wgrad import WeightQueue
+    from octopipe.runtime.stages.stage import Stage, StageRun
+    from octopipe.runtime.stages.wgrad import WeightQueue
 
     state = {"step": 0, "calls": 0}
     begin = Executor._begin

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.foreign_plan import megatron_order, megatron_plan, torch_plan
-from octopipe.plan_file import load_plan
-from octopipe.readers.megatron_text import read_hybrid, read_layout, read_megatron
-from octopipe.readers.torch_csv import read_torch_csv
-from octopipe.resolve import resolve_costs
-from octopipe.systems import build_plan
-from octopipe.systems.interleaved import interleaved_plan
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import load_plan
+from octopipe.plans.readers.megatron_text import read_hybrid, read_layout, read_megatron
+from octopipe.plans.readers.torch_csv import read_torch_csv
+from octopipe.search.foreign_plan import megatron_order, megatron_plan, torch_plan
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.interleaved import interleaved_plan
 
 PUBLISHED = [
     # text, stages, decoder layers, prediction depths: from Megatron's documents and public recipes

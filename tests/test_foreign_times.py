@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.errors import OctoPipeError
-from octopipe.foreign_times import kind_of_file, load_foreign_profile
-from octopipe.profile_file import load_profile
-from octopipe.resolve import resolve_costs
+from octopipe.costs.foreign_times import kind_of_file, load_foreign_profile
+from octopipe.costs.profile_file import load_profile
+from octopipe.costs.resolve import resolve_costs
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "profiles.md"
 BACKWARD = "autograd::engine::evaluate_function: "

@@ -103,7 +103,7 @@ def test_commands_in_the_text_of_guides_have_flags_that_exist() -> None:
         prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
         for verb, rest in re.findall(r"`octopipe (\w+)([^`]*)`", prose):
             assert verb in VERBS, f"{path.name}: octopipe {verb}"
-            module = importlib.import_module(f"octopipe.verbs.{MODULES.get(verb, verb)}")
+            module = importlib.import_module(f"octopipe.cli.verbs.{MODULES.get(verb, verb)}")
             known = parser_of(verb, module)._option_string_actions
             for flag in re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest):
                 assert flag in known, f"{path.name}: octopipe {verb} {flag}"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from octopipe.cli import VERBS, main
-from octopipe.cost import CostTable
-from octopipe.export.pytorch import pytorch_csv
-from octopipe.systems import build_plan
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan
+from octopipe.views.export.pytorch import pytorch_csv
 
 GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
 NAMES = ("plain-torch.md", "torchtitan.md", "megatron.md")

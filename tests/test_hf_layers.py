@@ -339,8 +339,8 @@ def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest
     own = json.loads(capsys.readouterr().out)
     assert own["layers"] == "octopipe's own layers"
     # The first loss is the unsplit model's own on the same tokens.
-    from octopipe.training.data import micro_batches as tokens
-    from octopipe.training.data import open_tokens
+    from octopipe.runtime.training.data import micro_batches as tokens
+    from octopipe.runtime.training.data import open_tokens
 
     parts = layers(folder)
     modules = [factory() for factory in parts]
@@ -375,10 +375,10 @@ def test_without_transformers_train_says_how_to_get_it(folder: Path, monkeypatch
 
 
 def test_profiles_name_the_models_layers_and_kernels(folder: Path, tmp_path: Path) -> None:
-    from octopipe.measure.trial import profile_workload
-    from octopipe.profile_file import load_profile
-    from octopipe.runtime.world import World
-    from octopipe.verbs.profile import workload_of
+    from octopipe.cli.verbs.profile import workload_of
+    from octopipe.costs.profile_file import load_profile
+    from octopipe.runtime.measure.trial import profile_workload
+    from octopipe.runtime.ranks.world import World
 
     work = workload_of({"model": str(folder), "tokens": 8, "own_layers": False})
     profile = profile_workload(work, World(None), repeats=1, warm_up=0)
@@ -394,7 +394,7 @@ def test_profiles_name_the_models_layers_and_kernels(folder: Path, tmp_path: Pat
 
 
 def test_kernels_are_chosen_by_device_and_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octopipe.nn import kernels
+    from octopipe.runtime.nn import kernels
 
     there: set[str] = set()
     monkeypatch.setattr(kernels, "installed", lambda *names: set(names) <= there)
@@ -430,9 +430,9 @@ def test_flash_attention_is_called_as_its_package_defines_it(window: int | None,
     import sys
     import types
 
-    from octopipe.mixers import Attention as Spec
-    from octopipe.nn import kernels
-    from octopipe.nn.attention import Attention
+    from octopipe.models.mixers import Attention as Spec
+    from octopipe.runtime.nn import kernels
+    from octopipe.runtime.nn.attention import Attention
 
     calls = []
 
@@ -539,9 +539,9 @@ def test_installed_scan_kernels_are_called_as_their_packages_define_them(monkeyp
 
     import torch.nn.functional as F
 
-    from octopipe.mixers import Mamba2
-    from octopipe.nn import kernels
-    from octopipe.nn.mamba import _ssd_scan, mamba2_mix
+    from octopipe.models.mixers import Mamba2
+    from octopipe.runtime.nn import kernels
+    from octopipe.runtime.nn.mamba import _ssd_scan, mamba2_mix
 
     def conv(x: Any, weight: Any, bias: Any, activation: str) -> Any:
         assert activation == "silu"

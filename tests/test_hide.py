@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from octopipe.cluster import Link
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.hide import hide_transfers
-from octopipe.plan import Op, Plan, Stage
-from octopipe.simulator import makespan_ms, simulate
-from octopipe.systems import build_plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.search.systems import build_plan
+from octopipe.simulation.hide_transfers import hide_transfers
+from octopipe.simulation.simulator import makespan_ms, simulate
 
 F0, F1, I0, I1, W0, W1 = ((kind, m) for kind in "FIW" for m in (0, 1))
 

@@ -8,45 +8,37 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
 
 ROOMS = [
-    ["errors", "limits", "files", "display", "_compile", "_graph"],
-    ["layers", "mixers", "model", "zoo"],
-    ["readers"],
-    ["cluster", "cluster_file", "setup", "lengths"],
-    [
-        *("cost", "cost_record", "flops", "calibration", "traffic", "footprint", "layer_pricing", "analytic"),
-        *("layer_times", "profile_file", "foreign_times", "resolve"),
-    ],
-    ["plan", "plan_rules", "plan_file", "plan_setting", "price"],
-    ["_engine"],
-    ["blocking", "lowering"],
-    ["timeline_record", "timeline", "fidelity"],
-    ["ramp", "loads"],
-    ["simulator", "bounds", "contention", "hide"],
-    ["systems", "recompute", "comparison", "batching"],
-    ["foreign_plan"],
-    ["search_record", "explain", "misfit"],
-    ["algorithm1", "restricted"],
-    ["exact"],
-    ["tuner"],
+    ["base"],
+    ["models"],
+    ["costs"],
+    ["plans"],
+    ["simulation"],
+    ["search"],
     ["runtime"],
     ["huggingface"],
-    ["nn"],
-    ["measure"],
-    ["training"],
-    ["export", "report"],
-    ["planner"],
+    ["runtime/nn"],
+    ["runtime/measure"],
+    ["runtime/training"],
+    ["views/export", "views/report"],
+    ["search/planner"],
     ["torch_engine", "megatron"],
     ["torchtitan"],
-    ["reproduce"],
+    ["views", "views/reproduce"],
     ["api"],
-    ["verbs", "cli", "__main__", "__init__"],
+    ["cli", "__main__", "__init__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-TORCH_ROOMS = {"runtime", "huggingface", "nn", "measure", "training", "torch_engine", "torchtitan", "megatron"}
+TORCH_ROOMS = {"runtime", "huggingface", "torch_engine", "torchtitan", "megatron"}
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room(parts: tuple[str, ...]) -> str:
+    """The innermost room with a floor of its own."""
+    inner = "/".join(parts[:2])
+    return inner if inner in FLOOR else parts[0]
 
 
 def imports_of(path: Path) -> list[str]:
@@ -72,9 +64,9 @@ def test_modules_import_only_from_rooms_above() -> None:
         here = room_of(path)
         for name in imports_of(path):
             parts = name.split(".")
-            if parts[0] != "octopipe" or len(parts) < 2 or parts[1] not in FLOOR:
+            if parts[0] != "octopipe" or len(parts) < 2 or room(tuple(parts[1:])) not in FLOOR:
                 continue
-            there = parts[1]
+            there = room(tuple(parts[1:]))
             if here != there and FLOOR[there] > FLOOR[here]:
                 wrong.append(f"{path.relative_to(PACKAGE)} ({here}) imports {name}")
     assert wrong == []
@@ -120,7 +112,7 @@ def test_torch_is_imported_only_where_training_happens() -> None:
     wrong = [
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
-        if room_of(path) not in TORCH_ROOMS and any(n.split(".")[0] == "torch" for n in imports_of(path))
+        if room_of(path).split("/")[0] not in TORCH_ROOMS and any(n.split(".")[0] == "torch" for n in imports_of(path))
     ]
     assert wrong == []
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from octopipe.errors import OctoPipeError
-from octopipe.readers.hf_config import from_config
-from octopipe.zoo import preset
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.readers.hf_config import from_config
+from octopipe.models.zoo import preset
 
 BASE = {
     "hidden_size": 64,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octopipe.errors import OctoPipeError
-from octopipe.layer_times import costs_of_layer_times, load_layer_times
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.layer_times import costs_of_layer_times, load_layer_times
 
 GOOD = {
     "pattern": "EM-M*L",

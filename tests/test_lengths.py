@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octopipe.batching import dynamic_groups, prices
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cluster import gpu
-from octopipe.errors import OctoPipeError
-from octopipe.lengths import (
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.resolve import resolve_costs
+from octopipe.models.lengths import (
     Batch,
     dealt,
     dealt_evenly,
@@ -21,9 +22,8 @@ from octopipe.lengths import (
     read_lengths,
     sequence_numbers,
 )
-from octopipe.resolve import resolve_costs
-from octopipe.setup import Setup
-from octopipe.zoo import preset
+from octopipe.models.zoo import preset
+from octopipe.search.batching import dynamic_groups, prices
 
 MIXED = (4096, 1024, 512, 100, 2048, 300, 800, 64, 3000, 1500, 90, 700, 256, 2500, 600, 128)
 

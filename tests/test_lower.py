@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import random_costs, random_plan
 
-from octopipe.cost import CostTable
-from octopipe.errors import DeadlockError, OctoPipeError
-from octopipe.lowering import CHANNELS, Program, lower, prove_deadlock_free
-from octopipe.plan import Op, Plan, Stage
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.base.errors import DeadlockError, OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.search.systems import build_plan
+from octopipe.simulation.lowering import CHANNELS, Program, lower, prove_deadlock_free
+from octopipe.simulation.simulator import simulate
 
 seeds = st.integers(0, 2**32 - 1)
 

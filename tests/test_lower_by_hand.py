@@ -11,16 +11,16 @@ import pytest
 from plans import random_costs, random_plan
 from twin import hop_ms, timing
 
-from octopipe import lowering
-from octopipe._graph import topological_order
-from octopipe.blocking import CANDIDATES, cheapest_positions, meetings
-from octopipe.cost import CostTable
-from octopipe.errors import DeadlockError
-from octopipe.lowering import CHANNELS, PREFETCH, Instruction, Program, lower, prove_deadlock_free
-from octopipe.plan import Op, Plan, Stage, parse_orders
-from octopipe.price import op_durations
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.base.errors import DeadlockError
+from octopipe.base.graph import topological_order
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage, parse_orders
+from octopipe.plans.price import op_durations
+from octopipe.search.systems import build_plan
+from octopipe.simulation import lowering
+from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
+from octopipe.simulation.lowering import CHANNELS, PREFETCH, Instruction, Program, lower, prove_deadlock_free
+from octopipe.simulation.simulator import simulate
 
 SEEDS = range(30)
 

@@ -18,9 +18,9 @@ from random_plans import random_plan  # noqa: E402
 from ranks import Ranks, shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.lowering import CHANNELS  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.transports import delivery, mail  # noqa: E402
+from octopipe.runtime.wire.transports import delivery, mail  # noqa: E402
+from octopipe.simulation.lowering import CHANNELS  # noqa: E402
 
 if not mail.supported():
     pytest.skip("mailboxes need Linux on x86-64", allow_module_level=True)
@@ -335,7 +335,7 @@ def test_fences_stand_between_messages_and_their_numbers(monkeypatch):
 
 def test_a_fence_is_one_on_every_machine():
     llvm = pytest.importorskip("llvmlite.binding")
-    from octopipe.runtime import fence
+    from octopipe.runtime.wire import fence
 
     fence.compiled()()  # runs on this one
     assert fence.for_machine("x86_64") is fence._nothing

@@ -15,11 +15,11 @@ from random_plans import random_plan  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from octopipe import megatron  # noqa: E402
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.plan import Op, Plan, Stage  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
-from octopipe.tuner import tune  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+from octopipe.search.tuner import tune  # noqa: E402
 
 LAYERS = mm.DECODERS + 2
 PATTERN = "M-*M-*"
@@ -358,7 +358,7 @@ class Engine(torch.nn.Module):
 
 def test_transformer_engines_own_queue_is_emptied_by_w():
     from octopipe.megatron.weights import Split
-    from octopipe.runtime.wgrad_ops import WeightQueue
+    from octopipe.runtime.stages.wgrad_ops import WeightQueue
 
     class Outer(torch.nn.Module):
         def __init__(self):

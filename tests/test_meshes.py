@@ -11,10 +11,10 @@ from executor_models import WIDTH, Block, make  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 TOLERANCE = 1e-11
 
@@ -256,7 +256,7 @@ def split_of_tensor_parallel(world):
     """What I leaves to W: the gradients of all DTensor weights of a block."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from octopipe.runtime.stage import Stage
+    from octopipe.runtime.stages.stage import Stage
 
     torch.manual_seed(2)
     block = Block().double()
@@ -461,7 +461,7 @@ def test_a_module_outside_gets_the_gradient_of_the_batch_it_computed(kind, recom
     if recompute:
         plan = build_plan("1f1b", CostTable.uniform(num_layers=4), 2, 4)
         stages = tuple(replace(s, recompute=True) for s in plan.stages)
-        from octopipe.plan import Op
+        from octopipe.plans.plan import Op
 
         orders = tuple(
             tuple(x for op in order for x in ((Op(op.stage, "R", op.micro_batch), op) if op.kind == "B" else (op,)))

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from octopipe.errors import OctoPipeError
-from octopipe.model import (
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.spec import (
     Attention,
     Block,
     Embedding,
@@ -19,7 +19,7 @@ from octopipe.model import (
     Moe,
     Mtp,
 )
-from octopipe.zoo import names, preset
+from octopipe.models.zoo import names, preset
 
 H = 64
 ATTENTION = Attention(hidden=H, heads=4, kv_heads=2, head_dim=16)

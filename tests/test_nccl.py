@@ -21,13 +21,13 @@ from ranks import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import NotApplicableError  # noqa: E402
-from octopipe.lowering import CHANNELS  # noqa: E402
-from octopipe.measure.mps import Mps  # noqa: E402
-from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
+from octopipe.base.errors import NotApplicableError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Plan, Stage, parse_orders  # noqa: E402
+from octopipe.runtime.measure.mps import Mps  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.systems import build_plan, systems  # noqa: E402
+from octopipe.search.systems import build_plan, systems  # noqa: E402
+from octopipe.simulation.lowering import CHANNELS  # noqa: E402
 
 if not torch.cuda.is_available():
     pytest.skip("NCCL needs a GPU", allow_module_level=True)

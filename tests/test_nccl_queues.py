@@ -20,10 +20,10 @@ from random_plans import random_plan  # noqa: E402
 from ranks import shared_ranks  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.lowering import CHANNELS  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.transports.nccl import NcclTransport  # noqa: E402
-from octopipe.runtime.world import World  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.wire.transports.nccl import NcclTransport  # noqa: E402
+from octopipe.simulation.lowering import CHANNELS  # noqa: E402
 
 TIMEOUT_S = 20.0
 PLANS = 80

@@ -7,18 +7,18 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
-from octopipe import layers as L  # noqa: E402
-from octopipe import mixers as X  # noqa: E402
-from octopipe import zoo  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.model import ModelSpec  # noqa: E402
-from octopipe.nn import LazyLogits, build_layers, cross_entropy, tie  # noqa: E402
-from octopipe.nn.attention import Rotary, attend  # noqa: E402
-from octopipe.nn.basic import causal_conv  # noqa: E402
-from octopipe.nn.delta import delta_scan  # noqa: E402
-from octopipe.nn.mamba import compiled_mamba2_mix, selective_scan, ssd_scan  # noqa: E402
-from octopipe.nn.moe import Moe  # noqa: E402
-from octopipe.runtime.stage import Stage  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.models import layers as L  # noqa: E402
+from octopipe.models import mixers as X  # noqa: E402
+from octopipe.models import zoo  # noqa: E402
+from octopipe.models.spec import ModelSpec  # noqa: E402
+from octopipe.runtime.nn import LazyLogits, build_layers, cross_entropy, tie  # noqa: E402
+from octopipe.runtime.nn.attention import Rotary, attend  # noqa: E402
+from octopipe.runtime.nn.basic import causal_conv  # noqa: E402
+from octopipe.runtime.nn.delta import delta_scan  # noqa: E402
+from octopipe.runtime.nn.mamba import compiled_mamba2_mix, selective_scan, ssd_scan  # noqa: E402
+from octopipe.runtime.nn.moe import Moe  # noqa: E402
+from octopipe.runtime.stages.stage import Stage  # noqa: E402
 
 H = 16
 MIXERS = {
@@ -266,7 +266,7 @@ def test_lean_loss_works_outside_a_stage_and_in_blocks():
     target = torch.arange(10) % 32
     want = F.cross_entropy(hidden @ weight.t(), target)
     want_grads = torch.autograd.grad(want, (hidden, weight))
-    from octopipe.nn.head import LeanCrossEntropy
+    from octopipe.runtime.nn.head import LeanCrossEntropy
 
     for block in (1, 3, 100):
         got = LeanCrossEntropy.apply(hidden, weight, target, -100, block, None)

@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 import odd_layers  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.plan import Op, Plan, Stage  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.rng import micro_batch_seed, mix  # noqa: E402
-from octopipe.runtime.world import World  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.stages.rng import micro_batch_seed, mix  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 TOLERANCE = 1e-9
 COUNT = 4

@@ -10,14 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.plan import Op, Plan, Stage  # noqa: E402
-from octopipe.runtime import wgrad_ops  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.runtime.batches import split_batch  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.runtime.world import World  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.runtime.ranks.world import World  # noqa: E402
+from octopipe.runtime.stages import wgrad_ops  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 WIDTH, COUNT = 4, 4
 torch.set_num_threads(1)

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime.messages import FIXED_BYTES, Specs  # noqa: E402
-from octopipe.runtime.plain import decoded, empty_aside, encoded  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.runtime.wire.encoding import decoded, empty_aside, encoded  # noqa: E402
+from octopipe.runtime.wire.messages import FIXED_BYTES, Specs  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
 Pair = namedtuple("Pair", "left right")

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import from_csv, random_plan
 
-from octopipe import plan_rules
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError, PlanError
-from octopipe.plan import Op, Plan, Stage, parse_orders
-from octopipe.plan_file import load_plan, plan_from_json, plan_to_json, save_plan
-from octopipe.plan_rules import MAX_PROBLEMS
-from octopipe.systems import build_plan
+from octopipe.base.errors import OctoPipeError, PlanError
+from octopipe.costs.table import CostTable
+from octopipe.plans import rules as plan_rules
+from octopipe.plans.file import load_plan, plan_from_json, plan_to_json, save_plan
+from octopipe.plans.plan import Op, Plan, Stage, parse_orders
+from octopipe.plans.rules import MAX_PROBLEMS
+from octopipe.search.systems import build_plan
 
 seeds = st.integers(0, 2**32 - 1)
 

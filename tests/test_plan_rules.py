@@ -11,8 +11,8 @@ import pytest
 from plans import random_plan
 from twin import inputs_of
 
-from octopipe.errors import PlanError
-from octopipe.plan import KINDS, Op, Plan, Stage, parse_orders, route_neighbours, with_rank_order
+from octopipe.base.errors import PlanError
+from octopipe.plans.plan import KINDS, Op, Plan, Stage, parse_orders, route_neighbours, with_rank_order
 
 
 def plan_of(*rows: str, stages: Any = None, layers: int = 2, ranks: int | None = None, **more: Any) -> Plan:

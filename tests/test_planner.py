@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cluster import gpu
-from octopipe.errors import OctoPipeError
-from octopipe.plan_file import load_plan
-from octopipe.planner import search as planner_search
-from octopipe.planner.commands import command_lines
-from octopipe.planner.estimate import estimate, evenest_ms
-from octopipe.planner.search import Candidate, Pricer, judge, search
-from octopipe.planner.splits import RUNTIMES, Split, parse_split, splits
-from octopipe.setup import Setup
-from octopipe.simulator import simulate
-from octopipe.zoo import preset
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.zoo import preset
+from octopipe.plans.file import load_plan
+from octopipe.search.planner import search as planner_search
+from octopipe.search.planner.commands import command_lines
+from octopipe.search.planner.estimate import estimate, evenest_ms
+from octopipe.search.planner.search import Candidate, Pricer, judge, search
+from octopipe.search.planner.splits import RUNTIMES, Split, parse_split, splits
+from octopipe.simulation.simulator import simulate
 
 SMALL = {"gpus": 8, "global_batch": 16}
 MODES = ("none", "selective", "full")

@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.cli import main
-from octopipe.cluster import gpu
-from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.model import ModelSpec
-from octopipe.plan_file import load_plan
-from octopipe.plan_setting import costs_of_plan
-from octopipe.planner.published import plan_by
-from octopipe.planner.published.alpa import alpa, alpa_ms, intra_operator_meshes
-from octopipe.planner.published.arrangement import Offload, StageChoice, judged, stitched
-from octopipe.planner.published.dapple import dapple_ms
-from octopipe.planner.published.meshes import Devices, Mesh, MeshPricer
-from octopipe.planner.published.metis import balanced, metis, orders
-from octopipe.planner.published.mist import mist_ms
-from octopipe.planner.published.query import query_of
-from octopipe.planner.published.submeshes import layer_runs
-from octopipe.resolve import costs_of_setup
-from octopipe.setup import Setup
-from octopipe.simulator import simulate
-from octopipe.zoo import preset
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.resolve import costs_of_setup
+from octopipe.models.spec import ModelSpec
+from octopipe.models.zoo import preset
+from octopipe.plans.file import load_plan
+from octopipe.plans.setting import costs_of_plan
+from octopipe.search.planner.published import plan_by
+from octopipe.search.planner.published.alpa import alpa, alpa_ms, intra_operator_meshes
+from octopipe.search.planner.published.arrangement import Offload, StageChoice, judged, stitched
+from octopipe.search.planner.published.dapple import dapple_ms
+from octopipe.search.planner.published.meshes import Devices, Mesh, MeshPricer
+from octopipe.search.planner.published.metis import balanced, metis, orders
+from octopipe.search.planner.published.mist import mist_ms
+from octopipe.search.planner.published.query import query_of
+from octopipe.search.planner.published.submeshes import layer_runs
+from octopipe.simulation.simulator import simulate
 
 
 def shortened(name: str, blocks: int) -> ModelSpec:

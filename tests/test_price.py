@@ -10,13 +10,21 @@ import pytest
 from plans import random_costs, random_plan
 from twin import hop_ms, op_ms
 
-from octopipe.cluster import Link
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.plan import KINDS, Op, Plan, Stage, parse_orders
-from octopipe.price import boundary_bytes, hop_times, match, stage_memory, stage_times, static_bytes, workspace_bytes
-from octopipe.simulator import _all_reduce_ms
-from octopipe.systems import build_plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS, Op, Plan, Stage, parse_orders
+from octopipe.plans.price import (
+    boundary_bytes,
+    hop_times,
+    match,
+    stage_memory,
+    stage_times,
+    static_bytes,
+    workspace_bytes,
+)
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import _all_reduce_ms
 
 
 @pytest.mark.parametrize(

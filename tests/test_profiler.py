@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from octopipe.cluster import Link
-from octopipe.contention import predict
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.lowering import lower
-from octopipe.measure.links import fit
-from octopipe.measure.mps import Mps
-from octopipe.measure.profiler import assemble, groups_of_modules, profile_layers
-from octopipe.measure.trial import (
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.profile_file import Profile, load_profile, profile_from_object
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.models.zoo import preset
+from octopipe.runtime.measure.links import fit
+from octopipe.runtime.measure.mps import Mps
+from octopipe.runtime.measure.profiler import assemble, groups_of_modules, profile_layers
+from octopipe.runtime.measure.trial import (
     Workload,
     profile_workload,
     rehearsal_plan,
@@ -26,15 +27,14 @@ from octopipe.measure.trial import (
     run_plan,
     side_by_side,
 )
-from octopipe.measure.workload import groups_of_spec
-from octopipe.profile_file import Profile, load_profile, profile_from_object
-from octopipe.resolve import resolve_costs
-from octopipe.runtime.launch import by_rank, run_ranks
-from octopipe.runtime.world import World
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.tuner import tune
-from octopipe.zoo import preset
+from octopipe.runtime.measure.workload import groups_of_spec
+from octopipe.runtime.ranks.launch import by_rank, run_ranks
+from octopipe.runtime.ranks.world import World
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.simulation.contention import predict
+from octopipe.simulation.lowering import lower
+from octopipe.simulation.simulator import simulate
 
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_a_failing_rank_ends_all_and_is_named() -> None:
 
 
 def test_measuring_tells_how_far_it_has_come():
-    from octopipe.measure.profiler import LayerRing
+    from octopipe.runtime.measure.profiler import LayerRing
 
     heard: list[tuple[str, float]] = []
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]

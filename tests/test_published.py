@@ -37,8 +37,8 @@ def test_published_runs_are_predicted_and_fit(bench: ModuleType) -> None:
 def test_flops_per_token_are_the_published_ones(bench: ModuleType) -> None:
     import csv
 
-    from octopipe.flops import model_flops
-    from octopipe.zoo import preset
+    from octopipe.costs.analytic.flops import model_flops
+    from octopipe.models.zoo import preset
 
     with bench.CSV.open() as file:
         for raw in csv.DictReader(file):
@@ -51,8 +51,8 @@ def test_flops_per_token_are_the_published_ones(bench: ModuleType) -> None:
 
 
 def test_one_set_of_rates_per_generation_and_precision() -> None:
-    from octopipe.calibration import RATES
-    from octopipe.cluster import GPUS
+    from octopipe.costs.analytic.calibration import RATES
+    from octopipe.costs.cluster.hardware import GPUS
 
     assert set(RATES) == {(g, p) for g in ("hopper", "blackwell") for p in ("bf16", "fp8")}
     assert {g.generation for g in GPUS.values()} >= {"hopper", "blackwell"}

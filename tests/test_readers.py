@@ -15,23 +15,23 @@ from fuzz_cases import CONFIGS, LAYER_TIMES, NASTY, PROFILE, SETTING, Reader, da
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octopipe import limits
+from octopipe.base import limits
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import decode_json, read_bytes, write_whole
 from octopipe.cli import main
-from octopipe.cluster_file import read_cluster
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.files import decode_json, read_bytes, write_whole
-from octopipe.layer_times import load_layer_times
-from octopipe.plan import Plan, Stage, parse_orders
-from octopipe.plan_file import load_plan, plan_from_json
-from octopipe.plan_setting import costs_of_plan
-from octopipe.profile_file import load_profile, profile_from_object
-from octopipe.readers.hf_config import from_config
-from octopipe.readers.megatron_text import read_megatron
-from octopipe.simulator import jitter_ms, simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import timeline_from_json
-from octopipe.tuner import tune
+from octopipe.costs.cluster.file import read_cluster
+from octopipe.costs.layer_times import load_layer_times
+from octopipe.costs.profile_file import load_profile, profile_from_object
+from octopipe.costs.table import CostTable
+from octopipe.models.readers.hf_config import from_config
+from octopipe.plans.file import load_plan, plan_from_json
+from octopipe.plans.plan import Plan, Stage, parse_orders
+from octopipe.plans.readers.megatron_text import read_megatron
+from octopipe.plans.setting import costs_of_plan
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.simulation.simulator import jitter_ms, simulate
+from octopipe.simulation.timeline import timeline_from_json
 
 
 def _of_training() -> tuple[Reader, ...]:
@@ -188,7 +188,7 @@ def test_a_plan_above_a_cap_is_refused_before_memory_is_taken(name: str) -> None
 
 
 def test_more_ops_than_the_cap_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octopipe.plan_file.MAX_OPS", 100)
+    monkeypatch.setattr("octopipe.plans.file.MAX_OPS", 100)
     with pytest.raises(OctoPipeError, match="130 ops in orders; at most 100 are taken"):
         plan_from_json(_plan_text(orders=[["not an op"] * 130]))
 
@@ -463,7 +463,7 @@ def test_a_library_call_refuses_such_a_seed_too(seed: object) -> None:
     costs = CostTable.uniform(num_layers=4)
     with pytest.raises(OctoPipeError, match="seed is"):
         tune(costs, 2, 2, budget_s=0.1, seed=seed)  # type: ignore[arg-type]
-    from octopipe.lowering import lower
+    from octopipe.simulation.lowering import lower
 
     with pytest.raises(OctoPipeError, match="seed is"):
         jitter_ms(lower(build_plan("1f1b", costs, 2, 2), costs), costs, seed=seed)  # type: ignore[arg-type]

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from octopipe.cost import CostTable
-from octopipe.plan import Op, Plan
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
 
 
 def with_r_ops(plan: Plan) -> Plan:

@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 from executor_models import make  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.runtime import reduce as reduction  # noqa: E402
-from octopipe.runtime import world as worlds  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.runtime.ranks import reduce as reduction  # noqa: E402
+from octopipe.runtime.ranks import world as worlds  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
 
 
 def through_host(world, plan):

@@ -19,24 +19,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import costs_of, hundred_thousand, noisy
 
-from octopipe import footprint
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.cli import main
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.plan import Plan
-from octopipe.plan_file import load_plan, plan_from_json, save_plan
-from octopipe.report import Entry, notebook_html, report_html
-from octopipe.report.entry import entry_data, search_points, search_unit, thin_out
-from octopipe.report.facts import facts_of, rates_of
-from octopipe.report.load import load_entries
-from octopipe.report.memory import WHOLE_STATE, state_shares
-from octopipe.report.pack import Packer, unpack
-from octopipe.report.page import SCRIPTS, asset, report_data
-from octopipe.report.serve import Server, make_server
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import MemoryCurve, load_timeline
+from octopipe.costs.analytic import footprint
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import load_plan, plan_from_json, save_plan
+from octopipe.plans.plan import Plan
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import MemoryCurve, load_timeline
+from octopipe.views.report import Entry, notebook_html, report_html
+from octopipe.views.report.entry import entry_data, search_points, search_unit, thin_out
+from octopipe.views.report.facts import facts_of, rates_of
+from octopipe.views.report.load import load_entries
+from octopipe.views.report.memory import WHOLE_STATE, state_shares
+from octopipe.views.report.pack import Packer, unpack
+from octopipe.views.report.page import SCRIPTS, asset, report_data
+from octopipe.views.report.serve import Server, make_server
 
 
 def _entry(system: str = "1f1b", label: str = "") -> Entry:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.errors import OctoPipeError
-from octopipe.plan_file import load_plan
-from octopipe.report.cluster import page, panel
-from octopipe.report.serve import Server, make_server
-from octopipe.verbs.serve import planned
+from octopipe.cli.verbs.serve import planned
+from octopipe.plans.file import load_plan
+from octopipe.views.report.cluster import page, panel
+from octopipe.views.report.serve import Server, make_server
 
 HOSTILE = '<img src=x onerror="alert(1)">'
 

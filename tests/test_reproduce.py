@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.reproduce.bench import SIBLING, Bench, Options, find_measured, find_profiles
-from octopipe.reproduce.markdown import part_page, whole_page
-from octopipe.reproduce.models import AUTHORS, TABLE, model_costs, recomputed
-from octopipe.reproduce.part import Part
-from octopipe.reproduce.parts import parts
-from octopipe.reproduce.parts.deadlock import naive_deadlocks
-from octopipe.reproduce.parts.large_scale import slowest_ms
-from octopipe.reproduce.parts.search import LAYERS, stretched
-from octopipe.reproduce.reading import READING, Reading, baseline, in_place, read, transfer_ms, whole_plan
-from octopipe.reproduce.row import Result, Row
-from octopipe.reproduce.runner import chosen, run_parts
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.verbs.reproduce import NAMES
+from octopipe.cli.verbs.reproduce import NAMES
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.views.reproduce.bench import SIBLING, Bench, Options, find_measured, find_profiles
+from octopipe.views.reproduce.markdown import part_page, whole_page
+from octopipe.views.reproduce.models import AUTHORS, TABLE, model_costs, recomputed
+from octopipe.views.reproduce.part import Part
+from octopipe.views.reproduce.parts import parts
+from octopipe.views.reproduce.parts.deadlock import naive_deadlocks
+from octopipe.views.reproduce.parts.large_scale import slowest_ms
+from octopipe.views.reproduce.parts.search import LAYERS, stretched
+from octopipe.views.reproduce.reading import READING, Reading, baseline, in_place, read, transfer_ms, whole_plan
+from octopipe.views.reproduce.row import Result, Row
+from octopipe.views.reproduce.runner import chosen, run_parts
 
 PAPER = SIBLING.parent / "octopipe-paper.tex"
 LABELS = {
@@ -172,7 +172,7 @@ def test_without_layer_times_analytic_costs_are_used_and_said() -> None:
 
 
 def test_naive_coordination_deadlocks_where_two_ranks_send_at_once() -> None:
-    from octopipe.lowering import lower
+    from octopipe.simulation.lowering import lower
 
     costs = CostTable.uniform(num_layers=4, p2p_ms=0.1)
     interleaved = build_plan("interleaved", costs, 2, 4, chunks=2)

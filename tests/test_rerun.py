@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 
-from octopipe.runtime.stage import Stage, StageRun  # noqa: E402
+from octopipe.runtime.stages.stage import Stage, StageRun  # noqa: E402
 
 WIDTH = 6
 
@@ -95,7 +95,7 @@ def layers(end: Callable[[Tensor, Tensor], Tensor]) -> list[nn.Module]:
 @pytest.mark.parametrize("end", UNREAD)
 @pytest.mark.parametrize("input_grad", [True, False])
 def test_a_product_nobody_reads_is_left_out(end: str, input_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from octopipe.runtime import rerun
+    from octopipe.runtime.stages import rerun
 
     left_out = []
     apply = rerun.LeftOut.apply
@@ -108,7 +108,7 @@ def test_a_product_nobody_reads_is_left_out(end: str, input_grad: bool, monkeypa
 
 @pytest.mark.parametrize("end", READ)
 def test_a_product_somebody_reads_is_computed(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from octopipe.runtime import rerun
+    from octopipe.runtime.stages import rerun
 
     monkeypatch.setattr(rerun.LeftOut, "apply", lambda *a: pytest.fail("left out"))
     same_gradients(layers(READ[end]))

@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from octopipe.analytic import analytic_costs
-from octopipe.cluster import Cluster, gpu
-from octopipe.errors import OctoPipeError
-from octopipe.resolve import resolve_costs, resolve_spec
-from octopipe.zoo import preset
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.table import analytic_costs
+from octopipe.costs.cluster.hardware import Cluster, gpu
+from octopipe.costs.resolve import resolve_costs, resolve_spec
+from octopipe.models.zoo import preset
 
 TIMES = {
     "pattern": "E--L",

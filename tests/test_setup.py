@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from octopipe.analytic import setup_costs
-from octopipe.calibration import Rates
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cluster import gpu
-from octopipe.errors import OctoPipeError
-from octopipe.footprint import megatron_activation_bytes
-from octopipe.plan_file import load_plan
-from octopipe.resolve import resolve_costs
-from octopipe.setup import Setup, default_reserve_gib, derived_sizes, micro_batches_of, setup_from
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.traffic import exchange_ms, pass_round_ms, ring_ms
-from octopipe.zoo import preset
+from octopipe.costs.analytic.calibration import Rates
+from octopipe.costs.analytic.footprint import megatron_activation_bytes
+from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup, default_reserve_gib, derived_sizes, micro_batches_of, setup_from
+from octopipe.costs.resolve import resolve_costs
+from octopipe.models.zoo import preset
+from octopipe.plans.file import load_plan
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
 
 GIB = 2.0**30
 TIMES = {

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import random_costs, random_plan
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.lowering import CHANNELS, lower
-from octopipe.plan import Op, Plan, Stage
-from octopipe.simulator import jitter_ms, makespan_ms, simulate
-from octopipe.systems import build_plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.search.systems import build_plan
+from octopipe.simulation.lowering import CHANNELS, lower
+from octopipe.simulation.simulator import jitter_ms, makespan_ms, simulate
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -133,7 +133,7 @@ def test_recompute_drops_activations_and_pays_a_second_forward() -> None:
 
 
 def test_data_parallel_reduction_and_optimizer_follow_the_last_weight_gradient() -> None:
-    from octopipe.cluster import Link
+    from octopipe.costs.cluster.hardware import Link
 
     costs = CostTable.uniform(num_layers=2).replace(
         gradient_bytes=np.array([10.0, 10.0]),
@@ -152,7 +152,7 @@ def test_replicated_stages_count_twice_in_memory_and_reduce_their_gradients() ->
     costs = CostTable.uniform(num_layers=2, p2p_ms=0.0).replace(
         static_bytes=np.array([1.0, 2.0]), gradient_bytes=np.array([4.0, 4.0])
     )
-    from octopipe.cluster import Link, Network
+    from octopipe.costs.cluster.hardware import Link, Network
 
     link = Link(ms_per_byte=0.25)
     costs = costs.replace(network=Network(intra=link, inter=link))

@@ -10,13 +10,13 @@ import pytest
 from plans import random_costs, random_plan
 from twin import run
 
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
-from octopipe.errors import DeadlockError, OctoPipeError
-from octopipe.lowering import lower
-from octopipe.plan import Plan, Stage, parse_orders
-from octopipe.simulator import after_pipeline, jitter_ms, makespan_ms, simulate
-from octopipe.systems import build_plan
+from octopipe.base.errors import DeadlockError, OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan, Stage, parse_orders
+from octopipe.search.systems import build_plan
+from octopipe.simulation.lowering import lower
+from octopipe.simulation.simulator import after_pipeline, jitter_ms, makespan_ms, simulate
 
 
 def setting(seed: int) -> tuple[Plan, CostTable]:

@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch")
 from plans import random_plan  # noqa: E402
 from twin import inputs_of  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.lowering import lower  # noqa: E402
-from octopipe.plan import CODES, KINDS, Op, Plan, Stage, parse_orders  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import CODES, KINDS, Op, Plan, Stage, parse_orders  # noqa: E402
 from octopipe.runtime.slots import RECEIVE, SEND, RankProgram, queue_of, rank_program  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+from octopipe.simulation.lowering import lower  # noqa: E402
 
 
 def recomputing() -> Plan:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from plans import random_plan
 
-from octopipe.cost import CostTable
-from octopipe.plan import Op, Plan
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import makespan_ms, simulate
-from octopipe.systems import build_plan
-from octopipe.systems.split import split_backward
-from octopipe.timeline import Timeline
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.split import split_backward
+from octopipe.simulation.simulator import makespan_ms, simulate
+from octopipe.simulation.timeline import Timeline
 
 ZERO_BUBBLE_TABLE = [
     # p, m, (F, B, W, c) in ms, (hidden, heads) at 1024 tokens, published rates of 1F1B and ZB-H1

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from stage_layers import Call, ones  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime import stage as module  # noqa: E402
-from octopipe.runtime.stage import Stage  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.runtime.stages import stage as module  # noqa: E402
+from octopipe.runtime.stages.stage import Stage  # noqa: E402
 
 # -- how layers are called ---------------------------------------------------------------------------------
 

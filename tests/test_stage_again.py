@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from stage_layers import Call, ones  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime.stage import Loss, Stage, StageRun  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.runtime.stages.stage import Loss, Stage, StageRun  # noqa: E402
 
 
 class Watch(nn.Module):

@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, NotApplicableError
-from octopipe.lowering import CHANNELS, lower
-from octopipe.resolve import resolve_costs
-from octopipe.systems import build_plan, systems
+from octopipe.base.errors import DoesNotFitError, NotApplicableError
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan, systems
+from octopipe.simulation.lowering import CHANNELS, lower
 
 SIZES = ((4, 4), (4, 8), (4, 16), (8, 8), (8, 16))
 """Ranks and micro-batches."""

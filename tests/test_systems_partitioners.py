@@ -9,15 +9,15 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.price import stage_memory
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import makespan_ms, simulate
-from octopipe.systems import adapipe, alpa, build_plan, dapple, metis, mist
-from octopipe.systems.layer_ranges import LayerRanges, layer_ranges, one_f_one_b_plan
-from octopipe.systems.shapes import even_sizes
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.price import stage_memory
+from octopipe.search.systems import adapipe, alpa, build_plan, dapple, metis, mist
+from octopipe.search.systems.layer_ranges import LayerRanges, layer_ranges, one_f_one_b_plan
+from octopipe.search.systems.shapes import even_sizes
+from octopipe.simulation.simulator import makespan_ms, simulate
 
 PARTITIONERS = ("alpa", "dapple", "adapipe", "metis", "mist")
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octopipe.cluster import Link, Network
-from octopipe.cost import CostTable
-from octopipe.errors import NotApplicableError, OctoPipeError
-from octopipe.plan import Plan
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.systems.bidirectional import bidirectional_plan
-from octopipe.systems.chimera import slots
-from octopipe.systems.dualpipe import Block, dualpipe_blocks, paired_idle_ms
-from octopipe.systems.dualpipe_v import dualpipe_v_blocks
-from octopipe.timeline import Timeline
+from octopipe.base.errors import NotApplicableError, OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.bidirectional import bidirectional_plan
+from octopipe.search.systems.chimera import slots
+from octopipe.search.systems.dualpipe import Block, dualpipe_blocks, paired_idle_ms
+from octopipe.search.systems.dualpipe_v import dualpipe_v_blocks
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
 
 MIB = float(1 << 20)
 

@@ -8,22 +8,22 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
-from octopipe.plan import Op
-from octopipe.simulator import makespan_ms, simulate
-from octopipe.systems import build_plan
-from octopipe.systems.dynapipe import cluster, cyclic_orders, micro_batch_samples, sequences
-from octopipe.systems.mario import (
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.dynapipe import cluster, cyclic_orders, micro_batch_samples, sequences
+from octopipe.search.systems.mario import (
     checkpoint,
     drop_recompute,
     naive_makespan_ms,
     overlap_recompute,
     prepose_forwards,
 )
-from octopipe.systems.repetend import Blocks, Repetend, packed, packed_tightly, serial
-from octopipe.systems.repetend_solver import complete, find_repetend
-from octopipe.systems.shapes import even_sizes, loop, stages_from_sizes, wave
+from octopipe.search.systems.repetend import Blocks, Repetend, packed, packed_tightly, serial
+from octopipe.search.systems.repetend_solver import complete, find_repetend
+from octopipe.search.systems.shapes import even_sizes, loop, stages_from_sizes, wave
+from octopipe.simulation.simulator import makespan_ms, simulate
 
 MIB = float(1 << 20)
 

@@ -7,17 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from octopipe.cluster import Network
-from octopipe.cost import CostTable
-from octopipe.errors import NotApplicableError
-from octopipe.lowering import CHANNELS, lower, prove_deadlock_free
-from octopipe.plan import Plan
-from octopipe.price import stage_memory
-from octopipe.resolve import resolve_costs
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan, v_half, v_min, zb_h1, zb_h2, zb_v
-from octopipe.systems.zb_heuristic import Choices, _prices, _Schedule
-from octopipe.systems.zero_bubble import handcrafted_forms, straight_plan
+from octopipe.base.errors import NotApplicableError
+from octopipe.costs.cluster.hardware import Network
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.plans.price import stage_memory
+from octopipe.search.systems import build_plan, v_half, v_min, zb_h1, zb_h2, zb_v
+from octopipe.search.systems.zb_heuristic import Choices, _prices, _Schedule
+from octopipe.search.systems.zero_bubble import handcrafted_forms, straight_plan
+from octopipe.simulation.lowering import CHANNELS, lower, prove_deadlock_free
+from octopipe.simulation.simulator import simulate
 
 STRAIGHT = ("zb-h1", "zb-h2", "zb-1p", "zb-2p")
 V_SHAPED = ("zb-v", "v-half", "v-min")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from octopipe.cost import CostTable
-from octopipe.export.terminal import timeline_lines, timeline_text
-from octopipe.plan import KINDS
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import Spans, Timeline, Transfers
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Spans, Timeline, Transfers
+from octopipe.views.export.terminal import timeline_lines, timeline_text
 
 
 def _timeline(system: str = "1f1b", ranks: int = 4, micro_batches: int = 8) -> Timeline:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from plans import random_costs, random_plan
 
-from octopipe.cost import CostTable
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import Extra, MemoryCurve, Overlap, Spans, Timeline, Transfers, timeline_from_json
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Extra, MemoryCurve, Overlap, Spans, Timeline, Transfers, timeline_from_json
 
 
 def drawn(seed: int) -> Timeline:

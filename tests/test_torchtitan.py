@@ -15,10 +15,10 @@ from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 from octopipe import torchtitan  # noqa: E402
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.export.torchtitan import titan_settings  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+from octopipe.views.export.torchtitan import titan_settings  # noqa: E402
 
 VOCAB, WIDTH, BLOCKS = 11, 6, 6
 LAYERS = BLOCKS + 2

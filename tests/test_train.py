@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.model import Attention, Embedding, Head, Mamba2, Mlp, ModelSpec, Moe
-from octopipe.plan import Op, Plan, Stage
-from octopipe.systems import build_plan
+from octopipe.costs.table import CostTable
+from octopipe.models.spec import Attention, Embedding, Head, Mamba2, Mlp, ModelSpec, Moe
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.search.systems import build_plan
 
 torch = pytest.importorskip("torch")
-from octopipe.runtime import launch  # noqa: E402
-from octopipe.training import train as trainer  # noqa: E402
-from octopipe.training.checkpoint import checkpoints, latest, read_record  # noqa: E402
-from octopipe.training.data import SyntheticTokens, TokenFile, micro_batches, shuffled  # noqa: E402
-from octopipe.training.job import TrainJob, TrainResult  # noqa: E402
+from octopipe.runtime.ranks import launch  # noqa: E402
+from octopipe.runtime.training import train as trainer  # noqa: E402
+from octopipe.runtime.training.checkpoint import checkpoints, latest, read_record  # noqa: E402
+from octopipe.runtime.training.data import SyntheticTokens, TokenFile, micro_batches, shuffled  # noqa: E402
+from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 H, VOCAB = 16, 64
@@ -169,7 +169,7 @@ def _dies_in_step_3(seat: launch.Seat, asked: TrainJob) -> Any:
             return micro_batches(source, first, count, size)
 
         trainer.micro_batches = deadly
-    from octopipe.training.train import train_rank
+    from octopipe.runtime.training.train import train_rank
 
     return train_rank(seat, asked)
 
@@ -221,8 +221,8 @@ SMALL = ("nemotron-h-8b", "--scale", "0.005", "--layers", "6", "--seq", "16", "-
 def test_train_prints_one_json_object_and_writes_what_was_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from octopipe.plan_file import load_plan
-    from octopipe.timeline import load_timeline
+    from octopipe.plans.file import load_plan
+    from octopipe.simulation.timeline import load_timeline
 
     plan, timeline = tmp_path / "plan.json", tmp_path / "timeline.json"
     words = ("--system", "zb-h1", "--nproc", "2", "--steps", "4", "-o", str(plan), "--timeline", str(timeline))

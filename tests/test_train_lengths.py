@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from test_train import job, tiny
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.errors import OctoPipeError
-from octopipe.lengths import dealt_evenly, padded_groups
-from octopipe.systems.dynapipe import micro_batch_samples
+from octopipe.models.lengths import dealt_evenly, padded_groups
+from octopipe.search.systems.dynapipe import micro_batch_samples
 
 torch = pytest.importorskip("torch")
-from octopipe.nn.build import build_layers  # noqa: E402
-from octopipe.nn.head import cross_entropy  # noqa: E402
-from octopipe.training import train as trainer  # noqa: E402
-from octopipe.training.data import SyntheticTokens, length_micro_batches, weighted  # noqa: E402
-from octopipe.training.job import TrainJob  # noqa: E402
+from octopipe.runtime.nn.build import build_layers  # noqa: E402
+from octopipe.runtime.nn.head import cross_entropy  # noqa: E402
+from octopipe.runtime.training import train as trainer  # noqa: E402
+from octopipe.runtime.training.data import SyntheticTokens, length_micro_batches, weighted  # noqa: E402
+from octopipe.runtime.training.job import TrainJob  # noqa: E402
 
 LENGTHS = (16, 3, 9, 5, 12, 16, 2, 7)
 
@@ -79,7 +79,7 @@ def test_every_cut_and_order_trains_alike() -> None:
 
 
 def test_dynapipe_takes_long_micro_batches_in_another_order() -> None:
-    from octopipe.training.parts import plan_of
+    from octopipe.runtime.training.run_parts import plan_of
 
     groups = padded_groups((2, 16, 3, 16, 2, 16, 3, 16), 1)
     asked = of_lengths((groups,), lengths=(2, 16, 3, 16, 2, 16, 3, 16), nproc=2, system="dynapipe")

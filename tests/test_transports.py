@@ -13,16 +13,16 @@ from ranks import shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
-from octopipe.cost import CostTable  # noqa: E402
-from octopipe.errors import DeadlockError, OctoPipeError  # noqa: E402
-from octopipe.lowering import CHANNELS, lower, prove_deadlock_free  # noqa: E402
-from octopipe.plan import Plan, Stage, parse_orders  # noqa: E402
-from octopipe.runtime.buffers import BufferPool, Lent  # noqa: E402
-from octopipe.runtime.messages import ALIGNED, HEAD_BYTES, Specs  # noqa: E402
+from octopipe.base.errors import DeadlockError, OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.plans.plan import Plan, Stage, parse_orders  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.slots import rank_program  # noqa: E402
-from octopipe.runtime.transports.cuda_ipc import IpcTransport  # noqa: E402
-from octopipe.systems import build_plan  # noqa: E402
+from octopipe.runtime.wire.buffers import BufferPool, Lent  # noqa: E402
+from octopipe.runtime.wire.messages import ALIGNED, HEAD_BYTES, Specs  # noqa: E402
+from octopipe.runtime.wire.transports.cuda_ipc import IpcTransport  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+from octopipe.simulation.lowering import CHANNELS, lower, prove_deadlock_free  # noqa: E402
 
 
 def _loss(output, target):

@@ -10,22 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octopipe import algorithm1
-from octopipe.algorithm1 import PHASES, IterativeSearch, RandomSearch, bubble_phase
-from octopipe.algorithm1.candidate import Desk, State, shifted
-from octopipe.algorithm1.partition import migrations, slide
-from octopipe.algorithm1.placement import disperse
-from octopipe.algorithm1.settings import Settings
-from octopipe.algorithm1.structure import derived, keys_of, layer_times, recomputed, retimed, stages_of
-from octopipe.cluster import GIB, Network
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, OctoPipeError
-from octopipe.plan import I, Plan
-from octopipe.price import hop_times, stage_memory, stage_times, static_bytes, workspace_bytes
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan, systems
-from octopipe.timeline import Bubbles, Timeline
-from octopipe.tuner import tune
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.costs.cluster.hardware import GIB, Network
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import I, Plan
+from octopipe.plans.price import hop_times, stage_memory, stage_times, static_bytes, workspace_bytes
+from octopipe.search import algorithm1
+from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch, bubble_phase
+from octopipe.search.algorithm1.candidate import Desk, State, shifted
+from octopipe.search.algorithm1.partition import migrations, slide
+from octopipe.search.algorithm1.placement import disperse
+from octopipe.search.algorithm1.settings import Settings
+from octopipe.search.algorithm1.structure import derived, keys_of, layer_times, recomputed, retimed, stages_of
+from octopipe.search.systems import build_plan, systems
+from octopipe.search.tuner import tune
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Bubbles, Timeline
 
 RANKS, MICRO_BATCHES = 4, 8
 
@@ -317,8 +317,8 @@ def test_partition_iterations_dominate_on_many_layers() -> None:
 
 def test_the_papers_tuner_imports_nothing_of_the_default_search() -> None:
     folder = Path(algorithm1.__file__).parent
-    allowed = ("octopipe.algorithm1", "octopipe.search_record")
+    allowed = ("octopipe.search.algorithm1", "octopipe.search.result")
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octopipe.tuner"):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("octopipe.search.tuner"):
                 assert node.module.startswith(allowed), (path.name, node.module)

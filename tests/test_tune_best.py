@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from fuzz_cases import LAYER_TIMES
 
-from octopipe.bounds import bounds
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.cli import main
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
-from octopipe.lowering import CHANNELS, lower
-from octopipe.plan_file import load_plan
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan, systems
-from octopipe.tuner import METHODS, TARGETS, tune
-from octopipe.tuner.core.problem import make_problem, make_rng
-from octopipe.tuner.lane import Budget, Lane
-from octopipe.tuner.population import Judge
-from octopipe.tuner.search import Search
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import load_plan
+from octopipe.search.systems import build_plan, systems
+from octopipe.search.tuner import METHODS, TARGETS, tune
+from octopipe.search.tuner.core.problem import make_problem, make_rng
+from octopipe.search.tuner.lane import Budget, Lane
+from octopipe.search.tuner.population import Judge
+from octopipe.search.tuner.search import Search
+from octopipe.simulation.bounds.bounds import bounds
+from octopipe.simulation.lowering import CHANNELS, lower
+from octopipe.simulation.simulator import simulate
 
 
 def uneven(seed: int, layers: int, p2p_ms: float = 0.2, **changes: object) -> CostTable:

@@ -11,13 +11,13 @@ pytest.importorskip("ortools")
 
 from brute_force import least_ms
 
-from octopipe.cluster import GIB, Link, Network
-from octopipe.cost import CostTable
-from octopipe.errors import DoesNotFitError, NotApplicableError, OctoPipeError
-from octopipe.exact import solve
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.tuner import tune
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.costs.cluster.hardware import GIB, Link, Network
+from octopipe.costs.table import CostTable
+from octopipe.search.exact import solve
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.simulation.simulator import simulate
 
 
 def instance(seed: int, layers: int, *, p2p_ms: float = 0.3, **more: object) -> CostTable:

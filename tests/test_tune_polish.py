@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from test_tune_best import uneven
 
-from octopipe.bounds import work_bound_ms
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan, systems
-from octopipe.tuner import tune
-from octopipe.tuner.core.problem import make_problem, make_rng
-from octopipe.tuner.encode import arrays_of, plan_of, writable
-from octopipe.tuner.polish import Polisher
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan, systems
+from octopipe.search.tuner import tune
+from octopipe.search.tuner.core.problem import make_problem, make_rng
+from octopipe.search.tuner.encode import arrays_of, plan_of, writable
+from octopipe.search.tuner.polish import Polisher
+from octopipe.simulation.bounds.bounds import work_bound_ms
+from octopipe.simulation.simulator import simulate
 
 GIB = float(1 << 30)
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from test_tune_best import uneven
 
-from octopipe.cost import CostTable
-from octopipe.simulator import simulate
-from octopipe.tuner.core.decode import NUM_KEYS
-from octopipe.tuner.core.problem import BOUNDS, FLIGHT, MARGIN, RANK, SIZE, Problem, make_problem, make_rng
-from octopipe.tuner.encode import orders_in, plan_of
-from octopipe.tuner.population import Judge, Member, Population, Start
-from octopipe.tuner.starts import Starts
+from octopipe.costs.table import CostTable
+from octopipe.search.tuner.core.decode import NUM_KEYS
+from octopipe.search.tuner.core.problem import BOUNDS, FLIGHT, MARGIN, RANK, SIZE, Problem, make_problem, make_rng
+from octopipe.search.tuner.encode import orders_in, plan_of
+from octopipe.search.tuner.population import Judge, Member, Population, Start
+from octopipe.search.tuner.starts import Starts
+from octopipe.simulation.simulator import simulate
 
 RANKS, MICRO_BATCHES, MAX_STAGES = 4, 6, 12
 

@@ -7,14 +7,14 @@ import itertools
 import pytest
 from test_tune_best import uneven
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.foreign_plan import megatron_plan
-from octopipe.readers.megatron_text import read_megatron
-from octopipe.restricted import runs_on_megatron, with_cuts
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.tuner import tune
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.readers.megatron_text import read_megatron
+from octopipe.search.foreign_plan import megatron_plan
+from octopipe.search.restricted import runs_on_megatron, with_cuts
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.simulation.simulator import simulate
 
 
 @pytest.mark.parametrize("seed", range(3))

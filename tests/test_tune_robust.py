@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octopipe.cost import CostTable
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.tuner import tune
-from octopipe.tuner.core.problem import make_problem, make_rng
-from octopipe.tuner.encode import arrays_of
-from octopipe.tuner.polish import Polisher
-from octopipe.tuner.robust import mean_jittered_ms, most_robust
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.search.tuner.core.problem import make_problem, make_rng
+from octopipe.search.tuner.encode import arrays_of
+from octopipe.search.tuner.polish import Polisher
+from octopipe.search.tuner.robust import mean_jittered_ms, most_robust
+from octopipe.simulation.simulator import simulate
 
 
 def uneven(layers: int = 10) -> CostTable:

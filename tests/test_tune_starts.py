@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from octopipe.cost import CostTable
-from octopipe.tuner.core.problem import make_problem, make_rng
-from octopipe.tuner.population import Judge
-from octopipe.tuner.settings import SETTINGS
-from octopipe.tuner.starts import Shape, Starts, divide, draw_shape, go_round, near_shape
+from octopipe.costs.table import CostTable
+from octopipe.search.tuner.core.problem import make_problem, make_rng
+from octopipe.search.tuner.population import Judge
+from octopipe.search.tuner.settings import SETTINGS
+from octopipe.search.tuner.starts import Shape, Starts, divide, draw_shape, go_round, near_shape
 
 
 @pytest.mark.parametrize("kind", sorted(set(SETTINGS.kinds)))

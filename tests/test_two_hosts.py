@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from ranks import start_server
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.errors import OctoPipeError
-from octopipe.runtime.slurm import environment, first_host
+from octopipe.runtime.ranks.slurm import environment, first_host
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = ROOT / "docs" / "guides" / "two-hosts.md"

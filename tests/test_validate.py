@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.fidelity import compare, hidden
-from octopipe.measure.trial import Workload
-from octopipe.nn import cross_entropy
-from octopipe.profile_file import Profile
-from octopipe.resolve import resolve_costs
-from octopipe.runtime.launch import by_rank, run_ranks
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.models.zoo import preset
+from octopipe.runtime.measure.trial import Workload
+from octopipe.runtime.nn import cross_entropy
 from octopipe.runtime.pipeline import Pipeline
-from octopipe.runtime.world import World
-from octopipe.simulator import simulate
-from octopipe.systems import build_plan
-from octopipe.timeline import Spans, Timeline, Transfers
-from octopipe.training.adapt import Adapter, corrected, switch
-from octopipe.zoo import preset
+from octopipe.runtime.ranks.launch import by_rank, run_ranks
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.training.adapt import Adapter, corrected, switch
+from octopipe.search.systems import build_plan
+from octopipe.simulation.fidelity import compare, hidden
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Spans, Timeline, Transfers
 
 
 def hybrid() -> CostTable:

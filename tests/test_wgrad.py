@@ -12,13 +12,13 @@ from torch.overrides import _get_current_function_mode_stack  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from octopipe.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime.held import held_bytes  # noqa: E402
-from octopipe.runtime.rng import rng_kept  # noqa: E402
-from octopipe.runtime.stage import Stage  # noqa: E402
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.runtime.stages.activation_bytes import held_bytes  # noqa: E402
+from octopipe.runtime.stages.rng import rng_kept  # noqa: E402
+from octopipe.runtime.stages.stage import Stage  # noqa: E402
+from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue  # noqa: E402
+from octopipe.runtime.stages.wgrad_ops import in_rows, times  # noqa: E402
 from octopipe.runtime.values import flatten, rebuild  # noqa: E402
-from octopipe.runtime.wgrad import SplitMode, WeightQueue  # noqa: E402
-from octopipe.runtime.wgrad_ops import in_rows, times  # noqa: E402
 
 TOLERANCE = 1e-12
 

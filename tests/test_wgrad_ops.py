@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from octopipe.runtime.wgrad_ops import (  # noqa: E402
+from octopipe.runtime.stages.wgrad_ops import (  # noqa: E402
     Batched,
     Embedding,
     Grouped,

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from octopipe.errors import OctoPipeError
-from octopipe.zoo import PRESETS, names, preset
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.zoo import PRESETS, names, preset
 
 # Billions of parameters to the digits published, and layers between embedding and head (a "+ 1" is a
 # multi-token prediction module, which the published sizes leave out).

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 
-from octopipe.cost import CostTable
-from octopipe.plan import Op, Plan
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
 
 
 def op_ms(plan: Plan, costs: CostTable, op: Op) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.anatomy import Anatomy, trace
 from octopipe.huggingface.labels import CausalLoss, ShiftedLoss
 from octopipe.huggingface.liger import apply as put_liger
@@ -119,9 +119,7 @@ class LayerList(list[Factory | nn.Module]):
 class _Cut:
     """One model with its anatomy and, where it is on meta, what fills it."""
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, weights: Weights | None, device: torch.device | None = None
-    ):
+    def __init__(self, model: nn.Module, anatomy: Anatomy, weights: Weights | None, device: torch.device | None = None):
         self.model, self.anatomy, self.weights, self.device = model, anatomy, weights, device
         self.recorder = Recorder(model, anatomy)
         self.routers = routers_of(model)
@@ -206,9 +204,7 @@ class _Cut:
     def kinds(self) -> tuple[str, ...]:
         named = []
         for layer in self.model.get_submodule(self.anatomy.path).children():
-            kind = next(
-                (str(v) for v in (getattr(layer, n, None) for n in _KIND_NAMES) if isinstance(v, str)), ""
-            )
+            kind = next((str(v) for v in (getattr(layer, n, None) for n in _KIND_NAMES) if isinstance(v, str)), "")
             parts = "+".join(dict.fromkeys(_working_parts(layer)))
             named.append(" ".join(filter(None, (type(layer).__name__, kind, f"({parts})" if parts else ""))))
         return ("embedding", *named, "norm, head and loss")

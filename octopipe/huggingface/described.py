@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.cut import LayerList, layers
 from octopipe.huggingface.weights import has_weights
-from octopipe.readers.hf_config import from_config
+from octopipe.models.readers.hf_config import from_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.shell import text_config
 
 IGNORED = -100

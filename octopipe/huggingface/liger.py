@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
 """Words of ours -> transformers' names."""

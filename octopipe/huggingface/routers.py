@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.shell import text_config
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 
 Replacement = Callable[[str, Tensor], Tensor]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from octopipe.errors import OctoPipeError
-from octopipe.files import read_json_object, shown
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import read_json_object, shown
 from octopipe.huggingface.shell import Spared
-from octopipe.readers.hf_config import refuse_towers
+from octopipe.models.readers.hf_config import refuse_towers
 
 
 def transformers() -> Any:

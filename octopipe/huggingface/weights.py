@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
-from octopipe.files import brief, decode_json, letters, read_bytes, shown
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief, decode_json, letters, read_bytes, shown
+from octopipe.base.limits import MAX_PLAN_BYTES
 from octopipe.huggingface.shell import StandIn, initialise
-from octopipe.limits import MAX_PLAN_BYTES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = "which is pickled: reading it could run code"

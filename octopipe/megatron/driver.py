@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.lowering import Channel, lower
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
 from octopipe.megatron.placing import for_megatron
 from octopipe.megatron.reduction import megatron_groups, no_sync, start_reduction
 from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.walk import Walk
 from octopipe.megatron.weights import Split
-from octopipe.plan import Plan
+from octopipe.plans.plan import Plan
+from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
-from octopipe.runtime.transports import Transport, make_transport
-from octopipe.runtime.world import World
+from octopipe.runtime.wire.transports import Transport, make_transport
+from octopipe.simulation.lowering import Channel, lower
 
 
 def forward_backward_func(

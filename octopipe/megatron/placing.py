@@ -13,9 +13,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octopipe.errors import OctoPipeError
-from octopipe.export.megatron import MegatronLayout, megatron_layout
-from octopipe.plan import Op, Plan, Stage
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.views.export.megatron import MegatronLayout, megatron_layout
 
 
 def for_megatron(plan: Plan) -> Plan:
@@ -44,9 +44,7 @@ def for_megatron(plan: Plan) -> Plan:
         num_ranks=plan.num_ranks,
         num_micro_batches=plan.num_micro_batches,
         stages=tuple(Stage(first=s.first, stop=s.stop, rank=new[s.rank], recompute=s.recompute) for s in stages),
-        orders=tuple(
-            tuple(Op(number[op.stage], op.kind, op.micro_batch) for op in plan.orders[rank]) for rank in old
-        ),
+        orders=tuple(tuple(Op(number[op.stage], op.kind, op.micro_batch) for op in plan.orders[rank]) for rank in old),
         extra=plan.extra,
     )
 
@@ -73,7 +71,7 @@ def embedding_ranks(plan: Plan) -> Callable[..., list[int]]:
 
 def symbols_of(plan: Plan) -> str:
     """The layers' letters: of the preset the plan is about, or E, T, ..., T, L."""
-    from octopipe.zoo import PRESETS
+    from octopipe.models.zoo import PRESETS
 
     if plan.model in PRESETS:
         pattern = PRESETS[plan.model]().pattern

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from octopipe.plan import Plan
+from octopipe.plans.plan import Plan
 
 
 def unwrapped(model: Any) -> Any:

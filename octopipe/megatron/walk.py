@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.megatron.reduction import start_reduction
 from octopipe.megatron.ties import local_ties
 from octopipe.megatron.weights import Split
-from octopipe.plan import F, I, Plan, R, W
+from octopipe.plans.plan import F, I, Plan, R, W
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram
-from octopipe.runtime.transports import Transport
-from octopipe.runtime.wgrad_ops import WeightQueue
+from octopipe.runtime.stages.wgrad_ops import WeightQueue
+from octopipe.runtime.wire.transports import Transport
 
 
 class Walk:
@@ -265,9 +265,7 @@ class _Run:
 class _Data:
     """A chunk's data by micro-batch, whatever the order: where it is not the iterator's own, items are read ahead."""
 
-    def __init__(
-        self, plan: Plan, mine: RankProgram, chunk: dict[int, int], iterators: Sequence[Any], shared: bool
-    ):
+    def __init__(self, plan: Plan, mine: RankProgram, chunk: dict[int, int], iterators: Sequence[Any], shared: bool):
         self._iterators = iterators
         self._items: dict[int, list[Any]] = {}
         wanted = range(plan.num_micro_batches)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octopipe.runtime.wgrad_ops import WeightQueue, times
+from octopipe.runtime.stages.wgrad_ops import WeightQueue, times
 
 
 class Split:

@@ -1,11 +1,11 @@
-"""Running plans for real: the rooms that may import torch (with `octopipe.nn`)."""
+"""Running plans for real: the rooms that may import torch (with `octopipe.runtime.nn`)."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from octopipe.runtime.launch import load_kernels_early
+from octopipe.runtime.ranks.launch import load_kernels_early
 
 __all__ = ["Pipeline"]
 

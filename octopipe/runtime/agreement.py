@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.errors import OctoPipeError
-from octopipe.lowering import Program, prove_deadlock_free, with_instructions
-from octopipe.plan import Plan
-from octopipe.runtime.world import World
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.runtime.ranks.world import World
+from octopipe.simulation.lowering import Program, prove_deadlock_free, with_instructions
 
 
 def agreed_program(world: World, program: Program, *, lowered_here: bool, prove: bool = True) -> Program:

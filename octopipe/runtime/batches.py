@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.values import ATOMS, build, flatten
 
 

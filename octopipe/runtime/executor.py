@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
-from octopipe.plan import B, F, Plan, R, W
-from octopipe.runtime.board import PATIENCE_S, Board, Place
-from octopipe.runtime.exchange import PeerError
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import B, F, Plan, R, W
+from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
-from octopipe.runtime.outside import Outside, wants_gradient
-from octopipe.runtime.rng import rng_kept, step_seed, within_step
+from octopipe.runtime.ranks.pending_board import PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
-from octopipe.runtime.stage import Loss, Stage, StageRun
-from octopipe.runtime.transports.base import TransferError, Transport
+from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
+from octopipe.runtime.stages.stage import Loss, Stage, StageRun
+from octopipe.runtime.wire.telling import PeerError
+from octopipe.runtime.wire.transports.base import TransferError, Transport
 
 
 class StageChain:

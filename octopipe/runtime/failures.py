@@ -13,10 +13,10 @@ from types import TracebackType
 
 import torch
 
-from octopipe.errors import OctoPipeError
-from octopipe.plan import KINDS
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import KINDS
 from octopipe.runtime.slots import SEND, RankProgram, Step
-from octopipe.runtime.stage import Stage
+from octopipe.runtime.stages.stage import Stage
 
 _WORDS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward", "R": "recomputation"}
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")

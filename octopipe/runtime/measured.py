@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.runtime.driver import Driver
-from octopipe.runtime.exchange import gather_values
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.runtime.ranks.world import Group
 from octopipe.runtime.slots import RankProgram
-from octopipe.runtime.world import Group
-from octopipe.simulator import memory_curves
-from octopipe.timeline import Extra, Spans, Timeline, Transfers
+from octopipe.runtime.wire.driver import Driver
+from octopipe.runtime.wire.telling import gather_values
+from octopipe.simulation.simulator import memory_curves
+from octopipe.simulation.timeline import Extra, Spans, Timeline, Transfers
 
 
 class Recorder:
@@ -150,9 +150,7 @@ def measured_timeline(
     begin = np.maximum(begin, times[inner.source, 1])
     end = np.maximum(end, begin)
     spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, times[:, 0].copy(), times[:, 1].copy())
-    transfers = Transfers(
-        inner.source, inner.target, t.rank[inner.source], t.rank[inner.target], begin, end, nbytes
-    )
+    transfers = Transfers(inner.source, inner.target, t.rank[inner.source], t.rank[inner.target], begin, end, nbytes)
     extras = tuple(
         Extra(name, r, (a - zero) * 1e3, (b - zero) * 1e3)
         for r, one in enumerate(everyone)

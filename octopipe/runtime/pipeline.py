@@ -28,25 +28,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.lowering import Channel, Program, lower
-from octopipe.plan import Plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
 from octopipe.runtime.agreement import agreed_program
 from octopipe.runtime.batches import join, rows_of, sizes, split_batch, to_device, weights
-from octopipe.runtime.board import Board, Watchdog, board_name
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.failures import Failures
-from octopipe.runtime.layers import Layers
 from octopipe.runtime.measured import Recorder, measured_timeline
-from octopipe.runtime.reduce import Reducer, wait_for
-from octopipe.runtime.replicas import Replicas
+from octopipe.runtime.ranks.layers import Layers
+from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
+from octopipe.runtime.ranks.reduce import Reducer, wait_for
+from octopipe.runtime.ranks.replicas import Replicas
+from octopipe.runtime.ranks.world import World, all_reduce
 from octopipe.runtime.slots import rank_program
-from octopipe.runtime.transports import Transport, make_transport
 from octopipe.runtime.values import flatten
 from octopipe.runtime.verify import Verifier
-from octopipe.runtime.world import World, all_reduce
-from octopipe.timeline import Timeline
+from octopipe.runtime.wire.transports import Transport, make_transport
+from octopipe.simulation.lowering import Channel, Program, lower
+from octopipe.simulation.timeline import Timeline
 
 Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 

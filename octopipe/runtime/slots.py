@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octopipe._graph import topological_order
-from octopipe.lowering import Program
-from octopipe.plan import CODES, KINDS, Op, Plan, R, with_rank_order
+from octopipe.base.graph import topological_order
+from octopipe.plans.plan import CODES, KINDS, Op, Plan, R, with_rank_order
+from octopipe.simulation.lowering import Program
 
 
 @dataclass(slots=True, eq=False)

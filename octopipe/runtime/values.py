@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from octopipe.errors import OctoPipeError
+from octopipe.base.errors import OctoPipeError
 
 ATOMS = frozenset(
     (

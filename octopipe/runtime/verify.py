@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
-from octopipe.runtime.messages import takes_gradient
-from octopipe.runtime.replay import Buffers, Found, standing
-from octopipe.runtime.rng import rng_kept, rng_state, set_rng_state
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.replay import Buffers, Found, standing
+from octopipe.runtime.stages.rng import rng_kept, rng_state, set_rng_state
 from octopipe.runtime.values import build, flatten
+from octopipe.runtime.wire.messages import takes_gradient
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
 """Of a gradient's norm, by the coarsest dtype at work; for those not named, `HALF_TOLERANCE`."""

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from octopipe.cost import CostTable
-from octopipe.errors import OctoPipeError
-from octopipe.export.pytorch import communicating_rows, torch_order
-from octopipe.plan import Plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
 from octopipe.torch_engine.ties import TIES, OneSum
+from octopipe.views.export.pytorch import communicating_rows, torch_order
 
 
 class PlanSchedule(schedules._PipelineScheduleRuntime):

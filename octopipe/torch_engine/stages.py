@@ -23,9 +23,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from octopipe.errors import OctoPipeError
-from octopipe.plan import Plan
-from octopipe.runtime.wgrad import SplitMode, WeightQueue
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue
 
 Layer = nn.Module | Callable[[], nn.Module]
 
@@ -177,8 +177,8 @@ def make_stages(
     Factories are called for this rank's layers only. Parameters that are one and the same are found in modules,
     or named with `tied`: `[("0.weight", "9.weight")]`; the schedule adds up their gradients after every step.
     """
-    from octopipe.export.pytorch import torch_order
     from octopipe.torch_engine.ties import TIES, Tie, find_ties
+    from octopipe.views.export.pytorch import torch_order
 
     if len(layers) != plan.num_layers:
         raise OctoPipeError(f"{len(layers)} layers for a plan of {plan.num_layers}; use the plan's own model")

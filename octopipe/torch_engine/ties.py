@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octopipe.errors import OctoPipeError
-from octopipe.plan import Plan
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
 
 TIES = "octopipe_ties"
 """The attribute of a rank's first stage that carries its ties."""

@@ -1,0 +1,1 @@
+"""What every room uses: errors, limits, files, display, graphs, compiled kernels."""

@@ -1,0 +1,146 @@
+"""How this package compiles: a function of numbers and arrays becomes machine code when it is first called.
+
+    @njit
+    def total(values):
+        found = 0.0
+        for i in range(values.size):
+            found += values[i]
+        return found
+
+Knows: which kernels are compiled for which types. Does not know: any kernel.
+
+A kernel and all that it calls are translated to one text in LLVM's language (language.py says which Python that may
+be), optimised together and kept between runs (machine.py). `kernel.python` is the function itself: run by Python it
+gives the same numbers, slowly. A call releases Python's lock, so threads run kernels side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octopipe.base.compile.machine import LOCK, free, keep, kept, known, load, load_kept
+from octopipe.base.compile.types import BOOL, FLOAT, ITEMS, Arguments, Array, Tuple, Type, full_type, words
+
+__all__ = ["Kernel", "njit", "usable_cores"]
+
+
+class Kernel:
+    """A function that is compiled for the types it is called with."""
+
+    def __init__(self, python: Callable[..., Any]) -> None:
+        self.python = self.kernel = python
+        self.__name__, self.__doc__, self.__module__ = python.__name__, python.__doc__, python.__module__
+        self.__wrapped__ = python
+        self.made: dict[Any, _Made] = {}
+        """By the types of its arguments."""
+
+    def __call__(self, *given: Any) -> Any:
+        arguments = Arguments(given)
+        made = self.made.get(arguments.types)
+        if made is None:
+            with LOCK:
+                made = self.made.get(arguments.types)
+                if made is None:
+                    made = self.made[arguments.types] = _Made(self.python, arguments.types)
+        return made.call(arguments)
+
+
+def njit(function: Callable[..., Any]) -> Any:
+    """Compile a function when it is first called."""
+    return Kernel(function)
+
+
+class _Made:
+    """A kernel compiled for certain types, with the block of words it is called by: arguments, then results."""
+
+    def __init__(self, python: Callable[..., Any], keys: tuple[Any, ...]) -> None:
+        types = tuple(full_type(key) for key in keys)
+        ours = python.__module__.startswith("octopipe.")
+        note = f"{python.__name__}-{known(f'{python.__module__}.{python.__qualname__} {keys}')}.k" if ours else ""
+        if not self._from_note(note):
+            from octopipe.base.compile.module import translated
+
+            text, self.returned = translated(python, types)
+            self.entry, self.engine, file = load(text, python.__name__)
+            if note:
+                keep(note, pickle.dumps((file, self.returned)))
+        self.pack, self.unpack = (
+            struct.Struct("=" + "".join("d" if w == "double" else "Q" if w == "ptr" else "q" for w in some))
+            for some in ([w for t in types for w in words(t)], words(self.returned))
+        )
+        self.block = ctypes.c_char * max(self.pack.size + self.unpack.size, 1)
+
+    def _from_note(self, note: str) -> bool:
+        """From an earlier run, without translating again: code is kept by its text, notes say which."""
+        found = kept(note) if note else None
+        if found is None:
+            return False
+        file, self.returned = pickle.loads(found)
+        loaded = load_kept(file)
+        if loaded is not None:
+            self.entry, self.engine = loaded
+        return loaded is not None
+
+    def call(self, arguments: Arguments) -> Any:
+        block = self.block()
+        self.pack.pack_into(block, 0, *arguments.words)
+        self.entry(ctypes.addressof(block))
+        arguments.write_back()
+        if not self.unpack.size:
+            return None
+        result, _ = _python(self.returned, self.unpack.unpack_from(block, self.pack.size))
+        return result
+
+
+def _python(type_: Type, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A result of this type, and the words that are left."""
+    if isinstance(type_, Tuple):
+        out = []
+        for part in type_.parts:
+            one, given = _python(part, given)
+            out.append(one)
+        return tuple(out), given
+    if isinstance(type_, Array):
+        return _array(type_, given[0], given[1 : 1 + type_.ndim]), given[1 + type_.ndim :]
+    value = float(given[0]) if type_ == FLOAT else bool(given[0]) if type_ == BOOL else int(given[0])
+    return value, given[1:]
+
+
+def _array(type_: Array, address: int, shape: tuple[int, ...]) -> np.ndarray:
+    """An array that a kernel made; its memory is given back."""
+    nbytes = ITEMS[type_.item][2] * int(np.prod(shape))
+    found = np.empty(shape, type_.item)
+    ctypes.memmove(found.__array_interface__["data"][0], address, nbytes)
+    free(address)
+    return found
+
+
+def usable_cores() -> int:
+    """Cores this process may use: those it is bound to, and no more than its control group pays for."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    quota = _quota()
+    return max(1, cores if quota is None else min(cores, int(quota + 0.5) or 1))
+
+
+def _quota() -> float | None:
+    """Cores that the control group (version 2, then 1) allows, where it says so."""
+    with contextlib.suppress(OSError, ValueError):
+        allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if allowed == "max" else float(allowed) / float(period)
+    with contextlib.suppress(OSError, ValueError):
+        directory = Path("/sys/fs/cgroup/cpu")
+        allowed_us = float((directory / "cpu.cfs_quota_us").read_text())
+        return allowed_us / float((directory / "cpu.cfs_period_us").read_text()) if allowed_us > 0 else None
+    return None

@@ -1,0 +1,261 @@
+"""One function of LLVM's language as it is being written: registers, blocks, variables, array elements.
+
+Knows: how values are held and converted, and how a line of LLVM is written. Does not know: Python's syntax.
+
+Variables live in memory that LLVM turns into registers. A variable's type is what all its assignments have in common;
+when a later one widens it, the function is written once more with what is known by then (`changed`).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from octopipe.base.compile.types import (
+    BOOL,
+    FLOAT,
+    INT,
+    ITEMS,
+    LLVM,
+    RANK,
+    UINT,
+    Array,
+    Known,
+    Tuple,
+    Type,
+    joined,
+    words,
+)
+
+
+class Value:
+    """A type and the registers (or constants) that hold it; `const` is its value where it is known."""
+
+    __slots__ = ("const", "regs", "type")
+
+    def __init__(self, type_: Type, regs: list[str], const: Any = None) -> None:
+        self.type, self.regs, self.const = type_, regs, const
+
+
+def number(value: Any) -> Value:
+    """A constant."""
+    if isinstance(value, bool):
+        return Value(BOOL, ["true" if value else "false"], value)
+    if isinstance(value, int):
+        return Value(INT, [str(value)], value)
+    return Value(FLOAT, [f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016x}"], value)
+
+
+class Text:
+    """A function being written."""
+
+    def __init__(self, types: dict[str, Type]) -> None:
+        self.types = types
+        """Of variables, from writing it before."""
+        self.changed = False
+        self.slots: dict[str, list[str]] = {}
+        self.entry: list[str] = []
+        self.lines: list[str] = []
+        self.count = 0
+        self.made: list[str] = []
+        """Where the addresses of arrays made here are kept, one for each place that makes one."""
+
+    # -- lines -----------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " + text)
+
+    def reg(self, text: str) -> str:
+        """A new register that holds this."""
+        self.count += 1
+        self.lines.append(f"  %r{self.count} = {text}")
+        return f"%r{self.count}"
+
+    def label(self) -> str:
+        self.count += 1
+        return f"b{self.count}"
+
+    def begin(self, label: str) -> None:
+        """A block; the one before goes on here."""
+        self.line(f"br label %{label}")
+        self.lines.append(f"{label}:")
+
+    def leave(self, text: str) -> None:
+        """End the block; what follows in Python is not reached from here."""
+        self.line(text)
+        self.lines.append(f"{self.label()}:")
+
+    def branch(self, condition: str, yes: str, no: str) -> None:
+        """Go on with `yes`, which begins here, or at `no`."""
+        self.line(f"br i1 {condition}, label %{yes}, label %{no}")
+        self.lines.append(f"{yes}:")
+
+    def room(self, word: str, value: str = "") -> str:
+        """A place in memory for the whole call."""
+        self.count += 1
+        self.entry.append(f"  %v{self.count} = alloca {word}")
+        if value:
+            self.entry.append(f"  store {word} {value}, ptr %v{self.count}")
+        return f"%v{self.count}"
+
+    # -- variables -------------------------------------------------------------------------------------
+
+    def assign(self, name: str, value: Value) -> None:
+        known = self.types.get(name)
+        wanted = value.type if known is None else joined(known, value.type)
+        if wanted is None:
+            raise TypeError(f"{name} is {known} and {value.type}")
+        if wanted != known:
+            self.changed = self.changed or known is not None
+            self.types[name] = wanted
+        if name not in self.slots or known is None:
+            self.slots[name] = [self.room(word) for word in words(self.types[name])]
+        elif wanted != known:
+            return  # written anew soon
+        for word, slot, reg in zip(words(wanted), self.slots[name], self.convert(value, wanted).regs, strict=True):
+            self.line(f"store {word} {reg}, ptr {slot}")
+
+    def variable(self, name: str) -> Value:
+        type_ = self.types[name]
+        slots = self.slots[name]
+        return Value(type_, [self.reg(f"load {w}, ptr {s}") for w, s in zip(words(type_), slots, strict=True)])
+
+    # -- numbers ---------------------------------------------------------------------------------------
+
+    def convert(self, value: Value, to: Type) -> Value:
+        of = value.type
+        if of == to:
+            return value
+        if isinstance(to, Tuple):
+            regs, at = [], 0
+            for part, wanted in zip(of.parts, to.parts, strict=True):
+                n = len(words(part))
+                regs += self.convert(Value(part, value.regs[at : at + n]), wanted).regs
+                at += n
+            return Value(to, regs)
+        if not isinstance(of, str) or not isinstance(to, str):
+            raise TypeError(f"{of} cannot become {to}")
+        reg = value.regs[0]
+        if value.const is not None and to == FLOAT:
+            return number(float(value.const))
+        if to == BOOL:
+            test = f"fcmp une double {reg}, 0.0" if of == FLOAT else f"icmp ne i64 {reg}, 0"
+            return Value(BOOL, [self.reg(test)])
+        if to == FLOAT:
+            how = {BOOL: "uitofp i1", UINT: "uitofp i64", INT: "sitofp i64"}[of]
+            return Value(FLOAT, [self.reg(f"{how} {reg} to double")])
+        if of == FLOAT:
+            how = "fptosi" if to == INT else "fptoui"
+            return Value(to, [self.reg(f"{how} double {reg} to i64")])
+        if of == BOOL:
+            return Value(to, [self.reg(f"zext i1 {reg} to i64")])
+        return Value(to, [reg], value.const)
+
+    def alike(self, a: Value, b: Value, least: str = BOOL) -> tuple[str, str, str]:
+        """Two numbers in the type that holds both, at least this one: the type and their registers."""
+        if {a.type, b.type} == {INT, UINT}:
+            # A literal takes the other's type.
+            to = b.type if a.const is not None else a.type
+        else:
+            to = joined(a.type, b.type)
+        if not isinstance(to, str):
+            raise TypeError(f"{a.type} with {b.type}")
+        to = least if RANK[least] > RANK[to] else to
+        return to, self.convert(a, to).regs[0], self.convert(b, to).regs[0]
+
+    def pick(self, condition: str, type_: str, a: str, b: str) -> Value:
+        return Value(type_, [self.reg(f"select i1 {condition}, {LLVM[type_]} {a}, {LLVM[type_]} {b}")])
+
+    # -- arrays ----------------------------------------------------------------------------------------
+
+    def size(self, array: Value) -> str:
+        """How many elements it has."""
+        size = array.regs[1]
+        for length in array.regs[2:]:
+            size = self.reg(f"mul nsw i64 {size}, {length}")
+        return size
+
+    def address(self, array: Value, indices: list[str]) -> str:
+        """Of an element, or of a part under the first indices."""
+        lengths = array.regs[1:]
+        at = indices[0] if indices else "0"
+        for k in range(1, len(lengths)):
+            if at != "0":
+                at = self.reg(f"mul nsw i64 {at}, {lengths[k]}")
+            if k < len(indices) and indices[k] != "0":
+                at = indices[k] if at == "0" else self.reg(f"add nsw i64 {at}, {indices[k]}")
+        return self.reg(f"getelementptr inbounds {ITEMS[array.type.item][0]}, ptr {array.regs[0]}, i64 {at}")
+
+    def load(self, item: str, address: str) -> Value:
+        stored, type_, _ = ITEMS[item]
+        reg = self.reg(f"load {stored}, ptr {address}")
+        if type_ == BOOL:
+            return Value(BOOL, [self.reg(f"trunc i8 {reg} to i1")])
+        if stored != LLVM[type_]:
+            how = "fpext" if type_ == FLOAT else "zext" if item.startswith("u") else "sext"
+            reg = self.reg(f"{how} {stored} {reg} to {LLVM[type_]}")
+        return Value(type_, [reg])
+
+    def store(self, item: str, address: str, value: Value) -> None:
+        stored, type_, _ = ITEMS[item]
+        reg = self.convert(value, type_).regs[0]
+        if type_ == BOOL:
+            reg = self.reg(f"zext i1 {reg} to i8")
+        elif stored != LLVM[type_]:
+            reg = self.reg(f"{'fptrunc' if type_ == FLOAT else 'trunc'} {LLVM[type_]} {reg} to {stored}")
+        self.line(f"store {stored} {reg}, ptr {address}")
+
+    def new_array(self, item: str, lengths: list[str], zero: bool = False) -> Value:
+        """Memory until the same place makes another array, or the call ends."""
+        slot = self.room("ptr", "null")
+        self.made.append(slot)
+        self.line(f"call void @free(ptr {self.reg(f'load ptr, ptr {slot}')})")
+        array = Value(Array(item, len(lengths)), ["", *lengths])
+        size = self.size(array)
+        nbytes = ITEMS[item][2]
+        address = self.reg(
+            f"call ptr @calloc(i64 {size}, i64 {nbytes})" if zero else
+            f"call ptr @malloc(i64 {self.reg(f'mul i64 {size}, {nbytes}')})"
+        )  # fmt: skip
+        self.line(f"store ptr {address}, ptr {slot}")
+        array.regs[0] = address
+        return array
+
+    def fill(self, array: Value, value: Value) -> None:
+        at = self.room("i64")
+        self.line(f"store i64 0, ptr {at}")
+        size, test, body, end = self.size(array), self.label(), self.label(), self.label()
+        self.begin(test)
+        i = self.reg(f"load i64, ptr {at}")
+        self.branch(self.reg(f"icmp slt i64 {i}, {size}"), body, end)
+        item = array.type.item
+        self.store(item, self.reg(f"getelementptr inbounds {ITEMS[item][0]}, ptr {array.regs[0]}, i64 {i}"), value)
+        self.line(f"store i64 {self.reg(f'add nsw i64 {i}, 1')}, ptr {at}")
+        self.line(f"br label %{test}")
+        self.lines.append(f"{end}:")
+
+    def copy(self, array: Value) -> Value:
+        new = self.new_array(array.type.item, array.regs[1:])
+        self.move(new, array)
+        return new
+
+    def move(self, to: Value, of: Value) -> None:
+        """All elements of an array into another of its size."""
+        nbytes = self.reg(f"mul i64 {self.size(of)}, {ITEMS[of.type.item][2]}")
+        self.line(f"call void @llvm.memmove.p0.p0.i64(ptr {to.regs[0]}, ptr {of.regs[0]}, i64 {nbytes}, i1 false)")
+
+    def parts(self, value: Value) -> list[Value]:
+        """Of a tuple."""
+        if isinstance(value.type, Known) and isinstance(value.type.thing, tuple):
+            return [number(x) for x in value.type.thing]
+        if not isinstance(value.type, Tuple):
+            raise TypeError(f"{value.type} has no parts")
+        out, at = [], 0
+        for part in value.type.parts:
+            n = len(words(part))
+            out.append(Value(part, value.regs[at : at + n]))
+            at += n
+        return out
+
+    def tuple_of(self, values: list[Value]) -> Value:
+        return Value(Tuple(tuple(v.type for v in values)), [r for v in values for r in v.regs])

@@ -1,0 +1,263 @@
+"""Files that users hand over or ask for: read whole, written whole, or one clear line about what is wrong.
+
+Knows: every way a path, a file or a JSON text can be bad. Does not know: what the object means.
+
+A JSON object that names a key twice is refused: decoders keep one of the two in silence. A file is written beside its
+target and renamed over it, only ever over a regular file; a symbolic link stays and what it points at is replaced.
+
+>>> kind_of([1]), kind_of(None), kind_of(1.5)
+('list', 'null', 'number')
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.limits import MAX_FILE_BYTES, MAX_VALUES
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path as it stands in an error line: always one printable line."""
+    text = str(path)
+    text = text if len(text) <= 200 else text[:200] + "..."
+    return text if text.isprintable() else repr(text)
+
+
+def stem_of(path: str | os.PathLike[str]) -> str:
+    """What a thing read from this file is called: letters only, even where the file's name is no text."""
+    return letters(Path(path).stem)
+
+
+def letters(text: str) -> str:
+    """The text with bytes that are none (in a file's name, say) written out: every output can show it.
+
+    >>> letters("a" + chr(0xdcff))
+    'a\\\\udcff'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """A regular file's bytes, or one line about what is wrong with the path."""
+    name = shown(path)
+    try:
+        # Opened first and looked at afterwards, so that it is the same file; O_NONBLOCK: a pipe is no wait.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        with open(handle, "rb") as file:
+            info = os.fstat(handle)
+            if stat.S_ISDIR(info.st_mode):
+                raise OctoPipeError(f"{name} is a directory; name a JSON file in it")
+            if not stat.S_ISREG(info.st_mode):
+                raise OctoPipeError(f"{name} is not a regular file; name a JSON file")
+            data = b"" if info.st_size > most_bytes else file.read(most_bytes + 1)
+            size = max(info.st_size, len(data))
+    except FileNotFoundError:
+        raise OctoPipeError(f"{name}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise OctoPipeError(f"{name} is a directory; name a JSON file in it") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise OctoPipeError(f"{name}: cannot be read ({_why(error)}); check the path") from None
+    if size > most_bytes:
+        raise OctoPipeError(f"{name} has {size} bytes; such a file has at most {most_bytes}")
+    return data
+
+
+def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES) -> object:
+    """The value in a JSON text: no key twice in an object, no more values than the cap."""
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if values > most_values:
+        raise OctoPipeError(f"{where}: up to {values} values; at most {most_values} are taken in such a file")
+    try:
+        value = msgspec.json.decode(raw)
+    except RecursionError:
+        raise OctoPipeError(f"{where}: nested too deeply; flatten it") from None
+    except (msgspec.MsgspecError, UnicodeError, ValueError) as error:
+        value = _lenient(raw, where)
+        if value is None:
+            raise OctoPipeError(f"{where}: not valid JSON ({_one_line(error)}); write the file again") from None
+        return value
+    keys = _count_keys(value)
+    if raw.count(b":") != keys and _STRING.sub(b"", raw).count(b":") != keys:
+        raise OctoPipeError(f"{where}: {_twice(raw)}; keep one of the two")
+    return value
+
+
+def check_format(tag: object, known: str, where: str) -> None:
+    """Raise unless `tag` is the format that this version reads; a newer version of it says so."""
+    if tag == known:
+        return
+    family = known.split("/")[0]
+    if isinstance(tag, str) and tag.startswith(family + "/"):
+        raise OctoPipeError(f"{where}: format {brief(tag)} is newer than {known!r}; update octopipe")
+    raise OctoPipeError(f"{where}: format is {brief(tag)}; expected {known!r}")
+
+
+def read_json_object(path: str | Path) -> dict[str, object]:
+    """The JSON object in a file; anything else there raises one line that says what to do."""
+    name = shown(path)
+    value = decode_json(read_bytes(path), name)
+    if not isinstance(value, dict):
+        raise OctoPipeError(f"{name}: holds a JSON {kind_of(value)}; a model file is one object {{...}}")
+    return value
+
+
+def _count_keys(value: object) -> int:
+    """Keys of all objects inside; a list of numbers costs one pass in C."""
+    count, todo = 0, [value]
+    while todo:
+        here = todo.pop()
+        inside = list(here.values()) if isinstance(here, dict) else here
+        if not isinstance(inside, list):
+            continue
+        count += len(inside) if isinstance(here, dict) else 0
+        if not {dict, list}.isdisjoint(map(type, inside)):
+            todo += [item for item in inside if isinstance(item, dict | list)]
+    return count
+
+
+class _TwiceError(Exception):
+    """Carries the key."""
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    out: dict[str, object] = {}
+    for key, value in pairs:
+        if key in out:
+            raise _TwiceError(key)
+        out[key] = value
+    return out
+
+
+def _twice(raw: bytes) -> str:
+    try:
+        json.loads(raw, object_pairs_hook=_once)
+    except _TwiceError as error:
+        return f"the key {brief(error.args[0])} stands twice in one object"
+    except (ValueError, RecursionError):
+        pass
+    return "a key stands twice in one object"
+
+
+def _lenient(raw: bytes, where: str) -> object:
+    """What Python's own decoder makes of it, or None.
+
+    It takes NaN, Infinity and 1e400, which are no JSON but which Python programs write: so the error that follows
+    names the key that holds one instead of a byte offset. Halves of a letter, which it takes too, stay refused.
+    """
+    try:
+        value = json.loads(raw, object_pairs_hook=_once)
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except _TwiceError as error:
+        raise OctoPipeError(
+            f"{where}: the key {brief(error.args[0])} stands twice in one object; keep one of the two"
+        ) from None
+    except (ValueError, RecursionError):
+        return None
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """The file that writing to `path` would create or replace: links followed, a regular file or nothing yet."""
+    name = shown(path)
+    try:
+        if _through_a_device(path):
+            raise OctoPipeError(f"{name} is a device and is left alone; name a file")
+        target = Path(os.path.realpath(path, strict=False))
+        if os.fspath(path) == "" or target.is_dir():
+            raise OctoPipeError(f"{name} is a folder; name a file")
+        if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
+            raise OctoPipeError(f"{name} is not a regular file and is left alone; name a file")
+        if not target.parent.is_dir():
+            raise OctoPipeError(f"{name}: cannot be written: its folder does not exist; create it first")
+    except (OSError, ValueError) as error:
+        raise OctoPipeError(f"{name}: cannot be written ({_why(error)}); check the folder") from None
+    return target
+
+
+def _through_a_device(path: str | os.PathLike[str]) -> bool:
+    """Does the path, or a link it leads through, lie where devices and open files have their names?"""
+    at = os.path.abspath(path)
+    for _ in range(40):  # as many links as the kernel follows
+        if at.startswith(("/dev/", "/proc/", "/sys/")) and not at.startswith("/dev/shm/"):
+            return True
+        if not os.path.islink(at):
+            return False
+        at = os.path.abspath(os.path.join(os.path.dirname(at), os.readlink(at)))
+    return True
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write beside the target, then rename over it: an interrupted write leaves the old file whole."""
+    target = check_target(path)
+    # A name nobody can have put there, opened only if it is new: a link left in wait is not followed.
+    beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.partial")
+    try:
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(handle, "wb") as file:
+            if mode is not None:
+                os.fchmod(handle, mode)
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        beside.replace(target)
+    except (OSError, ValueError) as error:
+        raise OctoPipeError(f"{shown(path)}: cannot be written ({_why(error)}); check the folder") from None
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            beside.unlink(missing_ok=True)
+
+
+def plain(value: object) -> object:
+    """What JSON cannot say by itself: numpy numbers and arrays as plain numbers and lists, paths as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls a value of this type."""
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def brief(value: object) -> str:
+    """A value in an error line: short, even where it is a number of a thousand digits."""
+    if isinstance(value, int) and abs(value) > 10**20:
+        return "a huge number"
+    try:
+        text = repr(value)
+    except ValueError:  # a list that holds a number of more digits than Python writes
+        return f"a {kind_of(value)} with a huge number"
+    return text if len(text) <= 40 else text[:40] + "..."
+
+
+def _why(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:200]

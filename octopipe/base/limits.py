@@ -1,0 +1,135 @@
+"""The most that is taken of anything: every cap in one place, and the one line that names the number and the cap.
+
+Knows: how much a file or a caller may ask for before memory is taken for it. Does not know: what the things are.
+
+The caps lie far above what is run (8,192 pipeline ranks with 128 micro-batches and a split backward pass have
+3,145,728 ops) and low enough that a plan at any of them is checked and priced in some GiB and minutes.
+
+>>> finite(10**400), finite(True), finite("1"), finite(2)
+(None, None, None, 2.0)
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
+
+MAX_LAYERS = 1 << 16
+MAX_RANKS = 1 << 14
+"""Pipeline ranks."""
+MAX_STAGES = 1 << 15
+MAX_OPS = 1 << 22
+"""Ops in all orders together."""
+MAX_CELLS = 1 << 22
+"""Stages x micro-batches: tables of ops and times have a cell for each pair."""
+MAX_ROUTE_CELLS = 1 << 22
+"""Routes x stages."""
+MAX_HELD_LAYERS = 1 << 20
+"""Layers of all stages together: a layer that two stages hold counts twice."""
+MAX_FACTOR_CELLS = 1 << 24
+"""Micro-batches x layers, where micro-batches differ in size."""
+MAX_GPUS = 1 << 20
+MAX_LINKS = 1 << 20
+"""Links between single pairs of ranks: measured ones, or those of unequal nodes."""
+MAX_SIZE = 1 << 40
+"""Any width, length or number of GPUs: products of a few of them still fit a float."""
+MAX_TIME_MS = 1e15
+"""Thirty thousand years: sums of so many such times are still finite."""
+MAX_BYTES = 1e27
+MAX_RATIO = 1e9
+"""Slowest rank over the fastest, longest micro-batch over the shortest."""
+MAX_SEED = (1 << 31) - 1
+"""What every generator in use takes (CP-SAT's is a 32-bit signed number)."""
+MAX_VALUES = 1 << 23
+"""Values in a JSON file; a timeline has more."""
+MAX_TIMELINE_VALUES = 1 << 26
+MAX_FILE_BYTES = 16 << 20
+MAX_PLAN_BYTES = 1 << 28
+MAX_TIMELINE_BYTES = 1 << 30
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_CELLS",
+    "MAX_FACTOR_CELLS",
+    "MAX_FILE_BYTES",
+    "MAX_GPUS",
+    "MAX_HELD_LAYERS",
+    "MAX_LAYERS",
+    "MAX_LINKS",
+    "MAX_MICRO_BATCHES",
+    "MAX_OPS",
+    "MAX_PLAN_BYTES",
+    "MAX_RANKS",
+    "MAX_RATIO",
+    "MAX_ROUTE_CELLS",
+    "MAX_SEED",
+    "MAX_SIZE",
+    "MAX_STAGES",
+    "MAX_TIMELINE_BYTES",
+    "MAX_TIMELINE_VALUES",
+    "MAX_TIME_MS",
+    "MAX_VALUES",
+    "checked_seed",
+    "finite",
+    "over",
+    "plan_too_large",
+    "refuse_too_large",
+]
+
+
+def over(what: str, number: int, cap: int) -> list[str]:
+    """The line about a count above its cap, or nothing.
+
+    >>> over("ranks", 10**9, MAX_RANKS)
+    ['1000000000 ranks; at most 16384 are taken']
+    """
+    shown = number if abs(number) < 10**20 else "more than 10^20"
+    return [f"{shown} {what}; at most {cap} are taken"] if number > cap else []
+
+
+def plan_too_large(plan: Any) -> list[str]:
+    """The caps a plan exceeds, a line each."""
+    stages, held = len(plan.stages), sum(max(0, s.num_layers) for s in plan.stages)
+    return [
+        *over("layers", plan.num_layers, MAX_LAYERS),
+        *over("ranks", plan.num_ranks, MAX_RANKS),
+        *over("micro-batches", plan.num_micro_batches, MAX_MICRO_BATCHES),
+        *over("stages", stages, MAX_STAGES),
+        *over("ops in orders", sum(map(len, plan.orders)), MAX_OPS),
+        *over("cells of stages x micro-batches", stages * plan.num_micro_batches, MAX_CELLS),
+        *over("cells of routes x stages", len(plan.routes) * stages, MAX_ROUTE_CELLS),
+        *over("layers in all stages together", held, MAX_HELD_LAYERS),
+    ]
+
+
+def refuse_too_large(num_ranks: int, num_micro_batches: int) -> None:
+    """Raise where every plan of this size would exceed a cap: before one is built."""
+    wrong = [
+        *over("ranks", num_ranks, MAX_RANKS),
+        *over("micro-batches", num_micro_batches, MAX_MICRO_BATCHES),
+        *over("cells of ranks x micro-batches", num_ranks * num_micro_batches, MAX_OPS // 2),
+    ]
+    if wrong:
+        raise OctoPipeError(wrong[0])
+
+
+def finite(value: object) -> float | None:
+    """The number as a float, or None: not a number, not finite, or beyond what a float holds."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def checked_seed(seed: object) -> int:
+    """A seed that every generator takes."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        shown = seed if not isinstance(seed, int) or abs(seed) < 10**20 else "a huge number"
+        raise OctoPipeError(f"seed is {shown}; give a whole number from 0 to {MAX_SEED}")
+    return seed

@@ -1,0 +1,246 @@
+"""The `octopipe` command: finds the verb, loads only its module, turns everything that goes wrong into one line.
+
+Knows: the verbs' names and one line of help each, the exit codes, what stops a verb. Does not know: what a verb does;
+see octopipe/cli/verbs/. Heavy imports happen inside the verb that needs them, so `octopipe --help` starts in a blink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from octopipe.base.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError, Terminated
+
+VERBS = {
+    "plan": "how to split a model over a whole cluster, and what one gets",
+    "models": "list the model presets, or show one layer by layer",
+    "gpus": "list the GPU presets",
+    "simulate": "predict step time, bubbles and memory of a system or a plan",
+    "check": "say everything that is wrong with a plan file",
+    "systems": "list the published systems; --check re-derives their closed forms",
+    "compare": "run every system on a model, side by side",
+    "tune": "find a faster plan: partition, placement and order together",
+    "scale": "weak and strong scaling of one split over more and more GPUs",
+    "report": "one self-contained HTML page about plans and timelines",
+    "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
+    "import": "what PyTorch, torchtitan or Megatron run today, as a plan; traces of profilers, as a profile",
+    "serve": "a local page to tune and look at plans",
+    "train": "train a model with a plan, for real",
+    "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
+    "profile": "measure the layers of a model on this machine",
+    "validate": "run a plan and compare it with its prediction",
+    "reproduce": "the paper's tables and figures made again, ours beside theirs",
+    "completion": "print what makes a shell complete verbs, flags and names",
+}
+OK, BROKEN_PIPE, BAD_INPUT, DOES_NOT_FIT, FAULT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 70, 130, 143
+EXIT_CODES = {
+    OK: "done",
+    BROKEN_PIPE: "a check did not hold, or the reader of the output went away",
+    BAD_INPUT: "bad input",
+    DOES_NOT_FIT: "does not fit in memory",
+    FAULT: "a fault of octopipe's own",
+    INTERRUPTED: "interrupted (Ctrl-C)",
+    TERMINATED: "terminated (SIGTERM)",
+}
+EXTRAS = {"torch": "torch", "ortools": "exact", "transformers": "hf", "resvg_py": "png"}
+"""Packages that are not always there, and the extra of ours that brings them."""
+
+
+MODULES = {"import": "import_plan"}
+"""Verbs whose module cannot have their name."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the return value is the exit code (`EXIT_CODES`)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("OCTOPIPE_TRACEBACK", "") not in ("", "0")
+    if "--debug" in words:
+        words, debug = [w for w in words if w != "--debug"], True
+    before = _stop_in_good_order()
+    try:
+        return _run(words, debug)
+    except PlanError as error:
+        for problem in error.problems:
+            _say(problem)
+        return BAD_INPUT
+    except OctoPipeError as error:
+        _say(str(error))
+        return DOES_NOT_FIT if isinstance(error, DoesNotFitError) else BAD_INPUT
+    except Terminated:
+        _say("terminated")
+        return TERMINATED
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; point stdout at nothing so that the interpreter can close quietly.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if debug:
+            raise
+        code, line = _explained(error, words)
+        _say(line)
+        return code
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _run(words: list[str], debug: bool) -> int:
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return OK
+    if words[0] == "--version":
+        from octopipe import __version__
+
+        print(f"octopipe {__version__}")
+        return OK
+    verb = words[0]
+    if verb not in VERBS:
+        if verb.startswith("-"):
+            raise OctoPipeError(f"{verb[:60]!r} stands before a verb; write `octopipe VERB {verb[:60]} ...`")
+        raise OctoPipeError(f"unknown verb {verb[:60]!r}{_did_you_mean(verb, list(VERBS))} (see `octopipe --help`)")
+    module = importlib.import_module(f"octopipe.cli.verbs.{MODULES.get(verb, verb)}")
+    parser = parser_of(verb, module)
+    args = parser.parse_args(words[1:])
+    from octopipe.cli.verbs.screen import make_streams_safe
+
+    make_streams_safe()
+    _show_log(debug)
+    return int(module.run(args) or OK)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaint is one line, with the nearest word where one was mistyped."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            flag = left[0].split("=")[0]
+            kind = "flag" if flag.startswith("-") else "word"
+            self.error(f"unknown {kind} {flag[:60]!r}{_did_you_mean(flag, known) if kind == 'flag' else ''}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        text = message.replace("the following arguments are required:", "missing")
+        _say(f"{text} (see `{self.prog} --help`)", self.prog)
+        raise SystemExit(BAD_INPUT)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.dest == "micro_batches" and arg_string.isdecimal() and int(arg_string[:20]) > MAX_MICRO_BATCHES:
+            raise argparse.ArgumentError(action, f"{arg_string[:20]} is too many; give at most {MAX_MICRO_BATCHES}")
+        return super()._get_value(action, arg_string)  # type: ignore[misc]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(c) for c in action.choices]
+            hint = _did_you_mean(str(value), known)
+            raise argparse.ArgumentError(action, f"{str(value)[:60]!r} is none of {', '.join(known)}{hint}")
+
+
+def parser_of(verb: str, module: Any) -> Parser:
+    """The parser of a verb's flags."""
+    parser = Parser(prog=f"octopipe {verb}", description=VERBS[verb][0].upper() + VERBS[verb][1:] + ".")
+    module.add_arguments(parser)
+    return parser
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(word.lower(), known, 2, 0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _say(line: str, who: str = "octopipe") -> None:
+    """One line on stderr: no control character of a user's text reaches the terminal, and no letter stops it."""
+    text = " ".join(f"{who}: {line}".split("\n"))
+    text = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+
+
+def _show_log(debug: bool) -> None:
+    """What the library logs under `octopipe.*` as lines of ours: warnings, and with --debug everything."""
+    import logging
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            _say(record.getMessage())
+
+    ours = logging.getLogger("octopipe")
+    ours.setLevel(logging.DEBUG if debug else logging.WARNING)
+    if not any(type(handler).__name__ == "Lines" for handler in ours.handlers):
+        ours.addHandler(Lines())
+
+
+def _explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
+    """The exit code and the line for what no verb foresaw."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.split(".")[0]
+        if package in EXTRAS:
+            return BAD_INPUT, f'{words[0]} needs {package}; install it: pip install "octopipe[{EXTRAS[package]}]"'
+    if isinstance(error, RuntimeError) and "no locator available" in str(error):
+        return BAD_INPUT, "the folder for compiled code cannot be written; set NUMBA_CACHE_DIR to one that can"
+    if isinstance(error, MemoryError):
+        return BAD_INPUT, "out of memory; give fewer micro-batches or ranks, or a shorter plan"
+    place, at = "", error.__traceback__
+    while at is not None:
+        folder, name = os.path.split(at.tb_frame.f_code.co_filename)
+        if os.sep + "octopipe" in folder:
+            place = f" in {os.path.join(os.path.basename(folder), name)} line {at.tb_lineno}"
+        at = at.tb_next
+    import shlex
+
+    why = " ".join(str(error).split())[:200]
+    again = shlex.join(["octopipe", *words[:1], "--debug", *words[1:]])
+    return FAULT, (
+        f"{type(error).__name__}{': ' if why else ''}{why}{place}: a fault of octopipe's own; "
+        f"please report it with what `{again}` prints"
+    )
+
+
+def _stop_in_good_order() -> signal.Handlers | None:
+    """SIGTERM raises in the main thread, so that files are closed, ranks stopped and best plans kept.
+
+    Returns what to put back afterwards, or None where SIGTERM was somebody else's already.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return None
+    owner = os.getpid()
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked worker: it ends as if nothing had been set
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    return signal.SIG_DFL
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:{width}}  {text}" for name, text in VERBS.items())
+    codes = "\n".join(f"  {code:<{width}}  {text}" for code, text in EXIT_CODES.items())
+    return (
+        "usage: octopipe VERB ...\n\nPlan, simulate, tune and run pipeline-parallel training of heterogeneous models."
+        f"\n\nverbs:\n{verbs}\n\nexit codes:\n{codes}\n\n`octopipe VERB --help` says what a verb takes, "
+        "--version which octopipe this is;\n--debug (or OCTOPIPE_TRACEBACK=1) shows where a fault came from."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

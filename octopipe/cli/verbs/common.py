@@ -1,0 +1,450 @@
+"""What verbs share: the flags that describe a model and a set-up, JSON out, a console that respects pipes.
+
+Knows: argparse and rich, which flags a MODEL has no use for. Does not know: any verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from octopipe.base.limits import MAX_TIME_MS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from octopipe.costs.cluster.setup import Setup
+    from octopipe.costs.table import CostTable
+
+DOES_NOT_FIT = 3
+"""Exit code of a verb whose answer is a plan that does not fit in memory."""
+
+
+def whole_number(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not 1 <= value <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a whole number from 1 to {1 << 24}")
+    return value
+
+
+def seed_number(text: str) -> int:
+    """An argparse type: the start of random numbers."""
+    from octopipe.base.limits import MAX_SEED
+
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_SEED):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no seed; give a whole number from 0 to {MAX_SEED}")
+    return int(text)
+
+
+def non_negative(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value <= MAX_TIME_MS:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a finite number >= 0, at most {MAX_TIME_MS:g}")
+    return value
+
+
+def number_list(text: str) -> list[float]:
+    """An argparse type: numbers > 0 separated by commas."""
+    values = [non_negative(part) for part in text.split(",")]
+    if any(v == 0 for v in values):
+        raise argparse.ArgumentTypeError(f"{text}: every number must be > 0")
+    return values
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = False) -> None:
+    """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json."""
+    what = "a preset (`octopipe models`), a layer-times or config.json file"
+    if not or_profile:
+        parser.add_argument("model", metavar="MODEL", help=what)
+        return
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=what + ", or a profile")
+    parser.add_argument("--profile", metavar="FILE", help="what `octopipe profile` measured, instead of MODEL")
+
+
+def add_hardware_arguments(parser: Any) -> None:
+    """Which GPUs: a kind and a number, or a file of unequal nodes."""
+    parser.add_argument("--gpu", help="GPU preset (`octopipe gpus`; default: h800)")
+    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all: what is left open follows")
+    parser.add_argument("--cluster", metavar="FILE", help="unequal nodes: a TOML or JSON file of [[nodes]]")
+    parser.add_argument("--gpus-per-node", type=whole_number, help="GPUs on the fast links (default: the preset's)")
+
+
+def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
+    """How much is trained per step."""
+    parser.add_argument("--global-batch", type=whole_number, metavar="N", help="sequences per step, all pipelines")
+    if micro_batches:
+        parser.add_argument("--micro-batches", type=whole_number, help="micro-batches per step (default: 2 x pp)")
+        parser.add_argument("--micro-batch-size", type=whole_number, metavar="N", help="sequences each (default: 1)")
+    parser.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 4096, or what the file says)")
+
+
+def add_length_arguments(parser: Any) -> None:
+    """Sequences of different length and how micro-batches are made of them."""
+    parser.add_argument("--lengths", metavar="FILE", help="one step's sequence lengths, one per line or a JSON list")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--pad",
+        dest="batching",
+        action="store_const",
+        const="pad",
+        help="with --lengths: --micro-batch-size sequences each, padded to their longest (default)",
+    )
+    how.add_argument(
+        "--pack", dest="batching", action="store_const", const="pack", help="... one after the other, --seq tokens each"
+    )
+    how.add_argument(
+        "--dynamic",
+        dest="batching",
+        action="store_const",
+        const="dynamic",
+        help="... grouped by DynaPipe's programme (default for the system dynapipe)",
+    )
+
+
+def add_training_arguments(parser: Any) -> None:
+    """How state, precision and activations are kept."""
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="what replicas divide: 1 optimizer state, 2 gradients too, 3 weights too (FSDP); default: 1",
+    )
+    parser.add_argument("--precision", choices=("bf16", "fp8"), help="of matrix products (default: bf16)")
+    parser.add_argument("--gradients", choices=("fp32", "bf16"), help="kept in (default: fp32; bf16 with fp8)")
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full", "auto"),
+        help="activations computed again: none, cheap ones, all, or what it takes to fit (default: none)",
+    )
+    parser.add_argument(
+        "--recompute-layers", type=whole_number, metavar="N", help="with full: so many layers only (default: all)"
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="with tp: divide the residual stream too (default: yes)",
+    )
+    parser.add_argument("--reserve-gib", type=non_negative, help="kept free per GPU (default: 6 %%, at least 1.5)")
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:
+    """The flags that describe ranks, micro-batches, hardware and memory. `pp_required` is kept for callers that
+    cannot do without; it may follow from --gpus, so that argparse does not ask for it."""
+    del pp_required
+    group = parser.add_argument_group("set-up")
+    group.add_argument("--pp", type=whole_number, help="pipeline ranks")
+    group.add_argument("--tp", type=whole_number, help="GPUs per layer (default: the smallest that fits)")
+    group.add_argument("--cp", type=whole_number, help="GPUs per sequence: context parallelism (default: 1)")
+    group.add_argument("--ep", type=whole_number, help="GPUs the experts are dealt to (default: 1)")
+    group.add_argument("--dp", type=whole_number, help="pipelines side by side (default: 1)")
+    add_hardware_arguments(group)
+    add_batch_arguments(group)
+    add_length_arguments(group)
+    add_training_arguments(group)
+    group.add_argument(
+        "--vocab-parallel",
+        action="store_true",
+        default=None,
+        help="embedding and head divided over all pipeline ranks",
+    )
+    group.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
+    group.add_argument("--memory-gib", type=number_list, help="usable per rank: one number, or one per rank")
+    group.add_argument("--speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1")
+    parser.add_argument(
+        "--split-backward",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run backward as I and W (default: as the system was published)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+SETUP_FLAGS = {
+    "gpu": "gpu",
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "dp": "dp",
+    "seq": "seq",
+    "micro_batch_size": "micro_batch_size",
+    "zero": "zero",
+    "precision": "precision",
+    "gradients": "gradients",
+    "recompute": "recompute",
+    "recompute_layers": "recompute_layers",
+    "sequence_parallel": "sequence_parallel",
+    "vocab_parallel": "vocab_parallel",
+    "reserve_gib": "reserve_gib",
+    "p2p_ms": "p2p_ms",
+    "memory_gib": "memory_gib",
+    "speeds": "speeds",
+    "gpus_per_node": "gpus_per_node",
+    "cluster": "nodes",
+    "micro_batch_lengths": "micro_batch_lengths",
+    "packed": "packed",
+    "tokens_per_pipeline": "tokens_per_pipeline",
+}
+"""Flag -> key of a plan's "setting" (and, but for speeds, keyword of `resolve_costs`)."""
+OF_A_MODEL = (
+    "tp",
+    "cp",
+    "ep",
+    "micro_batch_size",
+    "zero",
+    "precision",
+    "gradients",
+    "recompute",
+    "recompute_layers",
+    "sequence_parallel",
+    "vocab_parallel",
+    "gpus_per_node",
+    "gpus",
+    "cluster",
+    "lengths",
+)
+"""Flags that change nothing where layer times were measured: they are in the times already."""
+
+
+def model_from(args: argparse.Namespace) -> str:
+    """MODEL or --profile."""
+    from octopipe.base.errors import OctoPipeError
+
+    if getattr(args, "profile", None):
+        if args.model:
+            raise OctoPipeError(f"--profile {args.profile} stands for the model; leave {args.model} out")
+        args.model = args.profile
+    if not args.model:
+        raise OctoPipeError("no model; give a preset (`octopipe models`), a file, or --profile FILE")
+    return str(args.model)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
+    """A flag either changes the answer or is refused: what a file of times, or a model without experts, has no use
+    for."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.resolve import resolve_measured
+
+    table = resolve_measured(model)
+    if table is None:
+        return
+    for name in OF_A_MODEL:
+        if getattr(args, name, None) is not None:
+            raise OctoPipeError(
+                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out"
+            )
+    linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
+    reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
+    if args.gpu is not None and not linked and not reduces:
+        raise OctoPipeError(
+            f"--gpu {args.gpu} changes nothing for {model}: its times were measured, and no transfer needs the GPU's "
+            "links; leave it out"
+        )
+    if args.seq is not None and table.tokens_per_micro_batch is not None:
+        raise OctoPipeError(
+            f"--seq {args.seq} changes nothing for {model}, measured with {table.tokens_per_micro_batch} tokens; "
+            "leave it out"
+        )
+    if (args.dp or 1) > 1 and not reduces and getattr(args, "jitter", None) is None:
+        raise OctoPipeError(
+            f'--dp {args.dp} changes nothing for {model}: the file has no "gradient_gib" to reduce; add it, or leave '
+            "--dp out"
+        )
+    if args.reserve_gib is not None and not table.rank_memory_bytes and not args.memory_gib:
+        raise OctoPipeError(f"--reserve-gib changes nothing for {model}: no memory limit is known; give --memory-gib")
+
+
+def settle_sizes(args: argparse.Namespace, model: str) -> None:
+    """Fill in what --gpus or a cluster file leaves open, and the micro-batches that a global batch makes."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.cluster.setup import derived_sizes, micro_batches_of
+
+    gpus = args.gpus
+    if args.cluster is not None and gpus is None:
+        from octopipe.costs.cluster.file import count_gpus, read_cluster
+
+        gpus = count_gpus(read_cluster(args.cluster))
+    sizes = derived_sizes(gpus=gpus, tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp)
+    if gpus is not None and sizes["tp"] is None and sizes["dp"] is None:
+        from octopipe.costs.resolve import resolve_costs, resolve_spec
+
+        pp = sizes["pp"] or 1
+        spec = resolve_spec(model)
+        sizes["tp"] = 1 if spec is None else resolve_costs(spec, pp=pp, gpu=args.gpu, nodes=args.cluster).setup.tp  # type: ignore[union-attr]
+        sizes = derived_sizes(gpus=gpus, **sizes)
+    if sizes["pp"] is None:
+        raise OctoPipeError("how many ranks? give --pp, or --gpus and the other sizes, or a --plan")
+    args.pp = sizes["pp"]
+    if gpus is not None:
+        args.tp, args.dp = sizes["tp"], sizes["dp"]
+    for name, values in (("speeds", args.speeds), ("memory_gib", args.memory_gib)):
+        if values and len(values) != args.pp and (name == "speeds" or len(values) != 1):
+            allowed = "one per rank" if name == "speeds" else f"1 or {args.pp}"
+            raise OctoPipeError(f"{_flag(name)} gives {len(values)} numbers for {args.pp} ranks; give {allowed}")
+    if getattr(args, "lengths", None) is not None and args.micro_batches is not None:
+        raise OctoPipeError(f"{args.lengths} and its batching make the micro-batches; leave --micro-batches out")
+    args.micro_batches = micro_batches_of(
+        global_batch=args.global_batch,
+        micro_batch_size=args.micro_batch_size or 1,
+        dp=args.dp or 1,
+        pp=args.pp,
+        given=args.micro_batches,
+    )
+
+
+def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:
+    """The micro-batches that a file of lengths makes, in `args.micro_batch_lengths`; of several pipelines' those of the
+    one that has most to do. `batching` overrules the flags."""
+    from octopipe.base.errors import OctoPipeError
+
+    how = batching or getattr(args, "batching", None)
+    if getattr(args, "lengths", None) is None:
+        if how is not None and getattr(args, "micro_batch_lengths", None) is None:
+            raise OctoPipeError(f"--{how} says what is made of sequences of different length; give --lengths")
+        return
+    from octopipe.costs.resolve import resolve_spec
+    from octopipe.models.lengths import Batch, dealt, packed_groups, padded_groups, read_lengths
+
+    how = how or ("dynamic" if getattr(args, "system", None) == "dynapipe" else "pad")
+    if args.global_batch is not None:
+        raise OctoPipeError(f"{args.lengths} says how many sequences a step has; leave --global-batch out")
+    for flag, only in (("micro_batch_size", "pad"), ("seq", "pack")):
+        if getattr(args, flag) is not None and how != only and batching is None:
+            raise OctoPipeError(f"{_flag(flag)} counts with --{only}; leave it out with --{how}")
+    lengths = read_lengths(args.lengths)
+    spec = resolve_spec(model)
+    if spec is None:
+        raise OctoPipeError(f"{model}: lengths need a preset or a config.json; a file of times knows one length")
+    if how == "dynamic":
+        from octopipe.costs.resolve import resolve_costs
+        from octopipe.search.batching import dynamic_groups
+
+        other = ("model", "speeds", "seq", "recompute", "micro_batch_size", "micro_batch_lengths", "packed")
+        given = {k: v for k, v in setting_from(args).items() if k not in (*other, "tokens_per_pipeline")}
+        setup = resolve_costs(spec, pp=args.pp, **given).setup
+        assert setup is not None
+        groups = dynamic_groups(spec, setup, lengths)
+    elif how == "pack":
+        groups = packed_groups(lengths, args.seq or max(lengths))
+    else:
+        groups = padded_groups(lengths, args.micro_batch_size or 1)
+    batch = Batch(groups=groups, packed=how == "pack")
+    if (args.dp or 1) > 1:
+        args.tokens_per_pipeline = round(batch.tokens / args.dp)
+        batch = Batch(groups=dealt(groups, args.dp, lambda g: float(batch.tokens_of(g)))[0], packed=batch.packed)
+    args.micro_batch_lengths = [list(group) for group in batch.groups]
+    args.packed = batch.packed or None
+    args.micro_batches = len(batch.groups)
+    args.seq = args.micro_batch_size = None
+    args.lengths_file, args.lengths = args.lengths, None
+
+
+def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
+    """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
+    from octopipe.costs.resolve import resolve_costs
+
+    model = model_from(args)
+    refuse_idle_flags(args, model)
+    settle_sizes(args, model)
+    settle_lengths(args, model)
+    given = setting_from(args)
+    given.pop("model")
+    given["rank_speed"] = given.pop("speeds", ())
+    if given.get("recompute") == "auto":
+        given["recompute"] = "none"  # the first step of it
+    return resolve_costs(model, pp=args.pp, micro_batches=args.micro_batches, **(given | changes))
+
+
+class PriceFrom:
+    """The costs that the flags describe, under any mode of recomputation."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+
+    def __call__(self, mode: str, layers: int | None = None, /) -> CostTable:
+        return costs_from(self.args, recompute=mode, recompute_layers=layers)
+
+
+def setting_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
+    out: dict[str, Any] = {"model": args.model}
+    for flag, key in SETUP_FLAGS.items():
+        value = getattr(args, flag, None)
+        if value is not None:
+            out[key] = value
+    if isinstance(out.get("nodes"), str):
+        from octopipe.costs.cluster.file import read_cluster
+
+        groups = read_cluster(out["nodes"])
+        out["nodes"] = [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in groups]
+    return out
+
+
+def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
+    """What a plan file says about itself: `plan.with_extra(**provenance(args, costs))`."""
+    out: dict[str, Any] = {"setting": setting_from(args)}
+    if costs.setup is not None:
+        out["setup"] = costs.setup.as_dict()
+    return out
+
+
+def setup_words(setup: Setup | None) -> str:
+    return "" if setup is None else setup.words()
+
+
+def micro_batches_from(args: argparse.Namespace) -> int:
+    return args.micro_batches or 2 * args.pp
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `2 micro-batches`."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+BRACKET = "\ue000"
+"""Stands for a "[" that is a letter, wherever it may look like the start of a tag."""
+
+
+def named(text: object) -> str:
+    """A name or path of a user's inside a line of ours: none of its brackets is a tag of ours."""
+    return str(text).replace("[", BRACKET)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout; numbers that are not finite become null."""
+    import msgspec
+
+    from octopipe.base.files import plain
+
+    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode()
+    if not (sys.stdout.encoding or "utf-8").lower().startswith("utf"):
+        # An output without the letter gets JSON's own escape for it, so that what is read back is what was said.
+        text = _escaped(text)
+    sys.stdout.write(text + "\n")
+
+
+def _escaped(text: str) -> str:
+    from json import dumps, loads
+
+    return dumps(loads(text), indent=1)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console for which names of users are text; colour only on a terminal and never with NO_COLOR."""
+    from octopipe.cli.verbs.screen import Screen
+
+    return Screen(stderr=stderr)

@@ -1,0 +1,234 @@
+"""`octopipe profile MODEL --device cuda|cpu --nproc N -o profile.json`: measure a model's layers on this machine.
+
+Knows: its flags, and what a profile needs to be run again (`recipe`). Does not know: how layers are measured
+(runtime/profiler.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from octopipe.cli.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
+from octopipe.cli.verbs.runnable import is_hf_config, kernel_words, model_of, needs_torch, told
+
+if TYPE_CHECKING:
+    from octopipe.costs.profile_file import Profile
+    from octopipe.models.spec import ModelSpec
+    from octopipe.runtime.measure.trial import Workload
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
+    parser.add_argument("--nproc", type=whole_number, default=1, help="ranks that work at the same time (default: 1)")
+    parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
+    parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
+    parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
+    parser.add_argument(
+        "--layers", dest="num_layers", type=whole_number, help="keep so many layers, embedding and head included"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
+    parser.add_argument(
+        "--kernels",
+        type=kernel_words,
+        default=(),
+        metavar="LIST",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+    )
+    parser.add_argument(
+        "--compile-scans",
+        action=argparse.BooleanOptionalAction,
+        help="Mamba-2's scan through torch.compile (default: on cuda)",
+    )
+    parser.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's layers of its sizes")
+    parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
+    parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
+    parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
+    parser.add_argument("--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size likewise")
+    parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: profile.json")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    with needs_torch():
+        from octopipe.runtime.measure.trial import STATE_FACTOR, ProfileJob, on_ranks, profile_task
+
+    recipe = {
+        "model": absolute(args.model),
+        "scale": args.scale,
+        "num_layers": args.num_layers,
+        "tokens": args.seq,
+        "micro_batch_size": args.micro_batch_size,
+        "device": args.device,
+        "dtype": args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
+        "compile_scans": args.compile_scans,
+        "kernels": list(args.kernels),
+        "own_layers": args.own_layers,
+    }
+    work = workload_of(recipe)
+    job = ProfileJob(
+        work=work,
+        repeats=args.repeats,
+        warm_up=3,
+        state_factor=STATE_FACTOR[args.optimizer],
+        about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
+    )
+    with _bar(f"{named(work.spec.name)} on {args.nproc} rank{'s' * (args.nproc > 1)}") as listen:
+        profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device, listen=listen)[0]
+    if args.to_seq or args.to_tp:
+        profile = extrapolated(profile, _planned(work, args.model), args.seq, args.to_seq or args.seq, args.to_tp or 1)
+    profile.save(args.output)
+    if args.json:
+        print_json({"output": args.output, "model": profile.costs.model, **profile.about})
+    else:
+        _show(profile, args.output)
+    return 0
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[Any], None] | None]:
+    """A progress bar on stderr, on a terminal only."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    # No refreshing thread: ranks may be forked while the bar is up.
+    with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task(title, total=1.0)
+
+        def listen(word: Any) -> None:
+            doing, share = word
+            bar.update(task, completed=share, description=f"{title}: {doing}")
+            bar.refresh()
+
+        bar.refresh()
+        yield listen
+
+
+def absolute(name: str) -> str:
+    """A path as it is found from anywhere; a preset's name stays."""
+    return os.path.abspath(name) if os.path.exists(name) else name
+
+
+def workload_of(recipe: dict[str, Any]) -> Workload:
+    """The model a recipe names, shrunk as it says, with the size of its micro-batches."""
+    own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes knew nothing else
+    name = str(recipe.get("model", ""))
+    scale = float(recipe.get("scale") or 1.0)
+    asked, device = tuple(recipe.get("kernels") or ()), str(recipe.get("device", "cpu"))
+    spec = model_of(
+        name,
+        scale=scale,
+        num_layers=recipe.get("num_layers"),
+        own=own and is_hf_config(name),
+        kernels=asked,
+        device=device,
+    )
+    with needs_torch():
+        from octopipe.runtime.measure.trial import Workload
+    return Workload(
+        spec=spec,
+        tokens=int(recipe["tokens"]),
+        micro_batch_size=int(recipe.get("micro_batch_size", 1)),
+        device=device,
+        dtype=str(recipe.get("dtype", "float32")),
+        compile_scans=recipe.get("compile_scans"),
+        asked_kernels=() if hasattr(spec, "class_name") else asked,
+    )
+
+
+def _planned(work: Workload, name: str) -> ModelSpec:
+    """The layers as the analytic model prices them."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.resolve import resolve_spec
+    from octopipe.models.spec import ModelSpec
+
+    if isinstance(work.spec, ModelSpec):
+        return work.spec
+    spec = resolve_spec(name)
+    if spec is None or spec.num_layers != work.spec.num_layers:
+        raise OctoPipeError(f"{name}: its layers are not priced one by one, so times cannot be scaled; measure there")
+    return spec
+
+
+def extrapolated(profile: Profile, spec: ModelSpec, seq: int, to_seq: int, to_tp: int) -> Profile:
+    """Measured costs scaled, layer by layer, by what the analytic model says of another length and TP size."""
+    import numpy as np
+
+    from octopipe.costs.resolve import resolve_costs
+
+    here = resolve_costs(spec, pp=1, tp=1, seq=seq)
+    there = resolve_costs(spec, pp=1, tp=to_tp, seq=to_seq)
+
+    def scale(costs: Any) -> Any:
+        changed = {}
+        for name in (
+            "forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_bytes", "static_bytes",
+            "gradient_bytes", "boundary_bytes", "workspace_bytes",
+        ):  # fmt: skip
+            a, b = getattr(here, name), getattr(there, name)
+            ratio = np.divide(b, a, out=np.ones_like(a), where=a > 0)
+            changed[name] = getattr(costs, name) * ratio
+        changed["activation_bytes"] = np.maximum(changed["activation_bytes"], changed["stash_bytes"])
+        tokens = costs.tokens_per_micro_batch
+        changed["tokens_per_micro_batch"] = None if tokens is None else tokens * to_seq // seq
+        return costs.replace(gpus_per_rank=to_tp, **changed)
+
+    from dataclasses import replace
+
+    note = {"extrapolated": {"from_seq": seq, "to_seq": to_seq, "tp": to_tp}}
+    return replace(
+        profile,
+        costs=scale(profile.costs),
+        partial={level: scale(table) for level, table in profile.partial.items()},
+        about={**profile.about, **note},
+    )
+
+
+def _show(profile: Profile, output: str) -> None:
+    from rich.table import Table
+
+    out, costs = console(), profile.costs
+    about = profile.about
+    names = about.get("layers") or costs.symbols
+    out.print(
+        f"[bold]{named(costs.model)}[/]: {len(set(names))} kinds of {costs.num_layers} layers on "
+        f"{about.get('ranks')} rank(s) of {about.get('device')} in {about.get('total_seconds')} s"
+    )
+    used = ", ".join(f"{part} {name}" for part, name in about.get("kernels", {}).items())
+    out.print(f"{about.get('model_code')}; kernels: {used}", style="dim", soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    for title in ("layer", "F ms", "I ms", "W ms", "alone", "spread", "MiB to I", "to W", "work", "static"):
+        table.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)
+    spread = about.get("spread", {})
+    mib = float(1 << 20)
+    for name in dict.fromkeys(names):
+        i = list(names).index(name)
+        symbol = costs.symbols[i] if name == costs.symbols[i] else f"{costs.symbols[i]} {name}"
+        alone = ""
+        if 1 in profile.partial:
+            alone = f"{profile.partial[1].layer_ms[i] / max(costs.layer_ms[i], 1e-9):.2f}"
+        widest = max((spread[k][i] for k in spread), default=0.0)
+        table.add_row(
+            symbol,
+            *(f"{x[i]:.3f}" for x in (costs.forward_ms, costs.input_ms, costs.weight_ms)),
+            alone,
+            f"{100 * widest:.0f} %",
+            *(f"{x[i] / mib:.1f}" for x in (costs.activation_bytes, costs.stash_bytes, costs.workspace_bytes)),
+            f"{costs.static_bytes[i] / mib:.1f}",
+        )
+    out.print(table)
+    for (a, b), link in sorted(costs.network.pairs.items()):
+        if a < b:
+            speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
+            out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
+    if "overlap_slowdown" in about:
+        out.print(f"computation beside a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
+    out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")

@@ -1,0 +1,116 @@
+"""What every verb prints through: text of users shown as it is, whatever stands in it, on whatever terminal.
+
+Knows: which tags our own lines use (every other bracket is text), that control characters of a name must not reach a
+terminal, and what stands for a symbol where the terminal has none. Does not know: any verb.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.status import Status
+from rich.text import Text
+
+from octopipe.cli.verbs.common import BRACKET
+
+TAGS = frozenset(
+    f"{weight}{colour}".strip()
+    for weight in ("", "bold ", "dim ")
+    for colour in ("", "red", "green", "yellow", "cyan", "blue", "magenta")
+) - {""}
+"""What may stand in brackets as a style, and be closed by [/] or [/style]."""
+_TAG = re.compile(r"\[(/?)([a-z ]*)\]")
+_KEPT = "\n\t" + BRACKET
+
+
+def printable(text: str) -> str:
+    """The text with control characters (escape codes, bidirectional marks) written out.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _KEPT else ascii(c)[1:-1] for c in text)
+
+
+def marked(text: str) -> Text:
+    """A line of ours as styled text: our tags are styles, every other bracket is a letter.
+
+    >>> marked("pip install octopipe[exact], [bold]now[/]").plain
+    'pip install octopipe[exact], now'
+    >>> marked(f"[bold]{BRACKET}bold]name[/]").plain
+    '[bold]name'
+    """
+    text = printable(text)
+    out, at, styles = Text(), 0, [""]
+    for found in _TAG.finditer(text):
+        closing, name = bool(found[1]), found[2].strip()
+        if not (name in TAGS if not closing else len(styles) > 1 and (not name or name in TAGS)):
+            continue
+        out.append(text[at : found.start()].replace(BRACKET, "["), style=styles[-1])
+        at = found.end()
+        if closing:
+            styles.pop()
+        else:
+            styles.append(f"{styles[-1]} {name}".strip())
+    return out.append(text[at:].replace(BRACKET, "["), style=styles[-1])
+
+
+class Screen(Console):
+    """A rich console for which only our own tags are markup; colour only on a terminal, never with NO_COLOR."""
+
+    def __init__(self, *, stderr: bool = False, **options: Any):
+        super().__init__(stderr=stderr, highlight=False, soft_wrap=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Every string that is printed or stands in a table comes through here."""
+        if options.get("markup") is False:
+            rich = Text(printable(text))
+        else:
+            rich = marked(text)
+        for name in ("justify", "overflow"):
+            if options.get(name) is not None:
+                setattr(rich, name, options[name])
+        style = options.get("style")
+        if style:
+            rich.style = style
+        return rich
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        return _Line(marked(status) if isinstance(status, str) else status, console=self, **options)
+
+
+class _Line(Status):
+    """A live line whose text is treated as every other."""
+
+    def update(self, status: RenderableType | None = None, **options: Any) -> None:
+        super().update(marked(status) if isinstance(status, str) else status, **options)
+
+
+_LETTER_FOR = {
+    "●": "*", "·": ".", "✓": "+", "✗": "x", "█": "#", "░": ".", "≤": "<=", "≥": ">=", "→": "->", "←": "<-",
+    "×": "x", "…": "~", "–": "-", "—": "-", "µ": "u", "─": "-", "━": "-", "│": "|", "╸": "-", "╺": "-",
+    "“": '"', "”": '"', "‘": "'", "’": "'",
+}  # fmt: skip
+
+
+def _in_letters(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    # Braille is what spinners are made of; the rest of the world's letters are written out.
+    wanted = error.object[error.start : error.end]
+    return "".join(_LETTER_FOR.get(c, "*" if "⠀" <= c <= "⣿" else ascii(c)[1:-1]) for c in wanted), error.end
+
+
+def make_streams_safe() -> None:
+    """No symbol can stop a verb: an output that cannot show it gets letters instead."""
+    codecs.register_error("octopipe", _in_letters)
+    for stream in (sys.stdout, sys.stderr):
+        encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").replace("_", "")
+        if not encoding.startswith("utf") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="octopipe")

@@ -1,0 +1,84 @@
+"""`octopipe serve`: a local page to tune a model and look at the plans.
+
+Knows: its flags. Does not know: the server (report/serve.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from octopipe.cli.verbs.common import console
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE", help="layer-times or config.json files to offer too")
+    parser.add_argument("--port", type=_port, default=8765, help="default: 8765; 0 picks a free one")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: this machine only; anyone who reaches another one can use it)",
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octopipe.views.report.serve import make_server
+
+    out = console(stderr=True)
+    with make_server(args.host, args.port, files=args.files, planner=planned) as server:
+        out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
+        if server.hosts is None:
+            out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            out.print("stopped")
+    return 0
+
+
+def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to the form of the page /plan: the same search as `octopipe plan`."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.cli.verbs.common import whole_number
+    from octopipe.cli.verbs.plan import changes
+    from octopipe.costs.cluster.hardware import gpu
+    from octopipe.costs.cluster.setup import Setup
+    from octopipe.costs.resolve import resolve_spec
+    from octopipe.search.planner.record import record_of, scaled
+    from octopipe.search.planner.search import search
+    from octopipe.search.planner.splits import parse_split
+
+    def whole(name: str) -> int:
+        try:
+            return whole_number(str(asked.get(name) or ""))
+        except argparse.ArgumentTypeError as error:
+            raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None
+
+    try:
+        budget_s = min(max(float(asked.get("budget_s") or 15.0), 1.0), 600.0)
+    except ValueError:
+        raise OctoPipeError(f"seconds to search: {asked['budget_s']!r} is no number") from None
+    spec = resolve_spec(str(asked["model"]))
+    if spec is None:
+        raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
+    precision: Any = asked.get("precision") or "bf16"
+    base = Setup(gpu=gpu(str(asked.get("gpu"))), seq=whole("seq"), precision=precision)
+    today = str(asked.get("today") or "").strip()
+    gpus, batch = whole("gpus"), whole("global_batch")
+    found = search(
+        spec,
+        base,
+        gpus=gpus,
+        global_batch=batch,
+        today=parse_split(today) if today else None,
+        budget_s=budget_s,
+    )
+    points = scaled(spec, base, found, global_batch=batch)
+    return record_of(found, model=spec.name, words=changes(found), scaling=points)

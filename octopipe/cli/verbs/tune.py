@@ -1,0 +1,220 @@
+"""`octopipe tune`: search for a faster plan, with a live line, and write it to a file.
+
+Knows: flags, signals, the progress line. Does not know: how the search works (octopipe/search/tuner/), how its
+result is told (tune_result.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import signal
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from octopipe.cli.verbs.common import (
+    add_model_arguments,
+    add_setting_arguments,
+    console,
+    costs_from,
+    micro_batches_from,
+    print_json,
+    provenance,
+    seed_number,
+    whole_number,
+)
+from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
+
+if TYPE_CHECKING:
+    from octopipe.search.tuner import Progress, TuneResult
+
+RESTRICTED_SHARE = 0.6
+"""Of the budget for another runtime's plan; the rest finds out what the restriction costs."""
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
+
+
+def seconds(text: str) -> float:
+    """An argparse type: 30, 30s, 2m, 1.5h.
+
+    >>> seconds("2m")
+    120.0
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|min|m|h|)\s*", text.lower())
+    value = float(match[1]) * _UNITS[match[2]] if match else math.nan
+    if not 0 < value <= 1e7:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 30s, 2m or 1h")
+    return value
+
+
+def phase_list(text: str) -> tuple[str, ...]:
+    """An argparse type: phases of Algorithm 1 separated by commas."""
+    known = ("partition", "placement", "schedule")
+    given = [part.strip() for part in text.split(",") if part.strip()]
+    wrong = [part for part in given if part not in known]
+    if wrong or not given:
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}, separated by commas")
+    return tuple(phase for phase in known if phase in given)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, or_profile=True)
+    add_setting_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
+    parser.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="e.g. 30s, 2m (default: 30s)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="start of the random numbers (default: 0)")
+    parser.add_argument(
+        "--method",
+        choices=("best", "octopipe", "random", "exact"),
+        default="best",
+        help="best; octopipe: the paper's Algorithm 1; random: its moves by lot; exact: CP-SAT, small cases",
+    )
+    parser.add_argument(
+        "--phases",
+        type=phase_list,
+        metavar="LIST",
+        help="of Algorithm 1 (methods octopipe, random): partition,placement,schedule or some of them (default: all)",
+    )
+    parser.add_argument(
+        "--for",
+        dest="target",
+        choices=("octopipe", "torch", "megatron"),
+        default="octopipe",
+        help="search only what this runtime can run, and say what that costs (default: octopipe, everything)",
+    )
+    parser.add_argument("--start", metavar="PLAN", help="warm start: a plan file for this model and setting")
+    parser.add_argument("--robust", action="store_true", help="best mean over jittered layer times")
+    parser.add_argument(
+        "--copies",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="may a layer be held on more than one rank? (default: where weights are known)",
+    )
+    parser.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
+    parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
+    parser.add_argument("--iterations", type=whole_number, help="moves per lane: the same plan on any machine")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.resolve import resolve_spec
+    from octopipe.plans.file import load_plan, save_plan
+    from octopipe.search.tuner import PHASES, tune
+    from octopipe.simulation.simulator import simulate
+
+    if args.split_backward is False:
+        raise OctoPipeError("tune always splits the backward pass; leave --no-split-backward out")
+    if args.recompute == "full":
+        raise OctoPipeError("tune decides what is recomputed; give --recompute auto (or leave it out), or none")
+    if args.no_recompute and args.recompute == "auto":
+        raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
+    if args.copies and args.method != "best":
+        raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
+    if args.output:
+        _check_writable(args.output)
+    costs = costs_from(args)
+    start = load_plan(args.start) if args.start else None
+    screen = console(stderr=True)
+    live = screen.status("compiling and looking for starts ...") if screen.is_terminal else nullcontext()
+    with _Stop() as stop, live as status:
+
+        def show(p: Progress) -> bool:
+            if status is not None:
+                status.update(progress_line(p))
+            return stop.asked
+
+        def search(target: str, budget_s: float) -> TuneResult:
+            return tune(
+                costs,
+                args.pp,
+                micro_batches_from(args),
+                budget_s=budget_s,
+                seed=args.seed,
+                method=args.method,
+                start=start if target == args.target else None,
+                robust=args.robust,
+                workers=args.workers,
+                iterations=args.iterations,
+                recompute=args.recompute in (None, "auto") and not args.no_recompute,
+                copies=args.copies,
+                phases=args.phases or PHASES,
+                target=target,  # type: ignore[arg-type]
+                progress=show,
+            )
+
+        restricted = args.target != "octopipe"
+        result = search(args.target, args.budget * (RESTRICTED_SHARE if restricted else 1.0))
+        if restricted and not stop.asked:
+            free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
+            result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
+    # The plan comes first: whatever happens while it is told, it is on disk.
+    plan = result.plan.with_extra(**provenance(args, costs))
+    if args.output:
+        save_plan(plan, args.output)
+    timeline = simulate(plan, costs)
+    told = Told(
+        result=result,
+        timeline=timeline,
+        setup=setup_of(costs, args.pp, micro_batches_from(args)),
+        rate=costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
+        model=args.model if resolve_spec(args.model) is not None else None,
+        rivals=rivals(costs, args.pp, micro_batches_from(args), result),
+        output=args.output,
+    )
+    if args.json:
+        print_json(summary(told))
+    else:
+        tell(told, console())
+    return 0
+
+
+def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
+    """What it costs to run on another runtime."""
+    if free.step_ms >= result.step_ms:
+        return f"only what {target} can run was searched: that cost nothing here"
+    more = 100.0 * (result.step_ms / free.step_ms - 1.0)
+    return (
+        f"only what {target} can run was searched: {more:.1f} % slower than the {free.step_ms:.2f} ms of the best plan "
+        "that octopipe itself runs"
+    )
+
+
+class _Stop:
+    """Ctrl-C and SIGTERM end the search with the best plan so far; a second one ends the program."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def progress_line(p: Progress) -> str:
+    """One line: time, iteration, phase, best, gap, where the idle time is."""
+    idle = " ".join(f"{name} {share:.1%}" for name, share in p.bubbles.items() if share >= 0.0005)
+    return (
+        f"{p.seconds:4.0f}/{p.budget_s:.0f} s  iteration {p.iterations:,}  {p.phase:9}  "
+        f"best {p.best_ms:.2f} ms  gap {gap_words(p.gap)}  idle: {idle or 'none'}"
+    )
+
+
+def _check_writable(path: str) -> None:
+    """Say so before the search, not after it."""
+    from octopipe.base.files import check_target
+
+    check_target(path)

@@ -1,0 +1,142 @@
+"""`octopipe validate plan.json --profile profile.json`: run a plan for real and compare it with its prediction.
+
+Knows: its flags, whether a profile is the plan's own, and how errors are shown. Does not know: how plans run
+(measure/trial.py) or are compared (fidelity.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from octopipe.cli.verbs.common import console, named, print_json, whole_number
+
+if TYPE_CHECKING:
+    from octopipe.costs.profile_file import Profile
+    from octopipe.plans.plan import Plan
+    from octopipe.simulation.fidelity import Fidelity
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for it")
+    parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
+    parser.add_argument(
+        "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before them (default: 2)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
+    parser.add_argument(
+        "--channel", choices=("directed", "pair", "single"), default="directed", help="queues (default: directed)"
+    )
+    parser.add_argument("--timelines", metavar="PREFIX", help="write PREFIX.predicted.json and PREFIX.measured.json")
+    parser.add_argument("--report", metavar="FILE", help="write both timelines, one above the other, as a page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.cli.verbs.profile import workload_of
+    from octopipe.costs.profile_file import load_profile
+    from octopipe.plans.file import load_plan
+    from octopipe.simulation.contention import predict
+
+    plan, profile = load_plan(args.plan), load_profile(args.profile)
+    own = is_own_profile(plan, args.plan, profile, args.profile)
+    if not own:
+        note = f"{args.plan} was made with other costs than {args.profile} holds; the prediction is {args.profile}'s"
+        console(stderr=True).print(named(note), style="yellow", soft_wrap=True)
+    recipe = profile.about.get("recipe")
+    if not isinstance(recipe, dict) or "extrapolated" in profile.about:
+        raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
+    work = workload_of(recipe)
+
+    from octopipe.runtime.measure.trial import ValidateJob, on_ranks, validate_task
+    from octopipe.simulation.fidelity import compare
+
+    job = ValidateJob(
+        work=work,
+        plan=plan,
+        profile=profile,
+        steps=args.steps,
+        warm_up=args.warm_up,
+        channel=args.channel,
+        profile_again=args.fresh,
+        optimizer="adamw" if profile.about.get("optimizer") == "adamw" else "none",
+    )
+    trial, profile = on_ranks(validate_task, plan.num_ranks, job, device=work.device)[0]
+    name = str(plan.extra.get("system", "")) or "plan"
+    predicted = predict(plan, profile, channel=args.channel, label=f"{name}, predicted")
+    found = compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+    if args.timelines:
+        predicted.save(f"{args.timelines}.predicted.json")
+        trial.timeline.save(f"{args.timelines}.measured.json")
+    if args.report:
+        from octopipe.base.files import write_whole
+        from octopipe.views.report.entry import Entry
+        from octopipe.views.report.page import report_html
+
+        entries = [
+            Entry(label=f"{name}, predicted", timeline=predicted, plan=plan),
+            Entry(label=f"{name}, measured", timeline=trial.timeline, plan=plan),
+        ]
+        write_whole(args.report, report_html(entries, title=f"{name}: predicted and measured").encode())
+    if args.json:
+        ran = {"steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss}
+        print_json({**found.summary(), "own_profile": own, **ran})
+    else:
+        _show(found, name, trial.spread)
+    return 0
+
+
+def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: str) -> bool:
+    """Was the plan made with this profile, as far as it says? One of another model is refused."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.plans.setting import COSTS, SETTING, costs_of_plan
+
+    setting, costs = plan.extra.get(SETTING), profile.costs
+    if costs.num_layers != plan.num_layers:
+        named = setting.get("model") if isinstance(setting, dict) else None
+        mend = f"give the one it was made with ({named})" if named else "give the one it was made with"
+        raise OctoPipeError(f"{profile_name} has {costs.num_layers} layers, {plan_name} has {plan.num_layers}; {mend}")
+    made_with = plan.extra.get(COSTS)
+    if not isinstance(made_with, str) or not isinstance(setting, dict):
+        return True
+    return made_with == costs_of_plan(plan, {"model": profile_name}, plan_name).digest()
+
+
+def signed(share: float, digits: int = 1) -> str:
+    """A share as a percentage with its sign; what rounds to zero has none.
+
+    >>> signed(-0.000001), signed(0.0123), signed(-0.5, 0)
+    ('0.0 %', '+1.2 %', '-50 %')
+    """
+    value = round(100 * share, digits)
+    return f"{value:+.{digits}f} %" if value else f"{0:.{digits}f} %"
+
+
+def _show(found: Fidelity, name: str, spread: float) -> None:
+    out = console()
+    out.print(
+        f"[bold]{name}[/]: measured [bold]{found.measured_ms:.2f} ms[/] a step (spread {100 * spread:.1f} %), "
+        f"predicted {found.predicted_ms:.2f} ms: error [bold]{signed(found.step_error, 2)}[/]"
+    )
+    kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
+    out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
+    out.print("time at work by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
+    if found.memory_error:
+        sizes = ", ".join(
+            f"{r}: {m:.2f} GiB ({signed(e)})" for r, (m, e) in enumerate(zip(found.measured_gib, found.memory_error))
+        )
+        out.print(f"peak memory by rank: {sizes}; mean error {100 * found.mean_memory_error:.1f} %")
+    seen, expected = found.measured_overlap, found.predicted_overlap
+    shares = (
+        f"{100 * getattr(seen, name):.0f} % ({100 * getattr(expected, name):.0f} %) {what}"
+        for name, what in (("wholly", "of sends and receives wholly"), ("partly", "in part"), ("time", "of their time"))
+    )
+    out.print(f"communication behind computation, measured (predicted): {', '.join(shares)}")
+    for w in found.worst:
+        out.print(
+            f"  {w.op} on rank {w.rank}: {w.measured_ms:.3f} ms, predicted {w.predicted_ms:.3f}; "
+            f"started {w.start_off_ms:+.3f} ms off",
+            style="dim",
+        )

@@ -1,0 +1,1 @@
+"""What layers cost: cost tables, and every place they can come from."""

@@ -1,0 +1,1 @@
+"""Costs from first principles: work, traffic, memory, calibrated by published runs."""

@@ -1,0 +1,352 @@
+"""Work of a layer: matrix products, FLOPs, bytes and traffic of F, I and W, before any device is named.
+
+Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`analytic.py`) or how the work is
+divided over GPUs beyond which side of a product tensor parallelism cuts.
+
+F terms follow Megatron's own FLOP counter. How the backward pass splits into I and W, and the byte lists, are
+our inference: a GEMM costs the same in F, I and W; a core (attention scores, scan) has no weights, so W has
+none of it, and its I is 2.5 times its F because the flash-style backward recomputes the forward.
+
+T = tokens of a micro-batch, s = sequence length; bf16 has 2 bytes.
+
+>>> from octopipe.models.spec import Mlp
+>>> layer_flops(Mlp(hidden=64, ffn=256, activation="relu2"), seq=10)
+Flops(forward=655360.0, input=655360.0, weight=655360.0)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.spec import (
+    Attention,
+    Embedding,
+    GatedDeltaNet,
+    Head,
+    KimiDeltaAttention,
+    LatentAttention,
+    Layer,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    Mlp,
+    Moe,
+    Mtp,
+)
+
+CORE_BACKWARD = 2.5
+"""I of an attention core or a scan, in multiples of its F."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Floating-point operations of one layer and one micro-batch, over all its tensor-parallel ranks."""
+
+    forward: float
+    input: float
+    weight: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.input + self.weight
+
+
+class Product(NamedTuple):
+    """One matrix product with a weight: every token's row of `inner` values becomes `outer` ones."""
+
+    inner: int
+    outer: int
+    cut: Literal["outer", "inner", ""] = "outer"
+    """The side tensor parallelism divides; empty: every GPU of the group computes it whole."""
+    rows: float = 1.0
+    """Rows per token: the experts of a token each take one."""
+    experts: int = 0
+    """The rows are dealt to this many weights of the same shape; 0: there is one weight."""
+    low_precision: bool = True
+    """May run in fp8. Routers and the vocabulary projection stay in bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one part of a layer does for one micro-batch, over all its tensor-parallel ranks."""
+
+    tokens: float = 0.0
+    products: tuple[Product, ...] = ()
+    """Matrix products with weights: once in F, once in I, once in W."""
+    core_flops: float = 0.0
+    """Products without weights: in F, and 2.5 times in I."""
+    stream_width: float = 0.0
+    """Saved values per token outside the tensor-parallel region; sharded only by sequence parallelism."""
+    inner_width: float = 0.0
+    """Saved values per token inside it; always sharded."""
+    stash_stream_width: float = 0.0
+    stash_inner_width: float = 0.0
+    """Of those, what W still needs after I: the GEMM inputs and the gradients of the GEMM outputs."""
+    state_bytes: float = 0.0
+    """Saved bytes that do not grow with the width: chunk states, router probabilities; sharded."""
+    routed_width: float = 0.0
+    """Values per token that expert parallelism dispatches, and combines again."""
+    collectives: float = 0.0
+    """All-gather and reduce-scatter pairs of the residual stream: in F, and again in I."""
+    quantized_stream_width: float = 0.0
+    quantized_inner_width: float = 0.0
+    """Of the saved values, those that only a matrix product reads: one byte instead of two under fp8."""
+    cheap_stream_width: float = 0.0
+    cheap_inner_width: float = 0.0
+    """Of the saved values, those that selective recomputation drops: outputs of norms, of activation functions and of
+    latent up-projections, and the experts' outputs before they are weighted."""
+    cheap_flops: float = 0.0
+    """Products that selective recomputation runs again."""
+    ring_width: float = 0.0
+    """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
+    hands on one state per slice, which is too little to count.)"""
+
+    @property
+    def gemm_flops(self) -> float:
+        return sum(2 * self.tokens * p.rows * p.inner * p.outer for p in self.products)
+
+
+def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
+    """The work of one simple layer, or of an `Mtp`'s own projection."""
+    tokens, h = float(seq * micro_batch_size), part.hidden
+    match part:
+        case Attention():
+            q, kv = part.query_width, part.kv_width
+            # A gate doubles the query projection; it is saved, and W wants its gradient.
+            q_out = 2 * q if part.gated else q
+            span = seq if part.window is None else min(seq, 2 * part.window)
+            width = q_out + q + 2 * kv
+            return Work(
+                tokens=tokens,
+                products=(Product(h, q_out + 2 * kv), Product(q, h, "inner")),
+                core_flops=2 * tokens * span * q,
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                cheap_stream_width=h,
+                ring_width=2 * kv,
+                inner_width=width,
+                stash_stream_width=2 * h,
+                stash_inner_width=width,
+                collectives=1,
+            )
+        case LatentAttention():
+            qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
+            down = part.kv_rank + part.rope_dim + (part.q_rank or 0)
+            up = Product(part.kv_rank, part.heads * (part.nope_dim + part.v_dim)), Product(part.q_rank or h, qk)
+            # Saved: both latents before and after their norms, queries, keys, values and the output.
+            inner = 2 * qk + 2 * v
+            return Work(
+                tokens=tokens,
+                products=(Product(h, down, ""), *up, Product(v, h, "inner")),
+                core_flops=tokens * seq * (qk + v),
+                stream_width=2 * h + 2 * down,
+                quantized_stream_width=h + down,
+                # Queries, keys and values again from the latents, which stay.
+                cheap_stream_width=h,
+                cheap_inner_width=2 * qk + v,
+                cheap_flops=sum(2 * tokens * p.inner * p.outer for p in up),
+                ring_width=qk + v,
+                inner_width=inner,
+                stash_stream_width=2 * h + 2 * down,
+                stash_inner_width=inner,
+                collectives=1,
+            )
+        case Mamba2():
+            di, gn = part.inner, part.groups * part.state
+            scan = part.chunk * gn + part.chunk * di + 2 * part.state * di
+            return Work(
+                tokens=tokens,
+                products=(Product(h, part.projection_width), Product(di, h, "inner")),
+                core_flops=2 * tokens * scan,
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=di,
+                cheap_stream_width=h,
+                cheap_inner_width=2 * di + 2 * gn,
+                inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
+                stash_stream_width=2 * h,
+                stash_inner_width=part.projection_width + di,
+                state_bytes=4 * micro_batch_size * -(-seq // part.chunk) * di * part.state,
+                collectives=1,
+            )
+        case Mamba1():
+            di, low = part.inner, part.dt_rank + 2 * part.state
+            return Work(
+                tokens=tokens,
+                products=(
+                    Product(h, 2 * di),
+                    Product(di, low, "inner"),
+                    Product(part.dt_rank, di),
+                    Product(di, h, "inner"),
+                ),
+                # Our count: decay, input, update, output and the skip, about nine operations a state element.
+                core_flops=9 * tokens * di * part.state,
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=di,
+                cheap_stream_width=h,
+                cheap_inner_width=2 * di,
+                inner_width=6 * di + low,
+                stash_stream_width=2 * h,
+                stash_inner_width=5 * di + low + part.dt_rank,
+                collectives=1,
+            )
+        case GatedDeltaNet():
+            kw, vw = part.key_width, part.value_width
+            core = _delta_core(part.value_heads, part.key_dim, part.value_dim, part.chunk)
+            return Work(
+                tokens=tokens,
+                products=(Product(h, part.projection_width), Product(vw, h, "inner")),
+                core_flops=2 * tokens * core,
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=vw,
+                cheap_stream_width=h,
+                cheap_inner_width=2 * kw + 2 * vw,
+                inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
+                stash_stream_width=2 * h,
+                stash_inner_width=part.projection_width + vw,
+                state_bytes=2 * micro_batch_size * -(-seq // part.chunk) * vw * part.key_dim,
+                collectives=1,
+            )
+        case KimiDeltaAttention():
+            w, d = part.inner, part.head_dim
+            ranks = Product(h, 2 * d, ""), Product(d, 2 * w), Product(h, part.heads)
+            inner = 3 * w + 2 * w + part.heads
+            return Work(
+                tokens=tokens,
+                products=(Product(h, 3 * w), *ranks, Product(w, h, "inner")),
+                core_flops=2 * tokens * _delta_core(part.heads, d, d, part.chunk),
+                stream_width=2 * h + 2 * d,
+                quantized_stream_width=h + d,
+                quantized_inner_width=w,
+                cheap_stream_width=h,
+                cheap_inner_width=3 * w + w,
+                inner_width=inner + 3 * w + 2 * w,
+                stash_stream_width=2 * h + 2 * d,
+                stash_inner_width=inner + w,
+                state_bytes=2 * micro_batch_size * -(-seq // part.chunk) * w * d,
+                collectives=1,
+            )
+        case LightningAttention():
+            w = part.inner
+            return Work(
+                tokens=tokens,
+                products=(Product(h, 4 * w), Product(w, h, "inner")),
+                core_flops=2 * tokens * w * (min(seq, part.chunk) + 2 * part.head_dim),
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=w,
+                cheap_stream_width=h,
+                cheap_inner_width=w,
+                inner_width=4 * w + 2 * w,
+                stash_stream_width=2 * h,
+                stash_inner_width=4 * w + w,
+                collectives=1,
+            )
+        case Mlp():
+            return Work(
+                tokens=tokens,
+                products=_two_layers(h, part.ffn, part.matrices),
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=part.ffn,
+                cheap_stream_width=h,
+                cheap_inner_width=part.ffn,
+                inner_width=part.matrices * part.ffn,
+                stash_stream_width=2 * h,
+                stash_inner_width=part.matrices * part.ffn,
+                collectives=1,
+            )
+        case Moe():
+            w = part.expert_width
+            routed = part.top_k * (2 * w + part.matrices * part.ffn)
+            shared = part.matrices * part.shared_ffn
+            latent = 2 * part.latent
+            products = [Product(h, part.experts, "", low_precision=False)]
+            products += _two_layers(w, part.ffn, part.matrices, rows=part.top_k, experts=part.experts)
+            if part.shared_ffn:
+                products += _two_layers(h, part.shared_ffn, part.matrices)
+            if part.latent:
+                products += [Product(h, part.latent, ""), Product(part.latent, h, "")]
+            return Work(
+                tokens=tokens,
+                products=tuple(products),
+                stream_width=2 * h,
+                quantized_stream_width=h,
+                quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
+                cheap_stream_width=h,
+                cheap_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
+                inner_width=routed + shared + latent,
+                stash_stream_width=2 * h,
+                stash_inner_width=routed + shared + latent,
+                state_bytes=4 * tokens * part.experts,
+                routed_width=part.top_k * w,
+                collectives=1,
+            )
+        case Mtp():
+            # Its own projection of (trunk, next token's embedding); its block is priced part by part.
+            return Work(
+                tokens=tokens,
+                products=(Product(2 * h, h),),
+                stream_width=4 * h,
+                quantized_stream_width=2 * h,
+                stash_stream_width=3 * h,
+                collectives=1,
+            )
+        case Embedding():
+            # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
+            # counted from F on: one boundary tensor too much before I.
+            return Work(tokens=tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
+        case Head():
+            n = part.predictions
+            return Work(
+                tokens=tokens,
+                products=(Product(h, part.vocab, rows=n, low_precision=False),),
+                stream_width=n * 2 * h,
+                # The logits; a fused cross-entropy writes their gradient over them.
+                inner_width=n * part.vocab,
+                stash_stream_width=n * h,
+                stash_inner_width=n * part.vocab,
+                collectives=0.5 * n,
+            )
+    raise OctoPipeError(f"no cost formula for a layer of kind {part.kind!r}; add one to flops.py")
+
+
+def _two_layers(width: int, ffn: int, matrices: int, rows: float = 1.0, experts: int = 0) -> tuple[Product, ...]:
+    """A feed-forward: up (and gate, as one product), then down."""
+    return (
+        Product(width, (matrices - 1) * ffn, "outer", rows, experts),
+        Product(ffn, width, "inner", rows, experts),
+    )
+
+
+def _delta_core(heads: int, key_dim: int, value_dim: int, chunk: int) -> int:
+    """Multiply-adds per token of a chunked delta rule (our count): in a chunk, the products of queries and
+    keys, of keys and keys, the triangular solve on keys and on values, and the weighted values; across
+    chunks, reading the state twice and updating it once."""
+    return heads * (3 * chunk * key_dim + 2 * chunk * value_dim + 3 * key_dim * value_dim)
+
+
+def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
+    """F, I and W FLOPs of a whole layer for one micro-batch, before tensor parallelism divides them."""
+    forward = weight = backward = 0.0
+    for part in layer.parts:
+        work = part_work(part, seq=seq, micro_batch_size=micro_batch_size)
+        forward += work.gemm_flops + work.core_flops
+        backward += work.gemm_flops + CORE_BACKWARD * work.core_flops
+        weight += work.gemm_flops
+    return Flops(forward=float(forward), input=float(backward), weight=float(weight))
+
+
+def model_flops(layers: Iterable[Layer], *, seq: int, micro_batch_size: int = 1) -> float:
+    """What utilisation is measured by: three times the forward FLOPs, nothing that is computed again."""
+    counts = Counter(layers)
+    return 3.0 * sum(
+        count * layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward
+        for layer, count in counts.items()
+    )

@@ -1,0 +1,243 @@
+"""What one layer costs on one GPU of a set-up: F, I and W time, bytes held, its optimizer update.
+
+Knows: how long a layer's products, cores, memory passes and collectives take. Does not know: whole models
+(`analytic.py`), FLOP formulas (`flops.py`), bytes held (`footprint.py`), what collectives cost (`traffic.py`) or the
+calibrated rates (`calibration.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from octopipe.costs.analytic.calibration import Rates, rates_of
+from octopipe.costs.analytic.flops import CORE_BACKWARD, Product, Work, part_work
+from octopipe.costs.analytic.footprint import (
+    WEIGHT_BYTES,
+    Weights,
+    gathered_bytes,
+    held_bytes,
+    shards_of,
+    stashed_bytes,
+    static_bytes,
+    stream_share,
+    weights_of,
+    workspace_bytes,
+)
+from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.cluster.hardware import Cluster
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.spec import Embedding, Head, Layer, Moe, Mtp
+
+LOSS_BYTES = 20.0
+"""Memory traffic of the cross-entropy per logit (our estimate: bf16 and fp32 passes over the logits)."""
+SCATTER_BYTES = 12.0
+"""Traffic of an embedding's weight gradient per table entry (our estimate: a bf16 table zeroed, scattered
+into and added to the fp32 gradient)."""
+OPTIMIZER_BYTES = 26.0
+"""Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
+weight written."""
+HIDDEN_COST = 0.2
+"""Share of a collective's time that shows although it runs behind compute. Our choice."""
+BIAS_PASSES = 6.0
+"""Memory passes over the experts' outputs that biases cost, in F and again in I (our estimate)."""
+KERNELS, MOE_KERNELS = 6, 24
+"""Kernels of a part beside two per product (norm, residual, activation, casts), and those that routing adds."""
+
+SCAN_SHARE: Mapping[str, float] = MappingProxyType(
+    {
+        # Share of the bf16 peak that cores other than softmax attention reach. Our choice: a compiled Mamba-2 scan
+        # was measured on an H200 at 0.02 of peak; fused kernels are taken as twice that.
+        "mamba1": 0.01,
+        "mamba2": 0.04,
+        "gated_delta_net": 0.04,
+        "kimi_delta_attention": 0.04,
+        "lightning_attention": 0.15,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One layer and one micro-batch on one GPU of a pipeline rank."""
+
+    forward_ms: float
+    input_ms: float
+    weight_ms: float
+    activation_bytes: float
+    stash_bytes: float
+    static_bytes: float
+    gradient_bytes: float
+    boundary_bytes: float
+    workspace_bytes: float
+    optimizer_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """What every formula below needs to know of the run."""
+
+    setup: Setup
+    cluster: Cluster
+    rates: Rates
+    plain: Rates
+    """Rates of what stays in bf16."""
+
+    @classmethod
+    def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None) -> Pricing:
+        cluster = setup.cluster()
+        found = rates or {name: rates_of(cluster.gpu, name) for name in {setup.precision, "bf16"}}
+        return cls(setup=setup, cluster=cluster, rates=found[setup.precision], plain=found["bf16"])
+
+    @property
+    def bytes_per_ms(self) -> float:
+        return self.cluster.gpu.hbm_bytes_per_ms * self.rates.hbm
+
+    def flops_per_ms(self, precision: str) -> float:
+        return self.cluster.gpu.peak_flops_per_ms(precision) * self.cluster.gpu.clock
+
+
+class _Products:
+    """Time of a part's matrix products: the same in F, I and W but for the weights' traffic."""
+
+    def __init__(self, work: Work, pricing: Pricing):
+        self.forward_ms = self.weight_ms = 0.0
+        self.cast_in = self.cast_out = 0.0
+        setup = pricing.setup
+        for product in work.products:
+            rows, inner, outer, weights = _share(product, work.tokens, pricing)
+            low = setup.precision == "fp8" and product.low_precision
+            rates = pricing.rates if low else pricing.plain
+            share = rates.product_share(rows / max(weights, 1.0), inner, outer)
+            took = 2.0 * rows * inner * outer / (pricing.flops_per_ms("fp8" if low else "bf16") * share)
+            elements = weights * inner * outer
+            self.forward_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
+            # W adds into the gradient: one read, one write.
+            self.weight_ms += max(took, 2 * setup.gradient_bytes * elements / pricing.bytes_per_ms)
+            if low:
+                self.cast_in += rows * inner
+                self.cast_out += rows * outer
+
+
+def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
+    """Rows, sides and number of weights of one GPU's part of a product."""
+    cluster = pricing.cluster
+    rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp
+    if product.experts:
+        # Balanced routing: a GPU computes as many rows as it sends, over its own experts.
+        weights, tp = product.experts / cluster.ep, cluster.expert_tp
+        rows *= tp / cluster.tp
+    inner = product.inner / tp if product.cut == "inner" else float(product.inner)
+    outer = product.outer / tp if product.cut == "outer" else float(product.outer)
+    return rows, inner, outer, weights
+
+
+def _part_ms(part: Layer, work: Work, pricing: Pricing) -> tuple[float, float, float]:
+    """F, I and W time of one part."""
+    setup, cluster, rates = pricing.setup, pricing.cluster, pricing.rates
+    tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
+    products = _Products(work, pricing)
+    cast_ms = [rates.cast_bytes * n / pricing.bytes_per_ms for n in (products.cast_in, products.cast_out)]
+    launch_ms = rates.launch_ms * (KERNELS + 2 * len(work.products) + MOE_KERNELS * isinstance(part, Moe))
+
+    # Collectives of the stream, in F and in I: an all-gather and a reduce-scatter (or an all-reduce, which moves as
+    # much). W's own all-gather overlaps with the product of I that precedes it and is not charged.
+    stream_bytes = 2.0 * tokens * part.hidden
+    tp_ms = 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link)
+    match part:
+        case Embedding():
+            lookup_ms = 2 * stream_bytes * stream_share(setup) / pricing.bytes_per_ms
+            table = sum(weights_of(part, cluster))
+            return lookup_ms + tp_ms + launch_ms, 0.0, SCATTER_BYTES * table / pricing.bytes_per_ms + launch_ms
+        case Head():
+            loss_ms = LOSS_BYTES * part.predictions * tokens * part.vocab / tp / pricing.bytes_per_ms
+            forward = products.forward_ms + tp_ms + launch_ms
+            return forward + loss_ms, forward, products.weight_ms + launch_ms
+
+    core = SCAN_SHARE.get(part.kind, pricing.plain.core * _narrow(part))
+    core_ms = work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core)
+    # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
+    width = work.stream_width * stream_share(setup) + work.inner_width / tp
+    stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
+    routed_ms = 0.0
+    if isinstance(part, Moe):
+        routed = 2.0 * tokens * work.routed_width * stream_share(setup)
+        if part.bias:
+            # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
+            outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / tp
+            routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
+        routed_ms += rates.moe_passes * routed / pricing.bytes_per_ms
+        size = cluster.ep * cluster.expert_tp
+        if cluster.ep > 1:
+            routed_ms += 2 * exchange_ms(cluster, routed, size, copies=part.top_k, share=rates.link)
+    ring = pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
+    backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
+    backward += tp_ms + routed_ms + launch_ms
+    if setup.recompute == "selective":
+        again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)
+        backward += 2 * again / pricing.bytes_per_ms
+        backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
+    return forward, backward, products.weight_ms + rates.launch_ms * len(work.products)
+
+
+def _narrow(part: Layer) -> float:
+    """Heads narrower than 128 leave a matrix unit partly idle in softmax attention."""
+    width = getattr(part, "head_dim", 128)
+    return min(1.0, max(0.25, width / 128))
+
+
+def _gather_ms(weights: Weights, pricing: Pricing) -> tuple[float, float]:
+    """Per micro-batch: gathering a layer's weights (ZeRO-3), and dividing its gradient (ZeRO-2, ZeRO-3: a gradient that
+    is held in parts cannot wait for the next micro-batch's)."""
+    setup, cluster = pricing.setup, pricing.cluster
+    if setup.zero < 2:
+        return 0.0, 0.0
+    gather = reduce = 0.0
+    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
+    for count, copies, stride in zip(weights, shards_of(setup, cluster), strides, strict=True):
+        if setup.zero == 3:
+            gather += ring_ms(cluster, WEIGHT_BYTES * count, int(copies), stride, share=pricing.rates.link)
+        reduce += ring_ms(cluster, setup.gradient_bytes * count, int(copies), stride, share=pricing.rates.link)
+    return gather, reduce
+
+
+def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
+    setup, cluster = pricing.setup, pricing.cluster
+    assert setup.seq is not None
+    forward = backward = weight = activation = stash = workspace = 0.0
+    held = Weights(0.0, 0.0)
+    for part in layer.parts:
+        work = part_work(part, seq=setup.seq, micro_batch_size=setup.micro_batch_size)
+        part_f, part_i, part_w = _part_ms(part, work, pricing)
+        forward, backward, weight = forward + part_f, backward + part_i, weight + part_w
+        activation += held_bytes(work, setup)
+        stash += stashed_bytes(work, setup)
+        mine = weights_of(part, cluster)
+        held = Weights(held.dense + mine.dense, held.experts + mine.experts)
+        workspace = max(workspace, workspace_bytes(part, work, setup))
+    # FSDP fetches the next layer's weights while this one computes; only what takes longer than that shows.
+    gather, reduce = _gather_ms(held, pricing)
+    # What is hidden takes compute units and memory bandwidth from the kernels it runs beside.
+    forward = max(forward, gather) + HIDDEN_COST * min(forward, gather)
+    hidden = min(backward + weight, gather + reduce)
+    weight = max(weight, gather + reduce - backward) + HIDDEN_COST * hidden
+    shards = shards_of(setup, cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
+    updated = sum(count / n for count, n in zip(held, shards, strict=True))
+    # The head hands nothing on; a prediction module hands on two hidden states.
+    tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
+    tokens = setup.seq * setup.micro_batch_size / setup.cp
+    cost = LayerCost(
+        forward_ms=forward,
+        input_ms=backward,
+        weight_ms=weight,
+        activation_bytes=activation,
+        stash_bytes=min(stash, activation),
+        static_bytes=static_bytes(held, setup, cluster),
+        gradient_bytes=setup.gradient_bytes * sum(held),
+        boundary_bytes=tensors * 2.0 * tokens * layer.hidden * stream_share(setup),
+        workspace_bytes=workspace + gathered_bytes(held, setup, cluster),
+        optimizer_ms=updated * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms,
+    )
+    return cost, held

@@ -1,0 +1,341 @@
+"""The analytic cost model: (ModelSpec, Setup) -> CostTable.
+
+Knows: how layers' costs make a table, which of them are checkpointed, and what happens once per step (gradient
+reduction, optimizer). Does not know: what one layer costs (`layer_pricing.py`) or plans.
+
+Everything is per GPU. Measured layer times (`layer_times.py`) replace all of it where there are any.
+
+>>> from octopipe.costs.cluster.hardware import Cluster, gpu
+>>> from octopipe.models.zoo import preset
+>>> table = analytic_costs(preset("nemotron-h-56b"), Cluster(gpu=gpu("h800"), tp=8, pp=8))
+>>> float(table.boundary_bytes[1]) / (1 << 20), table.tokens_per_micro_batch, table.gpus_per_rank
+(8.0, 4096, 8)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.calibration import Rates
+from octopipe.costs.analytic.flops import Flops, layer_flops, model_flops
+from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of, static_bytes
+from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
+from octopipe.costs.analytic.traffic import ring_ms
+from octopipe.costs.cluster.hardware import Cluster, Link
+from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.table import CostTable
+from octopipe.models.lengths import Batch
+from octopipe.models.spec import Layer, ModelSpec, Moe
+
+__all__ = [
+    "STATE_BYTES",
+    "Flops",
+    "LayerCost",
+    "analytic_costs",
+    "checkpointed",
+    "layer_cost",
+    "layer_flops",
+    "price_layers",
+    "reduction_ms",
+    "setup_costs",
+]
+
+
+def layer_cost(
+    layer: Layer, cluster: Cluster, *, rates: Mapping[str, Rates] | None = None, **options: Any
+) -> LayerCost:
+    """What one layer costs on one GPU of a pipeline rank; options as in `analytic_costs`."""
+    return priced(layer, Pricing.of(_setup_of(cluster, **options), rates))[0]
+
+
+def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
+    """Raise unless the set-up can divide every layer."""
+    for i, layer in enumerate(spec.layers):
+        for part in layer.parts:
+            for name in ("heads", "value_heads", "inner", "ffn", "shared_ffn"):
+                size = getattr(part, name, None)
+                if isinstance(size, int) and size % tp:
+                    raise OctoPipeError(
+                        f"{spec.name}: tp {tp} does not divide the {size} {name} of layer {i} "
+                        f"({layer.symbol}); give a divisor of {size}"
+                    )
+            if isinstance(part, Moe) and part.experts % ep:
+                raise OctoPipeError(
+                    f"{spec.name}: ep {ep} does not divide the {part.experts} experts of layer {i} ({layer.symbol}); "
+                    f"give a divisor of {part.experts}"
+                )
+
+
+def _setup_of(
+    cluster: Cluster,
+    *,
+    seq: int = 4096,
+    micro_batch_size: int = 1,
+    sequence_parallel: bool = True,
+    distributed_optimizer: bool = False,
+) -> Setup:
+    return Setup(
+        gpu=cluster.gpu,
+        tp=cluster.tp,
+        cp=cluster.cp,
+        ep=cluster.ep,
+        pp=cluster.pp,
+        dp=cluster.dp,
+        seq=seq,
+        micro_batch_size=micro_batch_size,
+        sequence_parallel=sequence_parallel,
+        zero=int(distributed_optimizer),
+        gpus_per_node=cluster.gpus_per_node,
+        speeds=cluster.rank_speed,
+        memory_gib=cluster.rank_memory_gib,
+    )
+
+
+def analytic_costs(
+    spec: ModelSpec,
+    cluster: Cluster,
+    *,
+    seq: int = 4096,
+    micro_batch_size: int = 1,
+    sequence_parallel: bool = True,
+    distributed_optimizer: bool = False,
+    micro_batch_tokens: Sequence[int] | None = None,
+) -> CostTable:
+    """Price every layer of a model on a cluster: `setup_costs` for those who have one already."""
+    setup = _setup_of(
+        cluster,
+        seq=seq,
+        micro_batch_size=micro_batch_size,
+        sequence_parallel=sequence_parallel,
+        distributed_optimizer=distributed_optimizer,
+    )
+    return setup_costs(spec, setup, micro_batch_tokens=micro_batch_tokens)
+
+
+def setup_costs(
+    spec: ModelSpec,
+    setup: Setup,
+    *,
+    micro_batch_tokens: Sequence[int] | None = None,
+    batch: Batch | None = None,
+    rates: Mapping[str, Rates] | None = None,
+) -> CostTable:
+    """Price every layer of a model under a set-up.
+
+    `batch` says which sequences each micro-batch holds, `micro_batch_tokens` the one length of its sequences; the
+    table then carries a factor per micro-batch and layer, relative to `seq` (attention grows faster than the rest).
+    Tokens per second count sequences without their padding. `rates` replaces the calibrated ones, by precision.
+    """
+    if setup.seq is None:
+        raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
+    check_divides(spec, setup.tp, setup.ep)
+    if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
+        raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
+    pricing = Pricing.of(setup, rates)
+    costs, weights = _price_recomputing(spec, pricing)
+    columns = {name: np.array([getattr(c, name) for c in costs]) for name in LayerCost.__dataclass_fields__}
+    exposed_ms = _exposed_reduction_ms(columns, weights, pricing)
+    reduction, total = Link(), float(columns["gradient_bytes"].sum())
+    if setup.dp > 1 and total > 0:
+        # The simulator multiplies by 2 (n-1)/n, as for an all-reduce among `dp` pipelines.
+        reduction = Link(ms_per_byte=exposed_ms / total / (2 * (setup.dp - 1) / setup.dp))
+    elif total > 0:
+        # One pipeline: context-parallel GPUs reduce among themselves, before the update.
+        columns["optimizer_ms"] = columns["optimizer_ms"] + exposed_ms * columns["gradient_bytes"] / total
+    if setup.vocab_parallel:
+        columns = _over_all_ranks(columns, pricing)
+    tokens, factor = setup.seq * setup.micro_batch_size, None
+    flops = _model_flops(spec.layers, setup.seq) * setup.micro_batch_size
+    if micro_batch_tokens is not None:
+        if batch is not None:
+            raise OctoPipeError("give micro_batch_tokens or a batch of lengths, not both")
+        batch = _batch_of(micro_batch_tokens, setup.micro_batch_size)
+    if batch is not None:
+        factor, bytes_more = _micro_batch_factor(spec, pricing, costs, batch)
+        for name in ("activation_bytes", "stash_bytes", "boundary_bytes"):
+            columns[name] = columns[name] * bytes_more
+        tokens = max(1, round(batch.tokens / len(batch.groups)))
+        every = [length for group in batch.groups for length in group]
+        flops = sum(_model_flops(spec.layers, length) for length in every) / len(batch.groups)
+    return CostTable(
+        model=spec.name,
+        symbols=spec.pattern,
+        network=pricing.cluster.network(),
+        rank_slowdown=pricing.cluster.rank_slowdown(),
+        rank_memory_bytes=setup.rank_memory_bytes(),
+        micro_batch_factor=factor,
+        tokens_per_micro_batch=tokens,
+        gpus_per_rank=setup.gpus_per_rank,
+        data_parallel=setup.dp,
+        reduction=reduction,
+        model_flops=flops,
+        setup=setup,
+        tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
+        **columns,  # type: ignore[arg-type]
+    )
+
+
+def _batch_of(tokens: Sequence[int], size: int) -> Batch:
+    if not tokens:
+        raise OctoPipeError("micro_batch_tokens is empty; give one sequence length per micro-batch")
+    for i, length in enumerate(tokens):
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise OctoPipeError(f"micro_batch_tokens[{i}] is {length!r}; give a whole number >= 1")
+    return Batch(groups=tuple((length,) * size for length in tokens))
+
+
+def _micro_batch_factor(
+    spec: ModelSpec, pricing: Pricing, reference: list[LayerCost], batch: Batch
+) -> tuple[np.ndarray, np.ndarray]:
+    """[micro-batch, layer]: time over the set-up's own micro-batch; and per layer what its bytes must be raised by, so
+    that a factor of time never says fewer bytes than tokens make (short sequences have less attention per token)."""
+    setup = pricing.setup
+    assert setup.seq is not None
+    known: dict[tuple[int, int], np.ndarray] = {}
+
+    def took(count: int, length: int) -> np.ndarray:
+        length = -(-length // (2 * setup.cp)) * 2 * setup.cp if setup.cp > 1 else length
+        if (count, length) not in known:
+            mine = replace(setup, seq=length, micro_batch_size=count)
+            known[count, length] = _total_ms(_price_recomputing(spec, replace(pricing, setup=mine))[0])
+        return known[count, length]
+
+    base, rows, tokens = _total_ms(reference), [], []
+    for group in batch.groups:
+        tokens.append(batch.tokens_of(group) / (setup.seq * setup.micro_batch_size))
+        if not batch.packed or len(group) == 1:
+            rows.append(took(len(group), max(group)) / base)
+            continue
+        # At equal tokens only attention differs, and it grows with the sum of squared lengths: a straight line through
+        # one sequence of all tokens and two of half of them.
+        half = -(-sum(group) // 2)
+        whole, halves = took(1, 2 * half), took(2, half)
+        squares = sum(length * length for length in group) / (2.0 * half * half)
+        rows.append((halves + (whole - halves) * (squares - 1.0)) / base)
+    factor = np.maximum(np.array(rows), 1e-9)
+    return factor, np.maximum(1.0, (np.array(tokens)[:, None] / factor).max(axis=0))
+
+
+def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
+    """What a head tied to the embedding has in common with it; divided over all ranks it lies nowhere twice."""
+    shared = spec.layers[-1].tied_parameters
+    if not shared or pricing.setup.vocab_parallel:
+        return 0.0
+    one = static_bytes(Weights(shared / pricing.cluster.tp, 0.0), pricing.setup, pricing.cluster)
+    return float(min(one, held[0], held[-1]))
+
+
+def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
+    kinds, number = _kinds(spec.layers)
+    found = [priced(layer, pricing) for layer in kinds]
+    return [found[k][0] for k in number], [found[k][1] for k in number]
+
+
+@lru_cache(maxsize=64)
+def _kinds(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
+    """The different layers of a model, and which of them stands where: most are alike, and priced once."""
+    known: dict[Layer, int] = {}
+    number = tuple(known.setdefault(layer, len(known)) for layer in layers)
+    return tuple(known), number
+
+
+@lru_cache(maxsize=64)
+def _model_flops(layers: tuple[Layer, ...], seq: int) -> float:
+    return model_flops(layers, seq=seq)
+
+
+def _price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
+    """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
+    setup, inner = pricing.setup, spec.num_layers - 2
+    if setup.recompute != "full":
+        return price_layers(spec, pricing)
+    count = inner if setup.recompute_layers is None else min(setup.recompute_layers, inner)
+    whole, weights = price_layers(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
+    rest = replace(setup, recompute="none" if count == inner else "selective", recompute_layers=None)
+    costs, _ = price_layers(spec, replace(pricing, setup=rest))
+    for i in range(1, inner + 1):
+        if i * count // inner > (i - 1) * count // inner:
+            costs[i] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
+    return costs, weights
+
+
+def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
+    """A layer that keeps its input, `kept` bytes, and runs its forward again before I."""
+    return replace(
+        layer,
+        input_ms=layer.input_ms + layer.forward_ms,
+        activation_bytes=min(kept, layer.activation_bytes),
+        stash_bytes=min(kept, layer.stash_bytes),
+        workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
+    )
+
+
+def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
+    """What shows of the gradient reduction at the end of a step, over all layers.
+
+    Gradients are reduced (ZeRO-1: reduce-scattered, and updated weights gathered) while the last backward and the
+    next step's first forward compute, layer by layer; what does not fit behind them, and the last layer's share,
+    shows. With ZeRO-2 gradients were reduced during the micro-batches and only weights are gathered, with ZeRO-3 all of
+    it happened there.
+    """
+    setup = pricing.setup
+    if setup.dp * setup.cp == 1 or setup.zero == 3:
+        return 0.0
+    exposed, layers_per_rank = 0.0, max(1.0, len(weights) / setup.pp)
+    behind = columns["forward_ms"] + columns["input_ms"] + columns["weight_ms"]
+    for i, whole in enumerate(reduction_ms(weights, pricing)):
+        exposed += max(whole - float(behind[i]), whole / layers_per_rank)
+    return exposed
+
+
+def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
+    """Per layer, once a step: its gradient reduced over the replicas and its updated weights gathered, nothing
+    overlapped."""
+    setup, cluster = pricing.setup, pricing.cluster
+    if setup.dp * setup.cp == 1 or setup.zero == 3:
+        return [0.0] * len(weights)
+    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
+    sizes = {
+        0: (setup.gradient_bytes, setup.gradient_bytes),
+        1: (setup.gradient_bytes, WEIGHT_BYTES),
+        2: (WEIGHT_BYTES,),
+    }[setup.zero]
+    known: dict[Weights, float] = {}
+    for held in set(weights):
+        known[held] = sum(
+            ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
+            for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True)
+            for size in sizes
+        )
+    return [known[held] for held in weights]
+
+
+def _over_all_ranks(columns: dict[str, np.ndarray], pricing: Pricing) -> dict[str, np.ndarray]:
+    """Embedding and head divided over the pipeline ranks: each keeps 1/pp, the rest is spread over the layers between,
+    as an even partition spreads it over ranks; the last hidden states go to every rank and back."""
+    pp, out = pricing.setup.pp, {name: values.copy() for name, values in columns.items()}
+    inner = len(columns["forward_ms"]) - 2
+    if pp == 1 or inner < 1:
+        return out
+    spread = ("forward_ms", "input_ms", "weight_ms", "static_bytes", "gradient_bytes", "optimizer_ms")
+    for name in (*spread, "activation_bytes", "stash_bytes", "workspace_bytes"):
+        ends = out[name][0] + out[name][-1]
+        out[name][[0, -1]] /= pp
+        if name in spread:
+            out[name][1:-1] += ends * (pp - 1) / pp / inner
+    link = pricing.cluster.inter_link
+    sent = math.ceil(math.log2(pp)) * link.latency_ms + columns["boundary_bytes"][0] * link.ms_per_byte
+    out["forward_ms"][-1] += sent
+    out["input_ms"][-1] += sent
+    return out
+
+
+def _total_ms(costs: list[LayerCost]) -> np.ndarray:
+    return np.array([cost.forward_ms + cost.input_ms + cost.weight_ms for cost in costs])

@@ -1,0 +1,1 @@
+"""Devices, links, nodes, and the set-up of a run over them."""

@@ -1,0 +1,297 @@
+"""Devices and links: what a rank is made of and what a transfer between two ranks costs.
+
+Knows: GPU presets, node sizes, parallel sizes, per-rank speed and memory, the alpha-beta cost of a link. Does
+not know: models, layers or plans, or what a training run does with all this (`setup.py`).
+
+>>> Network.constant(0.3).transfer_ms(0, 1, 8 << 20)
+0.3
+>>> Network.constant(0.3).transfer_ms(2, 2, 8 << 20)
+0.0
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+from octopipe.base.limits import MAX_RATIO, MAX_TIME_MS, finite
+
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction of a connection between two ranks: latency_ms + bytes * ms_per_byte."""
+
+    latency_ms: float = 0.0
+    ms_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_ms", "ms_per_byte"):
+            value = getattr(self, name)
+            if not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
+                raise OctoPipeError(f"link {name} is {brief(value)}; give a finite number >= 0 up to {MAX_TIME_MS:g}")
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of_bandwidth(cls, gb_per_s: float, latency_ms: float = 0.0) -> Link:
+        """A link of `gb_per_s` (10^9 bytes a second) in each direction."""
+        return cls(latency_ms=latency_ms, ms_per_byte=1e3 / (gb_per_s * 1e9))
+
+    def transfer_ms(self, nbytes: float) -> float:
+        return self.latency_ms + nbytes * self.ms_per_byte
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The links between pipeline ranks: one kind inside a node, another across, exceptions per pair."""
+
+    intra: Link
+    inter: Link
+    ranks_per_node: int = 1 << 30
+    """Consecutive ranks that share a node; ranks r and s are in one node when r // n == s // n."""
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    """Measured links of single (source, destination) pairs; they win over intra and inter."""
+
+    def __post_init__(self) -> None:
+        if not (finite(self.ranks_per_node) or 0) >= 1:
+            raise OctoPipeError(f"ranks_per_node is {brief(self.ranks_per_node)}; give a whole number >= 1")
+
+    @classmethod
+    def constant(cls, latency_ms: float) -> Network:
+        """Every transfer between two ranks takes `latency_ms`, whatever its size."""
+        link = Link(latency_ms=latency_ms)
+        return cls(intra=link, inter=link)
+
+    def link(self, source: int, destination: int) -> Link:
+        pair = self.pairs.get((source, destination))
+        if pair is not None:
+            return pair
+        same = source // self.ranks_per_node == destination // self.ranks_per_node
+        return self.intra if same else self.inter
+
+    def transfer_ms(self, source: int, destination: int, nbytes: float) -> float:
+        """Time of one transfer; a rank hands tensors to itself for nothing."""
+        return 0.0 if source == destination else self.link(source, destination).transfer_ms(nbytes)
+
+
+INTRA_LATENCY_MS = 0.003
+INTER_LATENCY_MS = 0.005
+"""Start-up time of one transfer inside a node and across nodes. Our choice (no source): a few microseconds,
+small against the transfer of any real activation; measure your own cluster where it matters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU model: peak speed, memory, and its share of the links, per direction."""
+
+    name: str
+    bf16_tflops: float
+    """Dense bf16, the data sheet's figure."""
+    memory_gib: float
+    hbm_tb_per_s: float
+    intra_gb_per_s: float
+    """To another GPU of its node."""
+    inter_gb_per_s: float
+    """To a GPU of another node."""
+    gpus_per_node: int = 8
+    """GPUs joined by the fast links."""
+    fp8_tflops: float | None = None
+    """Dense fp8; None: the GPU has no fp8 matrix units."""
+    generation: str = "hopper"
+    """Whose calibrated efficiencies hold (`calibration.py`)."""
+    clock: float = 1.0
+    """Clock under load over that of its generation's reference board."""
+    host_gb_per_s: float = 50.0
+    """To the host's memory, for what is offloaded."""
+
+    def __post_init__(self) -> None:
+        speeds = ("bf16_tflops", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s", "clock", "host_gb_per_s")
+        for name in ("memory_gib", *speeds):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise OctoPipeError(f"gpu {self.name}: {name} is {value}; give a finite number > 0")
+
+    def peak_flops_per_ms(self, precision: str = "bf16") -> float:
+        """The data sheet's dense peak in this precision."""
+        if precision == "bf16":
+            return self.flops_per_ms
+        if self.fp8_tflops is None:
+            raise OctoPipeError(f"gpu {self.name} has no {precision} matrix units; use bf16 or another GPU")
+        return self.fp8_tflops * 1e9
+
+    @property
+    def flops_per_ms(self) -> float:
+        return self.bf16_tflops * 1e9
+
+    @property
+    def hbm_bytes_per_ms(self) -> float:
+        return self.hbm_tb_per_s * 1e9
+
+
+def _gpus() -> Mapping[str, Gpu]:
+    # Columns: dense bf16 and fp8 TFLOP/s, HBM (vendors' "GB" are GiB to within a percent of what the driver
+    # shows), HBM TB/s, intra-node and inter-node GB/s per direction, GPUs on the fast links, generation, clock.
+    # H800: data sheet, links as the paper's cluster. H100, H200, B200, GB200, GB300, MI300X: secondary sources.
+    # A100, L40S: from memory. An NVL72 rack has 72 GPUs; jobs take 64 of them, which powers of two divide.
+    # To the host: PCIe 5 (4 for A100, L40S) x16 at about 80 % of its rate, NVLink-C2C for GB200 and GB300.
+    # GB300 boards may draw 1400 W where GB200 draws 1200: at power ~ clock^3 that is a clock 5 % higher.
+    rows = {
+        "h800": (989, 1979, 80, 3.35, 200, 25, 8, "hopper", 1.0),
+        "h100": (989, 1979, 80, 3.35, 450, 50, 8, "hopper", 1.0),
+        "h200": (989, 1979, 141, 4.8, 450, 50, 8, "hopper", 1.0),
+        "a100": (312, None, 80, 2.04, 300, 25, 8, "ampere", 1.0),
+        "b200": (2250, 4500, 180, 7.7, 900, 50, 8, "blackwell", 1.0),
+        "gb200": (2500, 5000, 186, 8.0, 900, 50, 64, "blackwell", 1.0),
+        "gb300": (2500, 5000, 277, 8.0, 900, 100, 64, "blackwell", 1.05),
+        "mi300x": (1307, 2615, 192, 5.3, 448, 50, 8, "cdna3", 1.0),
+        "l40s": (362, 733, 48, 0.864, 32, 12, 8, "ada", 1.0),
+    }
+    host = {"a100": 25.0, "l40s": 25.0, "gb200": 360.0, "gb300": 360.0}
+    return MappingProxyType(
+        {
+            name: Gpu(
+                name=name,
+                host_gb_per_s=host.get(name, 50.0),
+                bf16_tflops=bf16,
+                fp8_tflops=fp8,
+                memory_gib=memory,
+                hbm_tb_per_s=hbm,
+                intra_gb_per_s=intra,
+                inter_gb_per_s=inter,
+                gpus_per_node=node,
+                generation=generation,
+                clock=clock,
+            )
+            for name, (bf16, fp8, memory, hbm, intra, inter, node, generation, clock) in rows.items()
+        }
+    )
+
+
+GPUS: Mapping[str, Gpu] = _gpus()
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU preset of this name; an unknown one raises an error with the nearest names."""
+    found = GPUS.get(str(name).strip().lower())
+    if found is None:
+        shown = str(name)[:80]
+        close = difflib.get_close_matches(shown.lower(), GPUS, n=2, cutoff=0.5)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise OctoPipeError(f"unknown GPU {shown!r}{hint}; one of {', '.join(GPUS)}")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """How a job lies on its GPUs: a pipeline rank is a group of tp * cp GPUs, replicated `dp` times.
+
+    GPUs are numbered as Megatron does: tensor-parallel ranks innermost, then context-parallel ones, then
+    data-parallel replicas, then pipeline ranks; expert-parallel groups are formed inside the tp * cp * dp GPUs
+    of one pipeline rank.
+
+    >>> Cluster(gpu=gpu("h800"), tp=8, pp=4).network().link(0, 1) == Link.of_bandwidth(25, INTER_LATENCY_MS)
+    True
+    """
+
+    gpu: Gpu
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    gpus_per_node: int | None = None
+    """None: as the GPU's usual node."""
+    rank_speed: tuple[float, ...] = ()
+    """Relative speed of each pipeline rank; empty: all 1, 0.5 is half as fast."""
+    rank_memory_gib: tuple[float, ...] = ()
+    """Memory of a GPU of each pipeline rank; empty: the GPU's own, one entry: the same for all."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp", "dp", "ep", "gpus_per_node"):
+            value = getattr(self, name)
+            if name == "gpus_per_node" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
+        if self.tp > 1 and self.node_size % self.tp and self.tp % self.node_size:
+            raise OctoPipeError(f"tp {self.tp} does not divide a node of {self.node_size} GPUs; give a divisor of it")
+        if self.gpus_per_stage % self.ep:
+            product = "tp * dp" if self.cp == 1 else "tp * cp * dp"
+            raise OctoPipeError(
+                f"ep {self.ep} does not divide {product} = {self.gpus_per_stage}; give a divisor or raise dp"
+            )
+        for name, lengths in (("rank_speed", (0, self.pp)), ("rank_memory_gib", (0, 1, self.pp))):
+            values = getattr(self, name)
+            if len(values) not in lengths:
+                raise OctoPipeError(f"{name} has {len(values)} entries for {self.pp} ranks; give one per rank")
+            if any(not 1 / MAX_RATIO <= (finite(v) or 0.0) <= MAX_TIME_MS for v in values):
+                raise OctoPipeError(f"{name} {brief(values)}: give finite numbers > 0 ({1 / MAX_RATIO:g} to 1e15)")
+
+    @property
+    def node_size(self) -> int:
+        return self.gpus_per_node or self.gpu.gpus_per_node
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that work together on one micro-batch of one pipeline rank."""
+        return self.tp * self.cp
+
+    @property
+    def gpus_per_stage(self) -> int:
+        """All GPUs that hold one pipeline rank's layers."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def num_gpus(self) -> int:
+        return self.gpus_per_stage * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """GPUs that share one expert: the tensor-parallel group, or less where ep is larger than cp * dp."""
+        if (self.cp * self.dp) % self.ep == 0:
+            return self.tp
+        return math.gcd(self.tp, self.gpus_per_stage // self.ep)
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of one expert."""
+        return self.gpus_per_stage // (self.ep * self.expert_tp)
+
+    def gpus_of(self, rank: int, replica: int = 0) -> range:
+        """The GPU numbers of one pipeline rank of one replica."""
+        first = (rank * self.dp + replica) * self.gpus_per_rank
+        return range(first, first + self.gpus_per_rank)
+
+    def group_link(self, size: int) -> Link:
+        """The link that bounds a collective among `size` consecutive GPUs."""
+        return self.intra_link if size <= self.node_size else self.inter_link
+
+    def members_per_node(self, size: int, stride: int = 1) -> int:
+        """Of a group of `size` GPUs `stride` apart, those that share a node."""
+        return max(1, min(size, self.node_size // stride))
+
+    @property
+    def intra_link(self) -> Link:
+        return Link.of_bandwidth(self.gpu.intra_gb_per_s, INTRA_LATENCY_MS)
+
+    @property
+    def inter_link(self) -> Link:
+        return Link.of_bandwidth(self.gpu.inter_gb_per_s, INTER_LATENCY_MS)
+
+    def network(self) -> Network:
+        """Links between pipeline ranks: each GPU sends its share over its own link to its peer."""
+        per_node = max(1, self.node_size // self.gpus_per_stage)
+        return Network(intra=self.intra_link, inter=self.inter_link, ranks_per_node=per_node)
+
+    def rank_slowdown(self) -> tuple[float, ...]:
+        return tuple(1.0 / speed for speed in self.rank_speed)
+
+    def rank_memory_bytes(self) -> tuple[float, ...]:
+        return tuple(gib * GIB for gib in self.rank_memory_gib or (self.gpu.memory_gib,))

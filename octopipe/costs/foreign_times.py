@@ -1,0 +1,203 @@
+"""Profiles from other tools: torch.profiler's traces, exports of Nsight Systems, two-line CSVs, as profiles of ours.
+
+Knows: how to tell such a file by what is in it, and how times of F and B become F, I and W: by the analytic ratio of a
+model's layers where one is named, else as linear layers (I and W the same, an embedding all W). The profile's
+`about["notes"]` says what was taken from where. Does not know: the files themselves (`readers/`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import io
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import read_bytes, shown, stem_of
+from octopipe.base.limits import MAX_TIME_MS, MAX_TIMELINE_BYTES
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.readers.kineto import looks_like_trace, read_trace
+from octopipe.costs.readers.nsight import SQLITE_MAGIC, looks_like_stats, read_nsight_csv, read_nsight_sqlite
+from octopipe.costs.readers.spans import LayerTimes, layer_times
+from octopipe.costs.readers.times_csv import looks_like_times, read_times_csv
+from octopipe.costs.table import Array, CostTable
+
+log = logging.getLogger("octopipe.profile")
+HEAD_BYTES = 1 << 16
+"""How much of a file says what it is."""
+GZIP_MAGIC = b"\x1f\x8b"
+KINDS = {"trace": "a trace of torch.profiler", "sqlite": "an export of Nsight Systems",
+         "stats": "a report of nsys stats", "times": "a CSV of layer times"}  # fmt: skip
+_SYMBOLS = (("mamba", "M"), ("ssm", "M"), ("moe", "#"), ("attention", "*"), ("attn", "*"), ("mlp", "-"), ("ffn", "-"))
+
+
+def kind_of_file(path: str | os.PathLike[str]) -> str | None:
+    """Which of `KINDS` a file is, by its content; None where it is none of them (or cannot be read)."""
+    try:
+        if not Path(path).is_file():  # a pipe would be waited for
+            return None
+        with open(path, "rb") as file:
+            head = file.read(HEAD_BYTES)
+        if head.startswith(GZIP_MAGIC):
+            with gzip.open(path, "rb") as packed:
+                head = packed.read(HEAD_BYTES)
+    except (OSError, ValueError, EOFError, zlib.error):
+        return None
+    if head.startswith(SQLITE_MAGIC):
+        return "sqlite"
+    start = head.lstrip(b"\xef\xbb\xbf \r\n\t")
+    if start[:1] in (b"{", b"["):
+        return "trace" if looks_like_trace(head) else None
+    text = head.decode("utf-8", "replace")
+    if looks_like_stats(text):
+        return "stats"
+    return "times" if _is_text(head) and looks_like_times(text) else None
+
+
+def load_foreign_profile(path: str | os.PathLike[str], costs: CostTable | None = None) -> Profile | None:
+    """The profile in another tool's file, or None where the file is none of theirs.
+
+    `costs`: the analytic costs of the model that was recorded; its layers then split B, and bring symbols and bytes.
+    """
+    kind = kind_of_file(path)
+    if kind is None:
+        return None
+    times = _read(os.fspath(path), kind, _stamp(path))
+    return _profile(times, stem_of(path).removesuffix(".json"), kind, costs, shown(path))
+
+
+def foreign_costs(path: str | os.PathLike[str]) -> CostTable | None:
+    """The costs in another tool's file, told in the log how they came about; None where the file is none of theirs."""
+    profile = load_foreign_profile(path)
+    if profile is None:
+        return None
+    _tell(shown(path), tuple(profile.about["notes"]))
+    return profile.costs
+
+
+@functools.cache
+def _tell(where: str, notes: tuple[str, ...]) -> None:
+    for note in notes:
+        log.warning("%s: %s", where, note)
+
+
+def _stamp(path: str | os.PathLike[str]) -> tuple[int, int]:
+    info = os.stat(path)
+    return info.st_mtime_ns, info.st_size
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: str, kind: str, stamp: tuple[int, int]) -> LayerTimes:
+    """Large files are read once a run; `stamp` tells a changed one."""
+    where = shown(path)
+    if kind == "sqlite":
+        if stamp[1] > MAX_TIMELINE_BYTES:
+            raise OctoPipeError(f"{where} has {stamp[1]} bytes; such a file has at most {MAX_TIMELINE_BYTES}")
+        return layer_times(read_nsight_sqlite(path, where), where)
+    data = read_bytes(path, most_bytes=MAX_TIMELINE_BYTES)
+    if data.startswith(GZIP_MAGIC):
+        data = _unpacked(data, where)
+    if kind == "trace":
+        return layer_times(read_trace(data.removeprefix(b"\xef\xbb\xbf"), where), where)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise OctoPipeError(f"{where}: not a text; export it again") from None
+    return read_nsight_csv(text, where) if kind == "stats" else read_times_csv(text, where)
+
+
+def _unpacked(data: bytes, where: str) -> bytes:
+    try:
+        with gzip.open(io.BytesIO(data)) as packed:
+            out = packed.read(MAX_TIMELINE_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise OctoPipeError(f"{where}: cannot be unpacked ({' '.join(str(error).split())}); export it again") from None
+    if len(out) > MAX_TIMELINE_BYTES:
+        raise OctoPipeError(f"{where}: unpacked it has more than {MAX_TIMELINE_BYTES} bytes; record fewer steps")
+    return out
+
+
+def _is_text(head: bytes) -> bool:
+    return b"\x00" not in head
+
+
+# -- F, I and W ----------------------------------------------------------------------------------------
+
+
+def _profile(times: LayerTimes, name: str, kind: str, model: CostTable | None, where: str) -> Profile:
+    if model is not None and model.num_layers != len(times.names):
+        raise OctoPipeError(
+            f"{where}: times of {len(times.names)} layers ({times.names[0]} ... {times.names[-1]}), {model.model} has "
+            f"{model.num_layers} with embedding and head; record all of its layers, or leave --model out"
+        )
+    symbols = model.symbols if model is not None else _symbols(times.names)
+    forward, input_, weight, notes = _split(times, symbols, model)
+    if max((forward + input_ + weight).tolist()) > MAX_TIME_MS:
+        raise OctoPipeError(f"{where}: a layer takes more than {MAX_TIME_MS:g} ms; export it again")
+    if not (forward + input_ + weight).any():
+        raise OctoPipeError(f"{where}: all times are zero; record a training step")
+    if model is not None:
+        costs = model.replace(model=name, forward_ms=forward, input_ms=input_, weight_ms=weight)
+        notes.append(f"bytes are the analytic ones of {model.model}; only the times are from the file")
+    else:
+        costs = CostTable(model=name, symbols=symbols, forward_ms=forward, input_ms=input_, weight_ms=weight)
+        notes.append("nothing is known about bytes: memory has no limit and transfers cost nothing unless given")
+    about = {"source": KINDS[kind], "layers": list(times.names), "notes": [*times.notes, *notes]}
+    return Profile(costs=costs, about=about)
+
+
+def _split(times: LayerTimes, symbols: str, model: CostTable | None) -> tuple[Array, Array, Array, list[str]]:
+    """F, I, W of every layer, and how they came about."""
+    forward = np.array(times.forward_ms)
+    if times.input_ms:
+        return forward, np.array(times.input_ms), np.array(times.weight_ms), []
+    share = _input_shares(symbols, model)
+    whose = f"as the layers of {model.model} do" if model else "half and half (an embedding all W), as linear layers do"
+    notes = [f"I and W were not timed apart: B is split by the analytic ratio, {whose}"]
+    if times.backward_ms:
+        backward = np.array(times.backward_ms)
+    else:
+        ratio = _backward_ratios(model, len(symbols))
+        if times.total_ms:
+            forward = np.array(times.total_ms) / (1.0 + ratio)
+            notes.insert(0, "the line is taken as F and B together: F is split off by the analytic ratio")
+        else:
+            notes.insert(0, "only F is known: B follows from it by the analytic ratio")
+        notes[0] += f", that of {model.model}" if model else " of linear layers (B is twice F)"
+        backward = forward * ratio
+    return forward, backward * share, backward * (1.0 - share), notes
+
+
+def _input_shares(symbols: str, model: CostTable | None) -> Array:
+    """I over I and W, per layer."""
+    if model is None:
+        return np.array([0.0 if symbol == "E" else 0.5 for symbol in symbols])
+    whole = model.input_ms + model.weight_ms
+    return np.divide(model.input_ms, whole, out=np.full_like(whole, 0.5), where=whole > 0)
+
+
+def _backward_ratios(model: CostTable | None, count: int) -> Array:
+    if model is None:
+        return np.full(count, 2.0)
+    whole = model.input_ms + model.weight_ms
+    return np.divide(whole, model.forward_ms, out=np.full_like(whole, 2.0), where=model.forward_ms > 0)
+
+
+def _symbols(names: Sequence[str]) -> str:
+    """A letter per layer, by its name: E and L at the ends, what the middle ones are called in between."""
+    out = []
+    for k, name in enumerate(names):
+        low = name.lower()
+        if k == 0 and any(word in low for word in ("embed", "wte", "tok")):
+            out.append("E")
+        elif k == len(names) - 1 and any(word in low for word in ("head", "loss", "output", "logits")):
+            out.append("L")
+        else:
+            out.append(next((symbol for word, symbol in _SYMBOLS if word in low), "T"))
+    return "".join(out)

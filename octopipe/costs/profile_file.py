@@ -1,0 +1,209 @@
+"""Profiles: what was measured on real devices, as a file and as costs.
+
+Knows: the format `octopipe.profile/1`, a layer-times file (`layer_times.py`) whose tables hold one number per
+layer, with measured links, rank speeds and times with fewer neighbours beside them. Does not know: how anything is
+measured (`runtime/profiler.py`).
+
+    {"format": "octopipe.profile/1", "model": "tiny", "pattern": "EL",
+     "forward_ms": [0.1, 2.0], "backward_ms": [0.0, 2.1], "weight_ms": [0.1, 1.0],
+     "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
+     "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
+     "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97, "about": {...}}
+
+Times are those of a rank while all ranks work. Every key from `partial` on is optional.
+
+>>> file = {"pattern": "EL", "forward_ms": [1, 2], "backward_ms": [0, 2], "weight_ms": [1, 1]}
+>>> links = [{"source": 0, "destination": 1, "latency_ms": 0.5, "gb_per_s": 1.0}]
+>>> profile_from_object({**file, "links": links}, name="tiny").costs.network.transfer_ms(0, 1, 1e6)
+1.5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief, check_format, kind_of, read_json_object, shown, stem_of, write_whole
+from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
+from octopipe.costs.cluster.hardware import GIB, Link, Network
+from octopipe.costs.layer_times import BYTES, TIMES, costs_of_layer_times
+from octopipe.costs.table import CostTable
+
+FORMAT = "octopipe.profile/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measured costs of a model on the ranks of one machine or cluster."""
+
+    costs: CostTable
+    """Times while all ranks work."""
+    partial: Mapping[int, CostTable] = field(default_factory=dict)
+    """The same costs with the times of a rank when only so many ranks work; empty where ranks share nothing."""
+    op_overhead_ms: float = 0.0
+    """What running one op costs beside its layers' own times."""
+    fused_factor: float = 1.0
+    """Time of B over I and W run one by one."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Device, date, spread of the times: for people."""
+
+    def with_costs(self, costs: CostTable) -> Profile:
+        """The same profile around other costs (a memory limit added, say)."""
+        partial = {
+            level: costs.replace(**{name: getattr(table, name) for name in TIMES.values()})
+            for level, table in self.partial.items()
+        }
+        return replace(self, costs=costs, partial=partial)
+
+    def to_json(self) -> bytes:
+        c = self.costs
+        out: dict[str, Any] = {"format": FORMAT, "model": c.model, "pattern": c.symbols}
+        if c.tokens_per_micro_batch is not None:
+            out["tokens"] = c.tokens_per_micro_batch
+        out |= {key: getattr(c, name).tolist() for key, name in TIMES.items()}
+        if self.partial:
+            out["partial"] = {
+                str(level): {key: getattr(table, name).tolist() for key, name in TIMES.items()}
+                for level, table in sorted(self.partial.items())
+            }
+        out |= {key: (getattr(c, name) / GIB).tolist() for key, name in BYTES.items()}
+        out["optimizer_ms"] = c.optimizer_ms.tolist()
+        if c.tied_bytes:
+            out["tied_gib"] = c.tied_bytes / GIB
+        out["links"] = [
+            {
+                "source": a,
+                "destination": b,
+                "latency_ms": link.latency_ms,
+                "gb_per_s": 1e-6 / link.ms_per_byte if link.ms_per_byte > 0 else None,
+            }
+            for (a, b), link in sorted(c.network.pairs.items())
+        ]
+        out["rank_slowdown"] = list(c.rank_slowdown)
+        if c.rank_memory_bytes:
+            out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]
+        out["op_overhead_ms"] = self.op_overhead_ms
+        out["fused_factor"] = self.fused_factor
+        out["about"] = dict(self.about)
+        return msgspec.json.format(msgspec.json.encode(out), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file in one step."""
+        write_whole(path, self.to_json())
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile; a plain layer-times file and another tool's recording are taken too."""
+    from octopipe.costs.foreign_times import load_foreign_profile  # which makes profiles
+
+    recorded = load_foreign_profile(path)
+    if recorded is not None:
+        return recorded
+    return profile_from_object(read_json_object(path), name=stem_of(path), where=shown(path))
+
+
+def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "profile") -> Profile:
+    """The profile in an already decoded JSON object; `where` opens every error line."""
+    tag = file.get("format")
+    if isinstance(tag, str) and tag.startswith("octopipe.profile"):
+        check_format(tag, FORMAT, where)
+    model = file.get("model")
+    costs = costs_of_layer_times(file, name=model if isinstance(model, str) and model else name, where=where)
+    if file.get("optimizer_ms") is not None:
+        costs = costs.replace(optimizer_ms=_numbers(file["optimizer_ms"], f'{where}: "optimizer_ms"', costs.num_layers))
+    if file.get("tied_gib"):
+        costs = costs.replace(tied_bytes=GIB * _numbers([file["tied_gib"]], f'{where}: "tied_gib"')[0])
+    pairs = _links(file.get("links"), where)
+    if pairs:
+        worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))
+        costs = costs.replace(network=Network(intra=worst, inter=worst, pairs=pairs))
+    slow = file.get("rank_slowdown")
+    if slow is not None and slow != []:
+        costs = costs.replace(rank_slowdown=tuple(_ranks(slow, f'{where}: "rank_slowdown"', most=MAX_RATIO)))
+    memory = file.get("memory_gib")
+    if memory is not None and memory != []:
+        sizes = _ranks(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"')
+        costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
+    partial = _partial(file.get("partial"), costs, where)
+    overhead, fused = file.get("op_overhead_ms"), file.get("fused_factor")
+    overhead_ms = _numbers([0.0 if overhead is None else overhead], f'{where}: "op_overhead_ms"')[0]
+    factor = _numbers([1.0 if fused is None else fused], f'{where}: "fused_factor"', positive=True, most=MAX_RATIO)[0]
+    about = file.get("about")
+    return Profile(
+        costs=costs,
+        partial=partial,
+        op_overhead_ms=overhead_ms,
+        fused_factor=factor,
+        about=about if isinstance(about, dict) else {},
+    )
+
+
+def _partial(value: object, costs: CostTable, where: str) -> dict[int, CostTable]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise OctoPipeError(f'{where}: "partial" is a JSON {kind_of(value)}; give an object')
+    out: dict[int, CostTable] = {}
+    for level, tables in value.items():
+        what = f'{where}: "partial" of {brief(level)}'
+        number = int(level) if str(level).isascii() and str(level).isdigit() and len(str(level)) <= 6 else 0
+        if not 1 <= number <= MAX_RANKS or number in out or not isinstance(tables, dict):
+            raise OctoPipeError(f"{what}: give a number of ranks (1 to {MAX_RANKS}), once, and an object of times")
+        times = {name: _numbers(tables.get(key), f'{what}: "{key}"', costs.num_layers) for key, name in TIMES.items()}
+        out[number] = costs.replace(**times)
+    return out
+
+
+def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
+    if value is None:
+        return {}
+    if not isinstance(value, list):
+        raise OctoPipeError(f'{where}: "links" is a JSON {kind_of(value)}; give a list of objects')
+    too_many = over("links", len(value), MAX_LINKS)
+    if too_many:
+        raise OctoPipeError(f"{where}: {too_many[0]}")
+    pairs: dict[tuple[int, int], Link] = {}
+    for i, entry in enumerate(value):
+        what = f'{where}: "links" entry {i}'
+        if not isinstance(entry, dict):
+            raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
+        ends: list[Any] = [entry.get("source"), entry.get("destination")]
+        if any(isinstance(e, bool) or not isinstance(e, int) or not 0 <= e < MAX_RANKS for e in ends):
+            raise OctoPipeError(f"{what} has source {brief(ends[0])} and destination {brief(ends[1])}; give ranks")
+        if (ends[0], ends[1]) in pairs:
+            raise OctoPipeError(f"{what}: the link from {ends[0]} to {ends[1]} was given before; keep one of the two")
+        latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]
+        speed = entry.get("gb_per_s")
+        rate = 0.0
+        if speed is not None:
+            rate = 1e-6 / _numbers([speed], f"{what}: gb_per_s", positive=True)[0]
+        pairs[ends[0], ends[1]] = Link(latency_ms=latency, ms_per_byte=rate)
+    return pairs
+
+
+def _ranks(value: object, what: str, *, most: float = MAX_TIME_MS) -> list[float]:
+    """Numbers > 0, one per rank."""
+    if isinstance(value, list) and len(value) > MAX_RANKS:
+        raise OctoPipeError(f"{what}: {over('ranks', len(value), MAX_RANKS)[0]}")
+    return _numbers(value, what, positive=True, most=most)
+
+
+def _numbers(
+    value: object, what: str, count: int | None = None, *, positive: bool = False, most: float = MAX_TIME_MS
+) -> list[float]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise OctoPipeError(f"{what} is a JSON {kind_of(value)}; give a list of numbers")
+    if count is not None and len(value) != count:
+        raise OctoPipeError(f"{what} has {len(value)} numbers for {count} layers; give one per layer")
+    out = []
+    for item in value:
+        number, least = finite(item), 1 / most if positive else 0.0
+        if number is None or not least <= number <= most:
+            raise OctoPipeError(f"{what} holds {brief(item)}; give finite numbers from {least:g} to {most:g}")
+        out.append(number)
+    return out

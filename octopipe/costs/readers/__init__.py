@@ -1,0 +1,1 @@
+"""Other tools' recordings of layer times, read: torch.profiler, Nsight Systems, CSV."""

@@ -1,0 +1,338 @@
+"""From whatever a user names as MODEL to a CostTable.
+
+Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder), another tool's
+recording of layer times or a file whose "format" key says what it is; and the numbers that go with it. Does not know:
+how each of them is read (their own modules) or priced (`analytic.py`).
+
+>>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
+34
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief, letters, read_json_object, shown, stem_of
+from octopipe.base.limits import MAX_TIME_MS, finite
+from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, nodes_from_object, ranks_on, read_cluster
+from octopipe.costs.cluster.hardware import GIB, Network
+from octopipe.costs.cluster.hardware import gpu as gpu_preset
+from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup, default_reserve_gib
+from octopipe.costs.foreign_times import foreign_costs
+from octopipe.costs.layer_times import costs_of_layer_times
+from octopipe.costs.profile_file import profile_from_object
+from octopipe.costs.table import CostTable
+from octopipe.models.lengths import Batch
+from octopipe.models.readers.hf_config import from_config
+from octopipe.models.spec import ModelSpec
+from octopipe.models.zoo import PRESETS, names, preset, suggestion
+
+DEFAULT_GPU = "h800"
+Reader = Callable[[Mapping[str, object], str, str], CostTable]
+
+
+def _layer_times(file: Mapping[str, object], name: str, where: str) -> CostTable:
+    return costs_of_layer_times(file, name=name, where=where)
+
+
+def _profile(file: Mapping[str, object], name: str, where: str) -> CostTable:
+    return profile_from_object(file, name=name, where=where).costs
+
+
+FORMATS: Mapping[str, Reader] = MappingProxyType({"octopipe.layer-times": _layer_times, "octopipe.profile": _profile})
+"""The "format" key of a file, without its `/version`, and what reads it. A profile is a layer-times file with
+more keys beside."""
+
+
+def resolve_spec(model: str | Path | ModelSpec) -> ModelSpec | None:
+    """The layers behind MODEL, or None where only times are known (a layer-times file)."""
+    found = _find(model)
+    return found if isinstance(found, ModelSpec) else None
+
+
+def resolve_measured(model: str | Path | ModelSpec) -> CostTable | None:
+    """The times behind MODEL where it is a file of times, None where it has layers to price."""
+    found = _find(model)
+    return found if isinstance(found, CostTable) else None
+
+
+def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
+    """The spec of a preset or config, or the costs of a file of times."""
+    if isinstance(model, ModelSpec):
+        return model
+    name = str(model)
+    if name != letters(name):
+        raise OctoPipeError(f"{shown(name)}: the file's name is not UTF-8; rename it, so that plans can name it")
+    if name in PRESETS:
+        return preset(name)
+    path = Path(name)
+    try:
+        if path.is_dir() and (path / "config.json").exists():
+            path = path / "config.json"
+        is_path = os.path.lexists(path) or os.sep in name or name.endswith(".json")
+    except (OSError, ValueError):
+        is_path = True  # read_json_object says what is wrong with it
+    if not name or not is_path:
+        shown_name = shown(name[:80])
+        raise OctoPipeError(
+            f"unknown model {shown_name!r}{suggestion(name[:80], names())}; give a preset (`octopipe models` "
+            "lists them), a layer-times file or a Hugging Face config.json"
+        )
+    recorded = foreign_costs(path)
+    if recorded is not None:
+        return recorded
+    file, where = read_json_object(path), shown(path)
+    tag = file.get("format")
+    if isinstance(tag, str):
+        reader = FORMATS.get(tag.split("/")[0])
+        if reader is None:
+            known = ", ".join(sorted(FORMATS))
+            raise OctoPipeError(f"{where}: format {tag[:60]!r} is no model; give a file of format {known}, or a preset")
+        return reader(file, stem_of(path), where)
+    if "pattern" in file or "forward_ms" in file:
+        return _layer_times(file, stem_of(path), where)
+    if "model_type" in file or "architectures" in file or "hidden_size" in file or "text_config" in file:
+        return from_config(
+            file, name=letters(path.parent.name) if path.name == "config.json" else stem_of(path), where=where
+        )
+    raise OctoPipeError(
+        f'{where}: neither a layer-times file ("pattern", "forward_ms", ...) nor a Hugging Face config '
+        '("model_type", ...); check the file'
+    )
+
+
+def tensor_parallel(spec: ModelSpec, setup: Setup) -> int:
+    """The smallest power of two at which weights, gradients and optimizer state of an even share of the model
+    take at most half of a GPU, never above a node or beyond what divides the heads."""
+    best, cluster = 1, setup.cluster()
+    for tp in (1, 2, 4, 8, 16, 32, 64):
+        sizes = (getattr(p, n, None) for x in spec for p in x.parts for n in ("heads", "value_heads", "ffn"))
+        if cluster.node_size % tp or any(isinstance(size, int) and size % tp for size in sizes):
+            break
+        best = tp
+        if spec.training_parameters * 18 / (tp * setup.pp) <= setup.gpu_memory_gib * GIB / 2:
+            break
+    return best
+
+
+def _memory(memory_gib: float | Sequence[float] | None, pp: int) -> tuple[float, ...]:
+    if memory_gib is None:
+        return ()
+    values = (memory_gib,) if isinstance(memory_gib, int | float) else tuple(memory_gib)
+    if len(values) not in (1, pp):
+        raise OctoPipeError(f"memory_gib has {len(values)} entries for {pp} ranks; give one, or one per rank")
+    return tuple(_positive("memory_gib", value) for value in values)
+
+
+def _positive(name: str, value: object, *, zero: bool = False) -> float:
+    number = finite(value)
+    if number is None or not 0 <= number <= MAX_TIME_MS or (number == 0 and not zero):
+        sign = ">= 0" if zero else "> 0"
+        raise OctoPipeError(f"{name} is {brief(value)}; give a finite number {sign}, at most {MAX_TIME_MS:g}")
+    return number
+
+
+def resolve_costs(
+    model: str | Path | ModelSpec,
+    *,
+    pp: int,
+    gpu: str | None = None,
+    tp: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    seq: int | None = None,
+    micro_batch_size: int = 1,
+    micro_batches: int | None = None,
+    zero: int = 1,
+    precision: str = "bf16",
+    gradients: str | None = None,
+    recompute: str = "none",
+    recompute_layers: int | None = None,
+    sequence_parallel: bool = True,
+    vocab_parallel: bool = False,
+    reserve_gib: float | None = None,
+    p2p_ms: float | None = None,
+    memory_gib: float | Sequence[float] | None = None,
+    rank_speed: Sequence[float] = (),
+    gpus_per_node: int | None = None,
+    nodes: str | Path | Nodes | Sequence[Mapping[str, object]] | None = None,
+    distributed_optimizer: bool | None = None,
+    micro_batch_tokens: Sequence[int] | None = None,
+    micro_batch_lengths: Sequence[Sequence[int]] | None = None,
+    packed: bool = False,
+    tokens_per_pipeline: int | None = None,
+) -> CostTable:
+    """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
+
+    `gpu` left out: an h800. `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times,
+    whose times already hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every
+    transfer cost that much. `memory_gib` left out: the GPU's less a reserve (see `setup.py`), or no limit for a file
+    of times. `nodes` is a cluster file, or what is in one. `distributed_optimizer` is an older word for `zero`.
+    `micro_batch_lengths` holds the lengths of every micro-batch's sequences, padded to the longest or `packed`; where
+    other pipelines have fewer, `tokens_per_pipeline` is what they all have on average, for tokens per second.
+    """
+    whole = {"seq": seq, "pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
+    for name, value in whole.items():
+        optional = value is None and name in ("seq", "tp")
+        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise OctoPipeError(f"{name} is {brief(value)}; give a whole number >= 1")
+    if p2p_ms is not None:
+        _positive("p2p_ms", p2p_ms, zero=True)
+    memory = _memory(memory_gib, pp)
+    groups = _nodes(nodes)
+    if groups and (gpu is not None or rank_speed or memory or gpus_per_node is not None):
+        raise OctoPipeError("the cluster file says which GPUs there are; leave gpu, speeds and memory_gib out")
+    found = _find(model)
+    if found.num_layers < pp:
+        raise OctoPipeError(
+            f"pp {pp} is more than the {found.num_layers} layers of {shown(str(model)[:80])}; "
+            f"give at most {found.num_layers}"
+        )
+    named = gpu_preset(gpu or DEFAULT_GPU)
+    if groups:
+        named = max((gpu_preset(name) for name, _, _ in groups), key=lambda g: g.bf16_tflops * g.clock)
+    setup = Setup(
+        gpu=named,
+        tp=tp or 1,
+        cp=cp,
+        ep=ep,
+        pp=pp,
+        dp=dp,
+        micro_batch_size=micro_batch_size,
+        micro_batches=micro_batches,
+        seq=seq,
+        zero=zero if distributed_optimizer is None else int(distributed_optimizer),
+        precision=precision,  # type: ignore[arg-type]
+        gradients=gradients,  # type: ignore[arg-type]
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_layers=recompute_layers,
+        sequence_parallel=sequence_parallel,
+        vocab_parallel=vocab_parallel,
+        reserve_gib=reserve_gib,
+        memory_gib=memory,
+        speeds=tuple(rank_speed),
+        p2p_ms=p2p_ms,
+        gpus_per_node=gpus_per_node,
+        nodes=groups,
+    )
+    batch = None
+    if micro_batch_lengths is not None:
+        batch = Batch(groups=tuple(tuple(group) for group in micro_batch_lengths), packed=packed)
+        setup = _with_batch(setup, batch)
+    if isinstance(found, ModelSpec):
+        setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
+        if tp is None:
+            setup = replace(setup, tp=tensor_parallel(found, setup))
+        table = costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
+        if batch is None or tokens_per_pipeline is None:
+            return table
+        share = _positive("tokens_per_pipeline", tokens_per_pipeline) / batch.tokens
+        return table.replace(
+            tokens_per_micro_batch=max(1, round(tokens_per_pipeline / len(batch.groups))),
+            model_flops=None if table.model_flops is None else share * table.model_flops,
+        )
+    if batch is not None:
+        raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
+    return _measured(found, setup, gpu_given=gpu is not None or bool(groups), lengths=micro_batch_tokens)
+
+
+def _with_batch(setup: Setup, batch: Batch) -> Setup:
+    """The set-up of sequences of different length: the micro-batch of most tokens is what prices are relative to."""
+    if setup.micro_batch_size != 1:
+        raise OctoPipeError("micro_batch_lengths says what is in every micro-batch; leave micro_batch_size out")
+    largest = max(batch.groups, key=batch.tokens_of)
+    seq, size = (sum(largest), 1) if batch.packed else (max(largest), len(largest))
+    seq = -(-seq // (2 * setup.cp)) * 2 * setup.cp if setup.cp > 1 else seq
+    if setup.micro_batches not in (None, len(batch.groups)):
+        raise OctoPipeError(
+            f"lengths of {len(batch.groups)} micro-batches for {setup.micro_batches} micro-batches; give one group each"
+        )
+    return replace(
+        setup,
+        seq=seq,
+        micro_batch_size=size,
+        micro_batches=len(batch.groups),
+        samples=batch.samples,
+        batch=batch.words(),
+    )
+
+
+def costs_of_setup(
+    spec: ModelSpec, setup: Setup, *, micro_batch_tokens: Sequence[int] | None = None, batch: Batch | None = None
+) -> CostTable:
+    """The costs of a model under a set-up, unequal nodes and a fixed transfer time included."""
+    table = setup_costs(spec, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
+    if setup.nodes:
+        ranks = ranks_on(setup.nodes, setup.pp, setup.tp * setup.cp * setup.dp)
+        whole = {
+            kind.name: float(setup_costs(spec, replace(setup, gpu=kind, nodes=())).layer_ms.sum())
+            for kind in {rank.gpu for rank in ranks}
+        }
+        reference = float(table.layer_ms.sum())
+        table = table.replace(
+            network=network_of(ranks),
+            rank_slowdown=tuple(whole[rank.gpu.name] / reference for rank in ranks),
+            rank_memory_bytes=memory_bytes(ranks, setup.reserve_gib, default_reserve_gib),
+        )
+    return table if setup.p2p_ms is None else table.replace(network=Network.constant(setup.p2p_ms))
+
+
+def _nodes(nodes: object) -> Nodes:
+    if nodes is None or nodes == ():
+        return ()
+    if isinstance(nodes, str | Path):
+        return read_cluster(nodes)
+    if isinstance(nodes, Sequence) and nodes and isinstance(nodes[0], Mapping):
+        return nodes_from_object({"nodes": list(nodes)})
+    return tuple(nodes)  # type: ignore[arg-type]
+
+
+def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, lengths: Sequence[int] | None) -> CostTable:
+    """A file's times with the run's numbers around them."""
+    if lengths is not None:
+        raise OctoPipeError(
+            f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times knows one length"
+        )
+    cluster = setup.cluster()
+    tokens = table.tokens_per_micro_batch
+    if tokens is None and setup.seq is not None:
+        tokens = setup.seq * setup.micro_batch_size
+    # Without boundary sizes nothing is known about transfers: they cost nothing unless p2p_ms says so.
+    # A profile brings its own measured links and rank speeds.
+    network = cluster.network() if table.boundary_bytes.any() else Network.constant(0.0)
+    if table.network.pairs:
+        network = table.network
+    if setup.p2p_ms is not None:
+        network = Network.constant(setup.p2p_ms)
+    # What the file holds was measured with whatever tp, precision and length it was: the set-up names none of them.
+    known = Setup(
+        tp=setup.tp,
+        pp=setup.pp,
+        dp=setup.dp,
+        micro_batches=setup.micro_batches,
+        seq=tokens,
+        memory_gib=setup.memory_gib,
+        speeds=setup.speeds,
+        reserve_gib=setup.reserve_gib if setup.memory_gib else None,
+        p2p_ms=setup.p2p_ms,
+    )
+    limits = known.rank_memory_bytes() if setup.memory_gib else table.rank_memory_bytes
+    if setup.reserve_gib and limits and not setup.memory_gib:
+        limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)
+    return table.replace(
+        network=network,
+        rank_slowdown=cluster.rank_slowdown() or table.rank_slowdown,
+        rank_memory_bytes=limits,
+        tokens_per_micro_batch=tokens,
+        gpus_per_rank=setup.tp,
+        data_parallel=setup.dp,
+        reduction=cluster.inter_link if setup.dp > 1 and gpu_given else table.reduction,
+        setup=known,
+    )

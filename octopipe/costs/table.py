@@ -1,0 +1,270 @@
+"""CostTable: what every layer costs in time and memory, and what moving a tensor costs.
+
+Knows: per-layer F / I / W / R times, bytes held until I and until W, static bytes, boundary tensors, links,
+per-rank speed and per-micro-batch size. Does not know: plans; it answers questions about layer ranges.
+
+The table is the only thing the planner, the simulator, the systems and the tuner know of a model.
+
+>>> table = CostTable.uniform(num_layers=4, forward_ms=1.0, input_ms=1.0, weight_ms=1.0)
+>>> table.range_ms("F", 0, 4), table.range_ms("B", 0, 2)
+(4.0, 4.0)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.base.display import one_line
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.cluster.setup import Setup
+
+Array = NDArray[np.float64]
+PER_LAYER = (
+    "forward_ms",
+    "input_ms",
+    "weight_ms",
+    "activation_bytes",
+    "stash_bytes",
+    "static_bytes",
+    "gradient_bytes",
+    "boundary_bytes",
+    "workspace_bytes",
+    "optimizer_ms",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CostTable:
+    """Costs of one micro-batch on one rank of speed 1; every array has one entry per layer.
+
+    Arrays left out count as zero. `micro_batch_factor` multiplies the times and the activation and boundary
+    bytes of micro-batch m (shape [M], or [M, layers] where layer kinds scale differently).
+    """
+
+    model: str
+    symbols: str
+    """One character per layer, embedding and head included: `EM-M*-L`."""
+    forward_ms: Array
+    input_ms: Array
+    """I: the input-gradient half of the backward pass."""
+    weight_ms: Array
+    """W: the weight-gradient half."""
+    activation_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    """Held from F until I."""
+    stash_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    """The part of activation_bytes that is still held from I until W."""
+    static_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    """Weights, gradients and optimizer state."""
+    gradient_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    """What a data-parallel or replica reduction moves."""
+    boundary_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    """The layer's output tensor: what a transfer after it moves, and what recomputation keeps."""
+    workspace_bytes: Array = field(default_factory=lambda: np.zeros(0))
+    """Extra bytes while one of the layer's ops runs."""
+    optimizer_ms: Array = field(default_factory=lambda: np.zeros(0))
+    """Time of the layer's optimizer update, once per step."""
+    tied_bytes: float = 0.0
+    """Static bytes that the first and the last layer have in common (a head tied to the embedding): both count them,
+    and a rank that holds both layers has them once."""
+    network: Network = field(default_factory=lambda: Network.constant(0.0))
+    rank_slowdown: tuple[float, ...] = ()
+    """Compute-time factor per rank; empty means 1 everywhere, 2.0 is a rank of half the speed."""
+    rank_memory_bytes: tuple[float, ...] = ()
+    """Capacity per rank; empty means unlimited; one entry means the same for all."""
+    micro_batch_factor: Array | None = None
+    tokens_per_micro_batch: int | None = None
+    data_parallel: int = 1
+    """Pipelines that train side by side and reduce their gradients at the end of a step."""
+    reduction: Link = field(default_factory=Link)
+    """The link over which that reduction runs."""
+    gpus_per_rank: float = 1
+    """GPUs behind one pipeline rank (tp * cp; their mean where stages differ), for tokens per GPU per second."""
+    model_flops: float | None = None
+    """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
+    setup: Setup | None = None
+    """What these costs are for; None where nobody said."""
+
+    def __post_init__(self) -> None:
+        layers = len(self.symbols)
+        if layers == 0:
+            raise OctoPipeError(f"{self.model}: the model has no layers; give at least one")
+        for name in PER_LAYER:
+            values = np.ascontiguousarray(getattr(self, name), dtype=np.float64)
+            if values.size == 0:
+                values = np.zeros(layers)
+            if values.shape != (layers,):
+                raise OctoPipeError(f"{self.model}: {name} has {values.size} entries for {layers} layers")
+            most = MAX_TIME_MS if name.endswith("_ms") else MAX_BYTES
+            bad = np.flatnonzero(~((values >= 0) & (values <= most)))
+            if bad.size:
+                i = int(bad[0])
+                raise OctoPipeError(
+                    f"{self.model}: {name} of layer {i} ({self.symbols[i]}) is {values[i]}; give a finite number >= 0"
+                    f" and at most {most:g}"
+                )
+            values.setflags(write=False)
+            object.__setattr__(self, name, values)
+        if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
+            raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
+        larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
+        if larger.size:
+            i = int(larger[0])
+            raise OctoPipeError(
+                f"{self.model}: layer {i} ({self.symbols[i]}) stashes more than its activation; stash is a part of it"
+            )
+        for name in ("tokens_per_micro_batch", "data_parallel", "gpus_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 1 <= (finite(value) or 0) <= MAX_SIZE):
+                raise OctoPipeError(f"{self.model}: {name} is {brief(value)}; give a whole number >= 1")
+        if self.model_flops is not None and not (-1.0 if finite(self.model_flops) is None else self.model_flops) >= 0:
+            raise OctoPipeError(f"{self.model}: model_flops is {brief(self.model_flops)}; give a finite number >= 0")
+        for name, most in (("rank_slowdown", MAX_RATIO), ("rank_memory_bytes", MAX_BYTES)):
+            if any(not 0 < (finite(v) or 0.0) <= most for v in getattr(self, name)):
+                raise OctoPipeError(
+                    f"{self.model}: {name} {brief(getattr(self, name))}: give finite numbers > 0 and at most {most:g}"
+                )
+        if self.micro_batch_factor is not None:
+            factor = np.asarray(self.micro_batch_factor, dtype=np.float64)
+            too_many = over("micro-batches x layers", len(factor) * layers, MAX_FACTOR_CELLS) if factor.ndim else []
+            if too_many:
+                raise OctoPipeError(f"{self.model}: {too_many[0]}")
+            if factor.ndim == 1:
+                factor = np.repeat(factor[:, None], layers, axis=1)
+            if factor.ndim != 2 or factor.shape[1] != layers:
+                raise OctoPipeError(f"{self.model}: micro_batch_factor must be [M] or [M, {layers}]")
+            if not np.all((factor > 0) & (factor <= MAX_RATIO)):
+                raise OctoPipeError(f"{self.model}: micro_batch_factor needs finite numbers > 0 up to {MAX_RATIO:g}")
+            factor = np.ascontiguousarray(factor)
+            factor.setflags(write=False)
+            object.__setattr__(self, "micro_batch_factor", factor)
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        num_layers: int,
+        forward_ms: float = 1.0,
+        input_ms: float = 1.0,
+        weight_ms: float = 1.0,
+        activation_bytes: float = 0.0,
+        stash_bytes: float = 0.0,
+        p2p_ms: float = 0.0,
+        model: str = "uniform",
+    ) -> CostTable:
+        """Equal layers: the setting in which the published closed forms hold."""
+
+        def fill(value: float) -> Array:
+            return np.full(num_layers, float(value))
+
+        return cls(
+            model=model,
+            symbols="T" * num_layers,
+            forward_ms=fill(forward_ms),
+            input_ms=fill(input_ms),
+            weight_ms=fill(weight_ms),
+            activation_bytes=fill(activation_bytes),
+            stash_bytes=fill(stash_bytes),
+            network=Network.constant(p2p_ms),
+        )
+
+    def __repr__(self) -> str:
+        f, i, w = (float(getattr(self, name).sum()) for name in ("forward_ms", "input_ms", "weight_ms"))
+        limit = sorted({round(b / (1 << 30), 1) for b in self.rank_memory_bytes})
+        memory = f"{' to '.join(f'{g:g}' for g in (limit[0], limit[-1])[: len(limit)])} GiB a rank" if limit else ""
+        times = f"F {f:.4g} I {i:.4g} W {w:.4g} ms"
+        return one_line("CostTable", self.model, f"{self.num_layers} layers", times, memory)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.symbols)
+
+    @property
+    def layer_ms(self) -> Array:
+        """F + I + W of every layer."""
+        return self.forward_ms + self.input_ms + self.weight_ms
+
+    def slowdown(self, rank: int) -> float:
+        return self.rank_slowdown[rank] if self.rank_slowdown else 1.0
+
+    def capacity_bytes(self, rank: int) -> float:
+        """Memory of a rank; infinite where no limit was given."""
+        if not self.rank_memory_bytes:
+            return float("inf")
+        return self.rank_memory_bytes[0 if len(self.rank_memory_bytes) == 1 else rank]
+
+    def free_bytes(self, num_ranks: int) -> float:
+        """The most that all ranks have left beside every layer's static bytes, each layer held once."""
+        saved = num_ranks * self.tied_bytes
+        return sum(self.capacity_bytes(r) for r in range(num_ranks)) - float(self.static_bytes.sum()) + saved
+
+    def layer_times(self, kind: str) -> Array:
+        """Per-layer time of an op kind; B is I + W, R is a second forward."""
+        match kind:
+            case "F" | "R":
+                return self.forward_ms
+            case "I":
+                return self.input_ms
+            case "W":
+                return self.weight_ms
+            case "B":
+                return self.input_ms + self.weight_ms
+        raise OctoPipeError(f"unknown op kind {kind!r}; one of F, I, W, B, R")
+
+    def factor(self, micro_batch: int) -> Array | float:
+        """Size factor of a micro-batch, per layer."""
+        return 1.0 if self.micro_batch_factor is None else self.micro_batch_factor[micro_batch]
+
+    def range_ms(self, kind: str, first: int, stop: int, *, micro_batch: int | None = None) -> float:
+        """Time of one op over layers [first, stop) on a rank of speed 1."""
+        times = self.layer_times(kind)[first:stop]
+        if micro_batch is not None and self.micro_batch_factor is not None:
+            times = times * self.micro_batch_factor[micro_batch, first:stop]
+        return float(times.sum())
+
+    def replace(self, **changes: object) -> CostTable:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def with_memory_gib(self, gib: float | Sequence[float] | None) -> CostTable:
+        """A copy whose ranks have this capacity (one number for all, or one per rank)."""
+        if gib is None:
+            return self
+        values = [gib] if isinstance(gib, int | float) else list(gib)
+        return self.replace(rank_memory_bytes=tuple(float(v) * float(1 << 30) for v in values))
+
+    def throughput(self, num_ranks: int, num_micro_batches: int, step_ms: float) -> dict[str, float | None]:
+        """Tokens per GPU and second, model TFLOP/s per GPU and the share of the GPU's peak, where they are known."""
+        out: dict[str, float | None] = {
+            "tokens_per_gpu_per_second": None,
+            "model_tflops_per_gpu": None,
+            "mfu": None,
+        }
+        if step_ms <= 0:
+            return out
+        per_gpu_second = num_micro_batches / (num_ranks * self.gpus_per_rank) / (step_ms / 1e3)
+        if self.tokens_per_micro_batch is not None:
+            out["tokens_per_gpu_per_second"] = self.tokens_per_micro_batch * per_gpu_second
+        if self.model_flops is not None:
+            flops = self.model_flops * per_gpu_second
+            out["model_tflops_per_gpu"] = flops / 1e12
+            if self.setup is not None and self.setup.gpu is not None:
+                out["mfu"] = flops / (1e3 * self.setup.gpu.peak_flops_per_ms(self.setup.precision))
+        return out
+
+    def digest(self) -> str:
+        """Short hash of everything that changes a prediction; plans carry it as provenance."""
+        h = hashlib.sha256()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("setup", "model_flops") or (f.name == "tied_bytes" and not value):
+                continue
+            h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return h.hexdigest()[:16]

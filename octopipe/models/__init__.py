@@ -1,0 +1,1 @@
+"""Models as lists of layers: layer kinds, presets, sequence lengths."""

@@ -1,0 +1,165 @@
+"""Sequences of different length: read from a file, put into micro-batches.
+
+Knows: the file format; padding and packing in the file's order; which of several pipelines gets which micro-batches.
+Does not know: what a micro-batch costs (`analytic.py`), or DynaPipe's way of grouping (`batching.py`).
+
+A file holds the lengths of one step's sequences, in tokens: one whole number per line (empty lines and what follows a
+`#` do not count), or a JSON list of them.
+
+>>> padded_groups([5, 3, 8, 2], 2), packed_groups([5, 3, 8, 2], 8)
+(((5, 3), (8, 2)), ((5, 3), (8,), (2,)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
+from octopipe.base.files import brief, decode_json, kind_of, read_bytes, shown
+
+MAX_LENGTH = 1 << 24
+"""Tokens of one sequence."""
+Groups = tuple[tuple[int, ...], ...]
+"""Per micro-batch, the lengths of its sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One pipeline's micro-batches in a step."""
+
+    groups: Groups
+    packed: bool = False
+    """Sequences stand one after the other, each attending to itself alone; otherwise each is padded to the longest of
+    its micro-batch."""
+
+    def __post_init__(self) -> None:
+        for m, group in enumerate(self.groups):
+            for length in group:
+                _whole(length, f"micro-batch {m}")
+            if not group:
+                raise OctoPipeError(f"micro-batch {m} has no sequence; leave it out")
+        if not 1 <= len(self.groups) <= MAX_MICRO_BATCHES:
+            raise OctoPipeError(f"{len(self.groups)} micro-batches; give 1 to {MAX_MICRO_BATCHES}")
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.groups))
+
+    @property
+    def tokens(self) -> int:
+        """Without padding."""
+        return sum(map(sum, self.groups))
+
+    @property
+    def computed_tokens(self) -> int:
+        """With padding."""
+        return sum(map(self.tokens_of, self.groups))
+
+    def tokens_of(self, group: Sequence[int]) -> int:
+        return sum(group) if self.packed else len(group) * max(group)
+
+    def words(self) -> str:
+        every = [length for group in self.groups for length in group]
+        how = "packed" if self.packed else f"padded ({100 * (1 - self.tokens / self.computed_tokens):.0f} % padding)"
+        return f"{len(self.groups)} micro-batches of {len(every)} sequences, {min(every)} to {max(every)} tokens, {how}"
+
+
+def read_lengths(path: str | Path) -> tuple[int, ...]:
+    """The lengths in a file."""
+    data, where = read_bytes(path), shown(path)
+    values: Sequence[Any]
+    if data.lstrip()[:1] in (b"[", b"{"):
+        found = decode_json(data, where)
+        if not isinstance(found, list):
+            raise OctoPipeError(f"{where}: holds a JSON {kind_of(found)}; give a list of lengths, [512, 1024, 96]")
+        values = found
+    else:
+        try:
+            lines = data.decode().splitlines()
+        except UnicodeDecodeError:
+            raise OctoPipeError(f"{where}: is no text; give one length per line, or a JSON list") from None
+        values = []
+        for number, line in enumerate(lines, 1):
+            word = line.split("#", 1)[0].strip()
+            if not word:
+                continue
+            if not (word.isascii() and word.isdigit() and len(word) <= 12):
+                raise OctoPipeError(f"{where}, line {number}: {brief(word)} is no length; give a whole number")
+            values.append(int(word))
+    if not values:
+        raise OctoPipeError(f"{where}: holds no lengths; give one per line, or a JSON list")
+    if len(values) > MAX_MICRO_BATCHES:
+        raise OctoPipeError(f"{where}: {len(values)} lengths; at most {MAX_MICRO_BATCHES} make one step")
+    for i, value in enumerate(values):
+        _whole(value, f"{where}: length {i}")
+    return tuple(values)
+
+
+def _whole(value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_LENGTH:
+        raise OctoPipeError(f"{where} is {brief(value)}; give a whole number of tokens from 1 to {MAX_LENGTH}")
+
+
+def padded_groups(lengths: Sequence[int], size: int) -> Groups:
+    """`size` sequences after each other make a micro-batch."""
+    return tuple(tuple(lengths[i : i + size]) for i in range(0, len(lengths), size))
+
+
+def packed_groups(lengths: Sequence[int], capacity: int) -> Groups:
+    """Sequences after each other as long as they fit into `capacity` tokens."""
+    groups: list[list[int]] = []
+    room = 0
+    for i, length in enumerate(lengths):
+        if length > capacity:
+            raise OctoPipeError(f"sequence {i} has {length} tokens, more than the {capacity} of --seq; raise it")
+        if not groups or length > room:
+            groups.append([])
+            room = capacity
+        groups[-1].append(length)
+        room -= length
+    return tuple(map(tuple, groups))
+
+
+def dealt(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
+    """Micro-batches for every pipeline: the longest first, each to the one with least to do; the order is kept."""
+    if len(groups) < pipelines:
+        raise OctoPipeError(
+            f"{len(groups)} micro-batches for {pipelines} pipelines; give more sequences, smaller micro-batches or a "
+            "smaller --dp"
+        )
+    loads, mine = [0.0] * pipelines, [[] for _ in range(pipelines)]  # type: list[float], list[list[int]]
+    for m in sorted(range(len(groups)), key=lambda m: -work(groups[m])):
+        least = min(range(pipelines), key=lambda r: (loads[r], len(mine[r])))
+        loads[least] += work(groups[m])
+        mine[least].append(m)
+    heaviest_first = sorted(range(pipelines), key=lambda r: -loads[r])
+    return [tuple(groups[m] for m in sorted(mine[r])) for r in heaviest_first]
+
+
+def dealt_evenly(groups: Groups, pipelines: int, work: Callable[[tuple[int, ...]], float]) -> list[Groups]:
+    """As many micro-batches for every pipeline, so that one plan serves all: by size, to and fro."""
+    if len(groups) % pipelines:
+        raise OctoPipeError(
+            f"{len(groups)} micro-batches do not make {pipelines} equal pipelines; change --micro-batch-size or --dp"
+        )
+    mine: list[list[int]] = [[] for _ in range(pipelines)]
+    for place, m in enumerate(sorted(range(len(groups)), key=lambda m: -work(groups[m]))):
+        lap, at = divmod(place, pipelines)
+        mine[at if lap % 2 == 0 else pipelines - 1 - at].append(m)
+    return [tuple(groups[m] for m in sorted(numbers)) for numbers in mine]
+
+
+def sequence_numbers(lengths: Sequence[int], batches: Sequence[Groups]) -> list[list[list[int]]]:
+    """Which of a step's sequences stands where: [pipeline][micro-batch][place]. Of equal lengths the first comes first,
+    so that sequence i has length i of the file however the step is cut.
+
+    >>> sequence_numbers([5, 3, 5], [((3, 5), (5,))])
+    [[[1, 0], [2]]]
+    """
+    waiting: dict[int, list[int]] = {}
+    for i in range(len(lengths) - 1, -1, -1):
+        waiting.setdefault(lengths[i], []).append(i)
+    return [[[waiting[length].pop() for length in group] for group in groups] for groups in batches]

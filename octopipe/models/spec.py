@@ -1,0 +1,134 @@
+"""ModelSpec: a model as a list of layers, from embedding to head and loss.
+
+Knows: which layers there are, in what order, how many parameters that makes, and how to shrink it all for a
+small real run. Does not know: the layer kinds' insides (`layers.py`, `mixers.py`; both are re-exported here),
+time, memory, devices or torch.
+
+>>> block = Block(mixer=Attention(hidden=64, heads=4, kv_heads=2, head_dim=16), ffn=Mlp(hidden=64, ffn=128))
+>>> spec = ModelSpec(name="tiny", layers=(Embedding(hidden=64, vocab=256), block, Head(hidden=64, vocab=256)))
+>>> spec.pattern, spec.parameters
+('ETL', 69824)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.layers import GATED, Activation, Block, Embedding, Head, Layer, Mlp, Moe, Mtp, Norm
+from octopipe.models.mixers import (
+    Attention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LatentAttention,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+)
+
+__all__ = [
+    "GATED",
+    "Activation",
+    "Attention",
+    "Block",
+    "Embedding",
+    "GatedDeltaNet",
+    "Head",
+    "KimiDeltaAttention",
+    "LatentAttention",
+    "Layer",
+    "LightningAttention",
+    "Mamba1",
+    "Mamba2",
+    "Mlp",
+    "ModelSpec",
+    "Moe",
+    "Mtp",
+    "Norm",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as a sequence of layers: the embedding first, head and loss last."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    hidden: int = 0
+    """Width of the residual stream; taken from the embedding where it is left out."""
+    vocab: int = 0
+    """Likewise."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        layers = tuple(self.layers)
+        object.__setattr__(self, "layers", layers)
+        if len(layers) < 2 or not isinstance(layers[0], Embedding) or not isinstance(layers[-1], Head):
+            raise OctoPipeError(f"{self.name}: a model starts with an embedding and ends with a head")
+        object.__setattr__(self, "hidden", self.hidden or layers[0].hidden)
+        object.__setattr__(self, "vocab", self.vocab or layers[0].vocab)
+        for i, layer in enumerate(layers):
+            if layer.hidden != self.hidden:
+                raise OctoPipeError(
+                    f"{self.name}: layer {i} ({layer.symbol}) is {layer.hidden} wide, the model {self.hidden}"
+                )
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Embedding and head included."""
+        return len(self.layers)
+
+    @property
+    def pattern(self) -> str:
+        """One symbol per layer, embedding and head included."""
+        return "".join(layer.symbol for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """The published size: tied weights once, multi-token prediction modules left out."""
+        return sum(layer.parameters for layer in self.layers if not isinstance(layer, Mtp))
+
+    @property
+    def training_parameters(self) -> int:
+        """Everything that is trained: multi-token prediction modules too."""
+        return sum(layer.parameters for layer in self.layers)
+
+    def split(self) -> ModelSpec:
+        """The same model with mixer and feed-forward of every block as layers of their own."""
+        parts = [part for layer in self.layers for part in (layer.parts if isinstance(layer, Block) else (layer,))]
+        return replace(self, layers=tuple(parts))
+
+    def without_mtp(self) -> ModelSpec:
+        """The main model alone."""
+        kept: list[Layer] = [layer for layer in self.layers if not isinstance(layer, Mtp)]
+        assert isinstance(kept[-1], Head)
+        kept[-1] = replace(kept[-1], predictions=1)
+        return replace(self, layers=tuple(kept))
+
+    def scaled(self, factor: float, *, num_layers: int | None = None) -> ModelSpec:
+        """A narrow copy with the same pattern, for small real runs.
+
+        Widths, head counts, experts and vocabulary shrink by `factor` (head dimensions stay); `num_layers`
+        keeps only that many layers, embedding and head included, spread evenly over the original depth.
+        """
+        if not math.isfinite(factor) or not 0 < factor <= 1:
+            raise OctoPipeError(f"{self.name}: scale factor {factor}; give a number above 0 and at most 1")
+        inner = self.layers[1:-1]
+        if num_layers is not None:
+            keep = num_layers - 2
+            if not 0 <= keep <= len(inner):
+                raise OctoPipeError(f"{self.name}: {num_layers} layers asked for; give 2 to {self.num_layers}")
+            inner = tuple(inner[i * len(inner) // keep] for i in range(keep))
+        layers = tuple(layer.scaled(factor) for layer in (self.layers[0], *inner, self.layers[-1]))
+        first, last = layers[0], layers[-1]
+        assert isinstance(first, Embedding) and isinstance(last, Head)
+        if not any(isinstance(layer, Mtp) for layer in inner):
+            layers = (*layers[:-1], replace(last, predictions=1))
+        if first.multiplier != 1.0:
+            layers = (replace(first, multiplier=math.sqrt(first.hidden)), *layers[1:])
+        return replace(self, layers=layers, hidden=first.hidden, vocab=first.vocab)

@@ -1,0 +1,192 @@
+"""What the parts of a plan cost: op times, transfer bytes and times, bytes a stage holds.
+
+Knows: how layer costs add up over a stage, a rank's speed, a micro-batch's size, recomputation. Does not
+know: when anything happens. Lowering, simulation and the tuner all take their prices from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS, Plan, Stage, route_neighbours
+
+Array = NDArray[np.float64]
+Priced = TypeVar("Priced", Array, tuple[Array, Array], "StageMemory")
+
+
+class StageMemory(NamedTuple):
+    """Bytes per stage and micro-batch, each an array [stages, micro_batches]."""
+
+    kept: Array
+    """Held from F on when the stage recomputes."""
+    activation: Array
+    """Held from F (or R) until I."""
+    stash: Array
+    """The part of it held until W."""
+
+
+_KEPT: ContextVar[dict[str, tuple[tuple[Any, ...], Any]] | None] = ContextVar("kept prices", default=None)
+
+
+@contextlib.contextmanager
+def prices_kept() -> Iterator[None]:
+    """Meanwhile, stages that were priced last are not priced again: for a walk that changes nothing but orders.
+
+    What a price is for is compared by identity, so nothing that is priced may be changed in place within.
+    """
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTable], Priced]:
+    @functools.wraps(price)
+    def priced(plan: Plan, costs: CostTable) -> Priced:
+        kept = _KEPT.get()
+        if kept is None:
+            return price(plan, costs)
+        asked = (costs, plan.stages, plan.routes, plan.route_of_micro_batch, plan.num_micro_batches)
+        known = kept.get(price.__name__)
+        if known is None or any(a is not b for a, b in zip(known[0], asked, strict=True)):
+            found = price(plan, costs)
+            for array in found if isinstance(found, tuple) else (found,):
+                array.flags.writeable = False
+            known = kept[price.__name__] = asked, found
+        return cast(Priced, known[1])
+
+    return priced
+
+
+def match(plan: Plan, costs: CostTable) -> None:
+    """Raise unless the plan is about this model on these ranks."""
+    if plan.num_layers != costs.num_layers:
+        raise OctoPipeError(
+            f"the plan has {plan.num_layers} layers, {costs.model} has {costs.num_layers}; use the plan's own model"
+        )
+    if costs.rank_slowdown and len(costs.rank_slowdown) < plan.num_ranks:
+        raise OctoPipeError(f"{len(costs.rank_slowdown)} rank speeds for {plan.num_ranks} ranks; give one per rank")
+    if len(costs.rank_memory_bytes) > 1 and len(costs.rank_memory_bytes) < plan.num_ranks:
+        raise OctoPipeError(
+            f"{len(costs.rank_memory_bytes)} memory sizes for {plan.num_ranks} ranks; give one per rank"
+        )
+    factor = costs.micro_batch_factor
+    if factor is not None and factor.shape[0] < plan.num_micro_batches:
+        raise OctoPipeError(
+            f"sizes of {factor.shape[0]} micro-batches for {plan.num_micro_batches} micro-batches; give one each"
+        )
+
+
+def _per_micro_batch(plan: Plan, costs: CostTable, values: Array, select: list[NDArray[np.int64]]) -> Array:
+    """Sum of `values` over each stage's selected layers for every micro-batch: [stages, micro_batches]."""
+    out = np.empty((len(select), plan.num_micro_batches))
+    for s, layers in enumerate(select):
+        if costs.micro_batch_factor is None:
+            out[s] = values[layers].sum()
+        else:
+            out[s] = costs.micro_batch_factor[: plan.num_micro_batches, layers] @ values[layers]
+    return out
+
+
+def _layers(stage: Stage) -> NDArray[np.int64]:
+    return np.arange(stage.first, stage.stop)
+
+
+@_kept
+def stage_times(plan: Plan, costs: CostTable) -> Array:
+    """Time of every op: [kind, stage, micro_batch], with the speed of the stage's rank."""
+    whole = [_layers(s) for s in plan.stages]
+    again = [np.asarray(s.recomputed_layers, dtype=np.int64) for s in plan.stages]
+    slow = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None]
+    out = np.empty((len(KINDS), len(plan.stages), plan.num_micro_batches))
+    for code, kind in enumerate(KINDS):
+        out[code] = slow * _per_micro_batch(plan, costs, costs.layer_times(kind), again if kind == "R" else whole)
+    return out
+
+
+def op_durations(plan: Plan, costs: CostTable) -> Array:
+    """Time of every op, in the op table's numbering."""
+    t = plan.table()
+    return np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
+
+
+@_kept
+def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
+    """Bytes of each stage's output and of its input gradient: two arrays [stages, micro_batches]."""
+    last = [np.array([s.stop - 1]) for s in plan.stages]
+    before = [np.array([s.first - 1] if s.first > 0 else [], dtype=np.int64) for s in plan.stages]
+    return (
+        _per_micro_batch(plan, costs, costs.boundary_bytes, last),
+        _per_micro_batch(plan, costs, costs.boundary_bytes, before),
+    )
+
+
+@_kept
+def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
+    """Transfer time of each stage's output to the next stage's rank, and of its input gradient back.
+
+    Zero where the neighbour is on the same rank or there is none: two arrays [stages, micro_batches].
+    """
+    out_bytes, gradient_bytes = boundary_bytes(plan, costs)
+    before, after = route_neighbours(plan)
+    forward, gradient = np.zeros_like(out_bytes), np.zeros_like(out_bytes)
+    ranks = [s.rank for s in plan.stages]
+    route = np.asarray(plan.route_of_micro_batch)
+    for r in range(len(plan.routes)):
+        mine = np.flatnonzero(route == r)
+        for s in plan.routes[r]:
+            for neighbour, nbytes, out in ((after[r, s], out_bytes, forward), (before[r, s], gradient_bytes, gradient)):
+                if neighbour >= 0 and ranks[neighbour] != ranks[s]:
+                    link = costs.network.link(ranks[s], ranks[neighbour])
+                    out[s, mine] = link.latency_ms + nbytes[s, mine] * link.ms_per_byte
+    return forward, gradient
+
+
+@_kept
+def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
+    """Bytes every stage holds per micro-batch, with and without recomputation.
+
+    A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation.
+    """
+    whole = [_layers(s) for s in plan.stages]
+    activation = _per_micro_batch(plan, costs, costs.activation_bytes, whole)
+    stash = _per_micro_batch(plan, costs, costs.stash_bytes, whole)
+    kept = activation.copy()
+    for s, stage in enumerate(plan.stages):
+        again = set(stage.recomputed_layers)
+        if not again:
+            continue
+        stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
+        inputs = np.array([k - 1 for k in sorted(again) if k - 1 not in again and k > 0], dtype=np.int64)
+        kept[s] = (
+            _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
+            + _per_micro_batch(plan, costs, costs.boundary_bytes, [inputs])[0]
+        )
+    return StageMemory(np.minimum(kept, activation), activation, stash)
+
+
+def static_bytes(plan: Plan, costs: CostTable) -> Array:
+    """Weights, gradients and optimizer state per rank; a replicated stage counts on each of its ranks, what a tied head
+    shares with the embedding once on a rank that holds both."""
+    out = np.zeros(plan.num_ranks)
+    for stage in plan.stages:
+        out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum()
+    if costs.tied_bytes:
+        first, last = ({s.rank for s in plan.stages if k in range(s.first, s.stop)} for k in (0, plan.num_layers - 1))
+        out[list(first & last)] -= costs.tied_bytes
+    return out
+
+
+def workspace_bytes(plan: Plan, costs: CostTable) -> Array:
+    """Extra bytes while an op of the stage runs: the hungriest layer's."""
+    return np.array([costs.workspace_bytes[s.first : s.stop].max() for s in plan.stages])

@@ -1,0 +1,1 @@
+"""Other people's descriptions of plans, read: Megatron's texts, PyTorch's schedule CSVs."""

@@ -1,0 +1,70 @@
+"""The schedule CSVs of torch.distributed.pipelining and torchtitan, read as plain rows of ops.
+
+Knows: both formats. `compute_only`: a row per rank, cells `2F0`, `1I3`, `1W3`, `0B2`, `(0F1;3B0)OVERLAP_F_B`,
+empty cells for idle slots. `compute_comms`: the same with `0SEND_F2`, `1RECV_B0` and so on, and `0UNSHARD`,
+`0RESHARD`, `0REDUCE_GRAD` where FSDP is used. Does not know: torch, stages' layers, plans.
+
+>>> read_torch_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,(1F0;1B0)OVERLAP_F_B,1SEND_B0\\n")
+TorchSchedule(rows=(('0F0', '0B0'), ('1F0', '1B0')), communicates=True, overlaps=1)
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+
+_COMPUTE = re.compile(r"[0-9]{1,9}[FIWB][0-9]{1,9}")
+_TRANSFER = re.compile(r"[0-9]{1,9}(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]{1,9}")
+_SHARD = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchSchedule:
+    """The ops of every rank in order, as text; what else the file held, counted."""
+
+    rows: tuple[tuple[str, ...], ...]
+    communicates: bool
+    """Whether sends and receives were written out (they are derived anew where a plan is made)."""
+    overlaps: int
+    """Pairs that run as one OVERLAP_F_B; here they stand one after the other."""
+
+
+def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
+    """The compute ops of a schedule CSV; an unknown cell is an error that names rank and position."""
+    rows: list[tuple[str, ...]] = []
+    communicates, overlaps = False, 0
+    lines = list(csv.reader(text.splitlines()))
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    for rank, cells in enumerate(lines):
+        row: list[str] = []
+        for position, cell in enumerate(cells):
+            word = cell.strip()
+            if _COMPUTE.fullmatch(word):
+                row.append(word)
+            elif match := _OVERLAP.fullmatch(word):
+                parts = [part.strip() for part in match[1].split(";")]
+                if not all(_COMPUTE.fullmatch(part) for part in parts):
+                    raise _unknown(where, rank, position, word)
+                row += parts
+                overlaps += 1
+            elif _TRANSFER.fullmatch(word):
+                communicates = True
+            elif word and not _SHARD.fullmatch(word):
+                raise _unknown(where, rank, position, word)
+        rows.append(tuple(row))
+    if not any(rows):
+        raise OctoPipeError(f"{where}: no ops in it; a schedule has one line per rank with cells such as 2F0")
+    return TorchSchedule(rows=tuple(rows), communicates=communicates, overlaps=overlaps)
+
+
+def _unknown(where: str, rank: int, position: int, word: str) -> OctoPipeError:
+    return OctoPipeError(
+        f"{where}: line {rank + 1}, cell {position + 1}: {brief(word)} is no op of PyTorch's schedules; "
+        "write stage, kind and micro-batch: 2F0"
+    )

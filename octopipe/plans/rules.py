@@ -1,0 +1,201 @@
+"""What makes a plan wrong, a line for each thing that names op, rank and mend.
+
+Knows: stages, routes and orders that belong together. Does not know: files, costs, transfers.
+
+Sound plans are recognised by whole arrays, as searches check plans of 100,000 ops; only where something is wrong is it
+looked for op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from octopipe.base.graph import find_cycle
+from octopipe.base.limits import plan_too_large
+from octopipe.plans.plan import KINDS, B, F, I, Op, Plan, R, W, with_rank_order
+
+MAX_PROBLEMS = 20
+
+
+def problems(plan: Plan) -> list[str]:
+    """Everything wrong with the plan; empty when it can run."""
+    return _structure_problems(plan) or _op_problems(plan) or _order_problems(plan)
+
+
+def _structure_problems(plan: Plan) -> list[str]:
+    out = plan_too_large(plan)
+    if out:
+        return out
+    for name in ("num_layers", "num_ranks", "num_micro_batches"):
+        if getattr(plan, name) < 1:
+            out.append(f"{name} is {getattr(plan, name)}; it must be at least 1")
+    if not plan.stages:
+        out.append("there are no stages; give at least one")
+    if len(plan.orders) != plan.num_ranks:
+        out.append(f"orders has {len(plan.orders)} rows for {plan.num_ranks} ranks; give one row per rank")
+    for i, s in enumerate(plan.stages):
+        if not 0 <= s.first < s.stop <= plan.num_layers:
+            out.append(f"stage {i} has layers [{s.first}, {s.stop}); they must lie inside [0, {plan.num_layers})")
+        if not 0 <= s.rank < plan.num_ranks:
+            out.append(f"stage {i} is on rank {s.rank}; ranks go from 0 to {plan.num_ranks - 1}")
+        again = () if isinstance(s.recompute, bool) else s.recompute
+        if any(not s.first <= k < s.stop for k in again) or len(set(again)) != len(again):
+            out.append(f"stage {i} recomputes layers {list(again)[:8]}; name some of [{s.first}, {s.stop}) once")
+    if out:
+        return out[:MAX_PROBLEMS]
+    if len(plan.route_of_micro_batch) != plan.num_micro_batches:
+        out.append(
+            f"route_of_micro_batch has {len(plan.route_of_micro_batch)} entries for "
+            f"{plan.num_micro_batches} micro-batches; give one route per micro-batch"
+        )
+    for m, r in enumerate(plan.route_of_micro_batch):
+        if not 0 <= r < len(plan.routes):
+            out.append(f"micro-batch {m} takes route {r}; routes go from 0 to {len(plan.routes) - 1}")
+    used: set[int] = set()
+    for r, route in enumerate(plan.routes):
+        out += _route_problems(plan, r, route)
+        used.update(route)
+    for i in range(len(plan.stages)):
+        if i not in used:
+            out.append(f"stage {i} is on no route; add it to a route or remove it")
+    return out[:MAX_PROBLEMS]
+
+
+def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str]:
+    unknown = [s for s in route if not 0 <= s < len(plan.stages)]
+    if unknown:
+        return [f"route {number} names stage {unknown[0]}; stages go from 0 to {len(plan.stages) - 1}"]
+    if not route:
+        return [f"route {number} is empty; list its stages"]
+    reached = 0
+    for s in route:
+        if plan.stages[s].first != reached:
+            return [
+                f"route {number}: stage {s} starts at layer {plan.stages[s].first} but layer {reached} comes next; "
+                "stages of a route must cover the layers without gap or overlap"
+            ]
+        reached = plan.stages[s].stop
+    if reached != plan.num_layers:
+        return [f"route {number} ends at layer {reached} of {plan.num_layers}; add the missing layers"]
+    return []
+
+
+def _ops_are_right(plan: Plan) -> bool:
+    """Whether `_op_problems` has nothing to say, asked of whole arrays: plans of 100,000 ops are checked often."""
+    count = sum(map(len, plan.orders))
+    try:
+        columns = [np.fromiter((op[i] for order in plan.orders for op in order), np.int64, count) for i in (0, 2)]
+    except (OverflowError, TypeError, ValueError):
+        return False
+    for values, size in zip(columns, (len(plan.stages), plan.num_micro_batches)):
+        if count and not 0 <= values.min() <= values.max() < size:
+            return False
+    t = plan.table()
+    has = t.index >= 0
+    members = np.zeros((len(plan.routes), len(plan.stages)), bool)
+    for number, route in enumerate(plan.routes):
+        members[number, list(route)] = True
+    passed = members[np.array(plan.route_of_micro_batch, np.int64)].T
+    homes = np.array([s.rank for s in plan.stages])
+    again = np.array([bool(s.recompute) for s in plan.stages])[:, None]
+    whole = (has[B] & ~has[I] & ~has[W]) | (~has[B] & has[I] & has[W])
+    return bool(
+        np.count_nonzero(has) == count
+        and (homes[t.stage] == t.rank).all()
+        and (has[F] == passed).all()
+        and (whole == passed).all()
+        and not (has.any(axis=0) & ~passed).any()
+        and not (has[R] & ~again).any()
+    )
+
+
+def _op_problems(plan: Plan) -> list[str]:
+    if _ops_are_right(plan):
+        return []
+    out: list[str] = []
+    seen: dict[Op, int] = {}
+    members = [set(route) for route in plan.routes]
+    for rank, order in enumerate(plan.orders):
+        for op in order:
+            if not 0 <= op.stage < len(plan.stages) or not 0 <= op.micro_batch < plan.num_micro_batches:
+                out.append(
+                    f"rank {rank} runs {op}, but stages go to {len(plan.stages) - 1} and micro-batches to "
+                    f"{plan.num_micro_batches - 1}; remove it"
+                )
+            elif op in seen:
+                out.append(f"rank {rank} runs {op} and rank {seen[op]} does too; each op runs once: remove one")
+            elif plan.stages[op.stage].rank != rank:
+                home = plan.stages[op.stage].rank
+                out.append(f"rank {rank} runs {op}, but stage {op.stage} is on rank {home}; move it to rank {home}")
+            elif op.stage not in members[plan.route_of_micro_batch[op.micro_batch]]:
+                out.append(f"rank {rank} runs {op}, but micro-batch {op.micro_batch} does not pass that stage")
+            seen[op] = rank
+            if len(out) >= MAX_PROBLEMS:
+                return out
+    for m in range(plan.num_micro_batches):
+        for s in plan.routes[plan.route_of_micro_batch[m]]:
+            out += _cell_problems(plan, s, m, seen)
+            if len(out) >= MAX_PROBLEMS:
+                return out
+    return out
+
+
+def _cell_problems(plan: Plan, s: int, m: int, seen: Mapping[Op, int]) -> list[str]:
+    """Is the set of ops of one stage and micro-batch complete?"""
+    rank = plan.stages[s].rank
+    has = {kind for kind in KINDS if Op(s, kind, m) in seen}
+    out = []
+    if "F" not in has:
+        out.append(f"rank {rank} never runs {s}F{m}; add it")
+    if "B" in has and has & {"I", "W"}:
+        extra = next(k for k in "IW" if k in has)
+        out.append(f"rank {rank} runs both {s}B{m} and {s}{extra}{m}; B is I and W in one: keep one form")
+    elif "B" not in has:
+        if "I" not in has and "W" not in has:
+            out.append(f"rank {rank} has no backward for {s}F{m}; add {s}B{m}, or {s}I{m} and {s}W{m}")
+        elif "I" not in has:
+            out.append(f"rank {rank} runs {s}W{m} without {s}I{m}; add {s}I{m} before it")
+        elif "W" not in has:
+            out.append(f"rank {rank} runs {s}I{m} without {s}W{m}; add {s}W{m} after it")
+    if "R" in has and not plan.stages[s].recompute:
+        out.append(f"rank {rank} runs {s}R{m}, but stage {s} does not recompute; set its recompute or remove it")
+    return out
+
+
+def _order_problems(plan: Plan) -> list[str]:
+    t, preds = plan.table(), plan.predecessor_table()
+    out: list[str] = []
+    later = (preds > np.arange(len(preds))[:, None]) & (t.rank[preds] == t.rank[:, None])
+    for number, column in np.argwhere(later)[:MAX_PROBLEMS]:
+        op, needed = plan.op(int(number)), plan.op(int(preds[number, column]))
+        out.append(f"rank {t.rank[number]} runs {op} before {needed}; move {needed} earlier")
+    out += _missing_recompute(plan)
+    if out:
+        return out[:MAX_PROBLEMS]
+    cycle = find_cycle(with_rank_order(t, preds))
+    if cycle:
+        words = [f"{plan.op(n)} (rank {t.rank[n]})" for n in cycle]
+        out.append(
+            "the orders wait for each other in a circle: "
+            + " needs ".join([*words[:12], "..." if len(words) > 12 else words[0]])
+            + "; reorder one of these ranks"
+        )
+    return out
+
+
+def _missing_recompute(plan: Plan) -> list[str]:
+    """A recomputing stage runs R between F and backward, except where the backward follows F at once."""
+    t = plan.table()
+    out = []
+    for s, stage in enumerate(plan.stages):
+        if not stage.recompute:
+            continue
+        forward, backward = t.index[F, s], np.maximum(t.index[I, s], t.index[B, s])
+        for m in np.flatnonzero((forward >= 0) & (t.index[R, s] < 0) & (backward != forward + 1)):
+            out.append(
+                f"rank {stage.rank} keeps no activations of {s}F{m} (stage {s} recomputes) but never runs "
+                f"{s}R{m}; add it before {plan.op(int(backward[m]))}"
+            )
+    return out

@@ -1,1 +1,0 @@
-"""Other people's descriptions of models and plans, read: a module each. Knows formats; not what a model costs."""

@@ -1,7 +1,0 @@
-"""The HTML report: one self-contained page about plans and timelines, predicted or measured."""
-
-from octopipe.report.entry import Entry
-from octopipe.report.notebook import notebook_html
-from octopipe.report.page import report_html
-
-__all__ = ["Entry", "notebook_html", "report_html"]

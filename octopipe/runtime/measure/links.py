@@ -1,0 +1,203 @@
+"""Links: what a transfer between two ranks costs, by ping-pong over the transport that training uses.
+
+Knows: the alpha-beta fit, and how to bounce a tensor. Does not know: the transports' insides.
+
+A link's cost is latency + bytes / bandwidth. Round trips of a small and of larger tensors are timed one pair after
+the other; the one-way time is half the median round trip, and the fit goes through all sizes, small ones weighted
+by their relative, not their absolute, error. `measure_overlap` says what a transfer costs the computation beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.slots import RankProgram, rank_program
+from octopipe.runtime.wire.transports import make_transport
+from octopipe.simulation.lowering import lower
+
+BOUNCES = 8
+
+
+def measure_links(
+    world: World,
+    device: torch.device,
+    *,
+    sizes: Sequence[int] = (1 << 12, 1 << 18, 1 << 22, 1 << 24),
+    repeats: int = 5,
+    transport: str | None = None,
+    pairs: Sequence[tuple[int, int]] | None = None,
+) -> dict[tuple[int, int], Link]:
+    """Links between every pair of ranks (collective); both directions of a pair get the mean of the two."""
+    if pairs is None:
+        pairs = [(a, b) for a in range(world.size) for b in range(a + 1, world.size)]
+    out: dict[tuple[int, int], Link] = {}
+    for a, b in pairs:
+        times = [_bounce(world, device, a, b, size, repeats, transport) for size in sizes]
+        link = fit(sizes, world.gather(times)[a])
+        out[a, b] = out[b, a] = link
+    return out
+
+
+def measure_overlap(
+    world: World,
+    device: torch.device,
+    work: Callable[[], None],
+    *,
+    nbytes: int,
+    repeats: int = 5,
+    transport: str | None = None,
+) -> float:
+    """How much longer `work` takes on rank 0 while it exchanges tensors of `nbytes` with rank 1 (collective, at
+    least two ranks): 1.0 is not at all. All ranks do the work; the median of runs with and without, in turns."""
+    program = lower(_plan(world.size, 0, 1), CostTable.uniform(num_layers=2, p2p_ms=0.01))
+    mine = rank_program(program, world.rank)
+    mover = make_transport(transport, world, program, device, 120.0)
+    mover.open(mine)
+    tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
+    ends: list[tuple[Any, Any]] = _by_micro_batch(mine) if world.rank < 2 else [(None, None)] * BOUNCES
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for k in range(2 * repeats + 2):
+        moving = k % 2 == 0
+        _settle(world, device)
+        mover.begin_step()
+        clock = _Clock(device)
+        for there, back in ends:
+            if moving and world.rank == 0:
+                there.cell.sent = mover.send_forward(there, tensor, [True])
+                mover.post(back)
+            elif moving and world.rank == 1:
+                mover.post(there)
+            work()
+            if moving and world.rank == 1:
+                mover.send_gradient(back, [mover.take_forward(there)[0]])
+        took = clock.stop_ms()
+        if moving and world.rank == 0:
+            for _, back in ends:
+                mover.take_gradient(back)
+        for slot in mine.slots:
+            if moving and slot.sending:
+                mover.release(slot)
+        mover.end_step()
+        if k >= 2:
+            times[moving].append(took)
+    _settle(world, device)
+    mover.close()
+    ratio = float(np.median(times[True]) / max(np.median(times[False]), 1e-9))
+    return float(world.gather(ratio)[0])
+
+
+class _Clock:
+    """Milliseconds of what is issued between its making and `stop_ms`."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._event = device, None
+        self._began = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def stop_ms(self) -> float:
+        if self._event is None:
+            return 1e3 * (time.perf_counter() - self._began)
+        last = torch.cuda.Event(enable_timing=True)
+        last.record()
+        last.synchronize()
+        return float(self._event.elapsed_time(last))
+
+
+def _settle(world: World, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if world.control is not None:
+        world.gather(None)
+
+
+def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Link:
+    """The link through these one-way times, least squares of relative errors, both parts >= 0.
+
+    >>> link = fit([1e3, 1e6, 1e7], [0.011, 1.01, 10.01])
+    >>> round(link.latency_ms, 4), round(link.ms_per_byte * 1e6, 4)
+    (0.01, 1.0)
+    """
+    x, y = np.asarray(sizes, float), np.maximum(np.asarray(times_ms, float), 1e-9)
+    design = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
+    (latency, rate), *_ = np.linalg.lstsq(design, np.ones_like(y), rcond=None)
+    if rate < 0:
+        latency, rate = float(np.median(y)), 0.0
+    if latency < 0:
+        latency, rate = 0.0, float(np.median(y / x))
+    return Link(latency_ms=float(latency), ms_per_byte=float(rate))
+
+
+def _plan(ranks: int, a: int, b: int) -> Plan:
+    orders: list[tuple[Op, ...]] = [() for _ in range(ranks)]
+    orders[a] = tuple(op for m in range(BOUNCES) for op in (Op(0, "F", m), Op(0, "B", m)))
+    orders[b] = tuple(op for m in range(BOUNCES) for op in (Op(1, "F", m), Op(1, "B", m)))
+    return Plan(
+        num_layers=2,
+        num_ranks=ranks,
+        num_micro_batches=BOUNCES,
+        stages=(Stage(first=0, stop=1, rank=a), Stage(first=1, stop=2, rank=b)),
+        orders=tuple(orders),
+    )
+
+
+def _bounce(
+    world: World, device: torch.device, a: int, b: int, size: int, repeats: int, transport: str | None
+) -> float:
+    """Median one-way milliseconds, known on rank `a`."""
+    costs = CostTable.uniform(num_layers=2, p2p_ms=0.01)
+    program = lower(_plan(world.size, a, b), costs)
+    mine = rank_program(program, world.rank)
+    mover = make_transport(transport, world, program, device, 120.0)
+    mover.open(mine)
+    tensor = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
+    times = []
+    for k in range(repeats + 2):
+        _settle(world, device)
+        mover.begin_step()
+        if world.rank == a:
+            took = _ping(mover, mine, tensor, device)
+            if k >= 2:
+                times.append(took / (2 * BOUNCES))
+        elif world.rank == b:
+            _pong(mover, mine)
+        for slot in mine.slots:
+            if slot.sending:
+                mover.release(slot)
+        mover.end_step()
+    _settle(world, device)
+    mover.close()
+    return float(np.median(times)) if times else 0.0
+
+
+def _by_micro_batch(mine: RankProgram) -> list[tuple[Any, Any]]:
+    """Per micro-batch: the forward slot and the gradient slot of this rank."""
+    forward = {s.op.micro_batch: s for s in mine.slots if s.forward}
+    gradient = {s.op.micro_batch: s for s in mine.slots if not s.forward}
+    return [(forward[m], gradient[m]) for m in sorted(forward)]
+
+
+def _ping(mover: Any, mine: RankProgram, tensor: torch.Tensor, device: torch.device) -> float:
+    clock = _Clock(device)
+    for there, back in _by_micro_batch(mine):
+        there.cell.sent = mover.send_forward(there, tensor, [True])
+        mover.post(back)
+        tensor = mover.take_gradient(back)[0]
+    return clock.stop_ms()
+
+
+def _pong(mover: Any, mine: RankProgram) -> None:
+    for there, back in _by_micro_batch(mine):
+        mover.post(there)
+        value = mover.take_forward(there)[0]
+        mover.send_gradient(back, [value])

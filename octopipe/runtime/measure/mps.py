@@ -1,0 +1,143 @@
+"""Many ranks on one GPU: NVIDIA's Multi-Process Service, started and stopped cleanly.
+
+Knows: the MPS daemon, its folders, the share of multiprocessors of each rank. Does not know: torch or plans.
+
+Without MPS the processes on a GPU take turns and no two ranks ever compute at once, so nothing measured there
+says anything about a pipeline; with it every rank has its own part of the multiprocessors.
+
+    with Mps.start(num_ranks=4) as mps:
+        spawn(..., env=mps.environment)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from octopipe.base.errors import OctoPipeError
+
+CONTROL = "nvidia-cuda-mps-control"
+_WAIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mps:
+    """A running daemon of our own (or none: `environment` is then empty)."""
+
+    environment: Mapping[str, str]
+    """What every rank must have in its environment before it first touches the GPU."""
+    folder: Path | None
+
+    @classmethod
+    def start(cls, *, num_ranks: int, share_percent: float | None = None) -> Mps:
+        """Start a daemon for `num_ranks` ranks, each with an equal share of the multiprocessors.
+
+        Raises where MPS is missing or does not start. A daemon that the environment already names is used as
+        it is, and left running.
+        """
+        if num_ranks < 1:
+            raise OctoPipeError(f"MPS for {num_ranks} ranks; give at least 1")
+        share = 100.0 / num_ranks if share_percent is None else share_percent
+        own_share = {
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share:.4g}",
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(connections(num_ranks)),
+        }
+        if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+            return cls(environment=own_share, folder=None)
+        control = shutil.which(CONTROL)
+        if control is None:
+            raise OctoPipeError(
+                f"several ranks on one GPU need NVIDIA MPS, and {CONTROL} is not on the PATH; install the "
+                "driver's MPS, use one GPU per rank, or --device cpu"
+            )
+        folder = Path(tempfile.mkdtemp(prefix="octopipe-mps-"))
+        places = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+        }
+        for place in places.values():
+            Path(place).mkdir()
+        mps = cls(environment={**places, **own_share}, folder=folder)
+        try:
+            done = subprocess.run(
+                [control, "-d"], env={**os.environ, **places}, capture_output=True, text=True, timeout=_WAIT_S
+            )
+            problem = "" if done.returncode == 0 else (done.stderr or done.stdout)
+            if not problem and not mps.answers():
+                problem = "it does not answer"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        if problem:
+            log = _last_line(folder / "log" / "control.log")
+            mps.stop()
+            raise OctoPipeError(
+                f"NVIDIA MPS does not start: {' '.join(problem.split())[:200]}{log}; is another daemon running, "
+                "or the GPU in a mode that forbids it?"
+            )
+        return mps
+
+    def _ask(self, command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [CONTROL],
+            input=command + "\n",
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=_WAIT_S,
+        )
+
+    def answers(self) -> bool:
+        """Whether the daemon takes commands."""
+        end = time.monotonic() + _WAIT_S
+        while time.monotonic() < end:
+            try:
+                if self._ask("get_default_active_thread_percentage").returncode == 0:
+                    return True
+            except (OSError, subprocess.TimeoutExpired):
+                return False
+            time.sleep(0.1)
+        return False
+
+    def stop(self) -> None:
+        """End our daemon, servers and folders; nothing where the daemon was somebody else's."""
+        if self.folder is None:
+            return
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._ask("quit")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Mps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def connections(num_ranks: int) -> int:
+    """Hardware queues of one rank.
+
+    Streams that wait for a peer must not stand in one queue with streams it waits for: by MPS's default they do, and
+    a pipeline of four ranks stops. Too many are refused: on an H200 four ranks can have 16 each, not 32.
+
+    >>> [connections(n) for n in (1, 2, 4, 8)]
+    [32, 32, 16, 8]
+    """
+    return min(32, max(8, 64 // num_ranks))
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f" ({lines[-1][:160]})" if lines else ""

@@ -1,0 +1,143 @@
+"""One layer ready to run, and what it holds in memory.
+
+Knows: how a layer runs as a stage of its own, F, I and W one after the other, and how many bytes it keeps in between.
+Does not know: times, ranks (`profiler.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.runtime.stages.activation_bytes import held_bytes
+from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.values import flatten, rebuild
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer and one micro-batch."""
+
+    activation_bytes: float
+    """Held from F until I; the layer's input counts, its output does not."""
+    stash_bytes: float
+    """Held from I until W."""
+    workspace_bytes: float
+    """Beyond that while an op runs (zero where the device keeps no books)."""
+    boundary_bytes: float
+    """The output tensors."""
+    parameter_bytes: float
+    gradient_bytes: float
+
+
+class Layer:
+    """One distinct layer ready to run."""
+
+    def __init__(self, module: nn.Module, value: Any, then: Callable[[Any], Any] | None, first: bool):
+        self.module, self.value, self.then = module, value, then
+        self.stage = Stage([module], input_grad=not first)
+        run = self.stage.forward(value, then=then)
+        leaves: list[Any] = []
+        flatten(run.outputs, leaves)
+        self.output = run.outputs
+        self.output_leaves = [t for t in leaves if isinstance(t, Tensor)]
+        self.grads: Any = None
+        if then is None:
+            self.grads = [
+                torch.randn_like(t) * 1e-3 if need else None for t, need in zip(leaves, run.outputs_need_grad)
+            ]
+        # Gradients exist from here on, as in every training step but the first.
+        run.backward_input(self.grads)
+        run.backward_weight()
+        for p in module.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def once(self, mark: Callable[[], None]) -> None:
+        mark()
+        run = self.stage.forward(self.value, then=self.then)
+        run.outputs = None
+        mark()
+        run.backward_input(self.grads)
+        mark()
+        run.backward_weight()
+        mark()
+
+
+def memory_of(layer: Layer, device: torch.device) -> LayerMemory:
+    parameters = list(layer.module.parameters())
+    boundary = float(sum(t.nbytes for t in layer.output_leaves))
+    sizes = {
+        "boundary_bytes": boundary,
+        "parameter_bytes": float(sum(p.nbytes for p in parameters)),
+        "gradient_bytes": float(sum(p.nbytes for p in parameters if p.requires_grad)),
+    }
+    if device.type == "cuda":
+        activation, stash, workspace = _allocated(layer)
+    else:
+        held = held_bytes(layer.stage, layer.value, then=layer.then)
+        activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
+    # What W needs counts as held from F on: the cost table knows no other way.
+    return LayerMemory(activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes)
+
+
+def _allocated(layer: Layer) -> tuple[float, float, float]:
+    """Activation, stash and workspace bytes by the caching allocator's books, input and gradients made afresh."""
+    cuda = torch.cuda
+    cuda.synchronize()
+    used = cuda.memory_allocated
+
+    def fresh(value: Any) -> Any:
+        leaves: list[Any] = []
+        flatten(value, leaves)
+        return rebuild(value, iter([t.clone() if isinstance(t, Tensor) else t for t in leaves]))
+
+    base = used()
+    cuda.reset_peak_memory_stats()
+    value = fresh(layer.value)
+    given = used() - base
+    run = layer.stage.forward(value, then=layer.then)
+    del value
+    output = used() - base
+    peak_f = cuda.max_memory_allocated() - base
+    run.outputs = None
+    held = used() - base
+    grads = fresh(layer.grads)
+    cuda.reset_peak_memory_stats()
+    result = run.backward_input(grads)
+    peak_i = cuda.max_memory_allocated() - base
+    del grads, result
+    stash = used() - base
+    cuda.reset_peak_memory_stats()
+    run.backward_weight()
+    peak_w = cuda.max_memory_allocated() - base
+    del run
+    boundary = output - held
+    incoming = float(sum(t.nbytes for t in layer.grads or () if t is not None))
+    # The gradient that came in and the output are counted as tensors between stages, not here.
+    extra = max(peak_f - held - boundary, peak_i - held - incoming, peak_w - stash, 0, given - held)
+    return float(held), float(stash), float(extra)
+
+
+def resident_bytes(ready: Sequence[Layer], sample: Any, target: Any, device: torch.device) -> float:
+    """Allocated bytes that belong to none of these layers and samples."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize(device)
+    tensors: list[Any] = []
+    flatten([sample, target], tensors)
+    for layer in ready:
+        flatten([layer.value, layer.output, layer.grads or []], tensors)
+        for p in layer.module.parameters():
+            tensors += [p, p.grad]
+        tensors += layer.module.buffers()
+    own = {}
+    for t in tensors:
+        if isinstance(t, Tensor) and t.device.type == "cuda":
+            storage = t.untyped_storage()
+            own[storage.data_ptr()] = storage.nbytes()
+    return float(torch.cuda.memory_allocated(device) - sum(own.values()))

@@ -1,0 +1,378 @@
+"""The profiler: F, I and W of every distinct layer, timed through the code that trains.
+
+Knows: how to time layers on a GPU or a CPU, alone and beside busy neighbours, and how ranks' measurements become one
+profile. Does not know: how one layer runs and what it holds (`one_layer.py`), plans or transports (`links.py` measures
+those).
+
+Every rank runs the whole model's layers one by one, each rank starting at another one, round after round and without
+waiting for the device in between: so each sees the others at work on the model's own mixture, as in training. A
+layer's time is the median over rounds of its mean in a round, averaged over ranks.
+
+    mine = profile_layers(layers, sample, loss_fn, target, group=group)      # any modules or factories
+    profile = assemble(gather(mine, group), model="mine", symbols="EMML", links=links)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.table import CostTable
+from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
+from octopipe.runtime.values import flatten
+from octopipe.runtime.wire.telling import gather_values
+
+Floats = NDArray[np.float64]
+Tell = Callable[[str, float], None]
+"""Gets what is done now, and which part of the whole (0 to 1) was done before."""
+KINDS = ("forward", "input", "weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rank's measurement of a list of layers; arrays have one row per distinct layer."""
+
+    group_of: tuple[int, ...]
+    """Which distinct layer each layer is."""
+    loaded_ms: Floats
+    """[layers, 3]: medians of F, I, W with all ranks at work."""
+    partial_ms: Mapping[int, Floats]
+    """The same with only so many ranks at work and the others at rest."""
+    host_share: float
+    """Time the host took to issue the work over the time the device took for it: below 1, the device is kept busy."""
+    spread: Floats
+    """Interquartile range over median of `loaded_ms`."""
+    memory: tuple[LayerMemory, ...]
+    resident_bytes: float
+    """What the device's libraries keep for themselves (matrix workspaces), whatever the layers."""
+    seconds: float
+
+
+def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Modules of one type, configuration and parameter shapes share a number."""
+    return _numbered(
+        [
+            (
+                type(m).__qualname__,
+                repr(m),
+                tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in m.named_parameters()),
+            )
+            for m in modules
+        ]
+    )
+
+
+def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
+
+
+def profile_layers(
+    layers: Sequence[nn.Module | Callable[[], nn.Module]],
+    sample: Any,
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+    *,
+    groups: Sequence[int] | None = None,
+    repeats: int = 10,
+    warm_up: int = 3,
+    levels: Sequence[int] = (1,),
+    group: dist.ProcessGroup | None = None,
+) -> Measured:
+    """Measure a list of layers on this rank (collective over `group`; without one this process is all there is).
+
+    `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a
+    new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: also
+    with only so many ranks at work.
+    """
+    return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
+
+
+def nobody(doing: str, share: float) -> None:
+    """Nobody listens."""
+
+
+class LayerRing:
+    """The distinct layers of a model on this rank, made ready to be timed round after round (all collective)."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module | Callable[[], nn.Module]],
+        sample: Any,
+        loss_fn: Callable[..., Tensor],
+        target: Any,
+        *,
+        groups: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        tell: Tell = nobody,
+    ):
+        self._tell = tell
+        self._began = time.perf_counter()
+        if not layers:
+            raise OctoPipeError("no layers to profile; give at least one module")
+        if groups is None:
+            modules = [m if isinstance(m, nn.Module) else m() for m in layers]
+            layers, groups = modules, groups_of_modules(modules)
+        if len(groups) != len(layers):
+            raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
+        self._device, self._group = _device_of(sample), group
+        before = resident_bytes([], sample, target, self._device)
+        # The last layer runs with the loss: it is never the same as an equal one in the middle.
+        group_of = list(groups)
+        if groups.count(groups[-1]) > 1:
+            group_of[-1] = max(groups) + 1
+        order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
+        self._group_of = [order[g] for g in group_of]
+        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device, tell)
+        self._rank = 0 if group is None else group.rank()
+        self._ranks = 1 if group is None else group.size()
+        # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
+        # own; ranks start at different layers.
+        turn = self._rank * len(self._group_of) // self._ranks
+        self._ring = [*self._group_of[turn:], *self._group_of[:turn]]
+        self._loaded: list[Floats] = []
+        self._partial: dict[int, list[Floats | None]] = {}
+        self._issued_ms = 0.0
+        _wait_all(group)
+        self._run(1)
+        self._resident_bytes = resident_bytes(self._ready, sample, target, self._device) - before
+
+    def measure(self, repeats: int, warm_up: int, levels: Sequence[int]) -> Measured:
+        """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
+        if repeats < 1 or warm_up < 0:
+            raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
+        _wait_all(self._group)
+        self._tell("warming up", 0.4)
+        self._run(warm_up)
+        self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
+        self._all_at_work(repeats)
+        for level in levels:
+            if 0 < level < self._ranks:
+                self._tell(f"the same with {level} rank{'s' * (level > 1)} at work", 0.7)
+                self._some_at_work(level, max(3, repeats // 2), warm_up=1)
+        return self.measured()
+
+    def round(self, levels: Sequence[int], *, timed: bool = True) -> None:
+        """One round of all ranks, and one with only so many at work for each of `levels`."""
+        if not timed:
+            self._run(1)
+            return
+        self._all_at_work(1)
+        for level in levels:
+            self._some_at_work(level, 1)
+
+    def _run(self, rounds: int, issued_s: list[float] | None = None) -> Floats:
+        return _rounds(self._ready, rounds, self._ring, self._device, issued_s)
+
+    def _all_at_work(self, rounds: int) -> None:
+        _wait_all(self._group)
+        began, issued_s = time.perf_counter(), list[float]()
+        self._loaded.append(self._run(rounds, issued_s))
+        self._issued_ms += 1e3 * (issued_s[0] - began)
+        _wait_all(self._group)
+
+    def _some_at_work(self, level: int, rounds: int, warm_up: int = 0) -> None:
+        seen = None
+        if self._rank < level:
+            self._run(warm_up)
+            seen = self._run(rounds)
+        _wait_all(self._group)
+        self._partial.setdefault(level, []).append(seen)
+
+    def measured(self) -> Measured:
+        """What all rounds so far showed (collective)."""
+        loaded = np.concatenate(self._loaded)
+        busy = float((loaded.sum(axis=(0, 2)) * np.bincount(self._group_of)).sum())
+        partial: dict[int, Floats] = {}
+        for level, rounds in self._partial.items():
+            mine = [r for r in rounds if r is not None]
+            one = np.median(np.concatenate(mine), axis=0) if mine else None
+            got: list[Any] = [one] if self._group is None else gather_values(self._group, one)
+            partial[level] = np.mean(got[:level], axis=0)
+        quarter = np.percentile(loaded, [25, 75], axis=0)
+        median = np.median(loaded, axis=0)
+        return Measured(
+            group_of=tuple(self._group_of),
+            loaded_ms=median,
+            partial_ms=partial,
+            spread=(quarter[1] - quarter[0]) / np.maximum(median, 1e-9),
+            memory=tuple(self._memory),
+            host_share=self._issued_ms / max(busy, 1e-9),
+            resident_bytes=self._resident_bytes,
+            seconds=time.perf_counter() - self._began,
+        )
+
+
+def _prepare(
+    layers: Sequence[nn.Module | Callable[[], nn.Module]],
+    group_of: Sequence[int],
+    sample: Any,
+    loss_fn: Callable[..., Tensor],
+    target: Any,
+    device: torch.device,
+    tell: Tell,
+) -> tuple[list[Layer], list[LayerMemory]]:
+    """Build one layer per group, feed each what the layer before it made, and read its memory."""
+    ready: dict[int, Layer] = {}
+    memory: dict[int, LayerMemory] = {}
+    value = sample
+    for i, g in enumerate(group_of):
+        if g not in ready:
+            made = layers[i]
+            last = i == len(group_of) - 1
+            module = made if isinstance(made, nn.Module) else made()
+            tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
+            try:
+                ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
+            except (RuntimeError, TypeError, ValueError) as error:
+                why = " ".join(str(error).split())[:200]
+                raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
+            memory[g] = memory_of(ready[g], device)
+        value = ready[g].output
+    return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
+
+
+def _rounds(
+    ready: Sequence[Layer], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
+) -> Floats:
+    """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
+    for in between; `issued_s` gets the moment at which the host had issued everything."""
+    marks: list[Any] = []
+    if device.type == "cuda":
+
+        def mark() -> None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append(event)
+
+    else:
+
+        def mark() -> None:
+            marks.append(time.perf_counter())
+
+    for _ in range(rounds):
+        for i in ring:
+            ready[i].once(mark)
+    if issued_s is not None:
+        issued_s.append(time.perf_counter())
+    out = np.empty((rounds, len(ready), 3))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    at = 0
+    for r in range(rounds):
+        seen: list[list[list[float]]] = [[[], [], []] for _ in ready]
+        for i in ring:
+            for k in range(3):
+                a, b = marks[at + k], marks[at + k + 1]
+                seen[i][k].append(a.elapsed_time(b) if device.type == "cuda" else 1e3 * (b - a))
+            at += 4
+        out[r] = [[float(np.mean(times)) for times in layer] for layer in seen]
+    return out
+
+
+def _device_of(value: Any) -> torch.device:
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    raise OctoPipeError("the sample holds no tensor; give one micro-batch of the first layer's input")
+
+
+def _wait_all(group: dist.ProcessGroup | None) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if group is not None:
+        dist.barrier(group)
+
+
+def gather(mine: Measured, group: dist.ProcessGroup | None) -> list[Measured]:
+    """Every rank's measurement (collective)."""
+    if group is None:
+        return [mine]
+    return gather_values(group, mine)
+
+
+def assemble(
+    ranks: Sequence[Measured],
+    *,
+    model: str,
+    symbols: str,
+    tokens: int | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    state_factor: float = 2.0,
+    memory_bytes: float | None = None,
+    op_overhead_ms: float = 0.0,
+    tied: bool = False,
+    about: Mapping[str, Any] | None = None,
+) -> Profile:
+    """One profile of what all ranks measured. `state_factor`: optimizer state as a multiple of the parameters
+    (AdamW of torch: 2; none: 0). `tied`: the head's weights are the embedding's."""
+    first = ranks[0]
+    if len(symbols) != len(first.group_of):
+        raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
+    loaded = np.mean([m.loaded_ms for m in ranks], axis=0)
+    of = np.array(first.group_of)
+    slow = [float(m.loaded_ms[of].sum() / loaded[of].sum()) for m in ranks]
+    resident = max(m.resident_bytes for m in ranks)
+
+    def column(values: Sequence[float] | Floats) -> Floats:
+        return np.asarray(values, np.float64)[of]
+
+    def sizes(name: str) -> Floats:
+        return column([getattr(m, name) for m in first.memory])
+
+    stash = sizes("stash_bytes")
+    static = (1 + state_factor) * sizes("parameter_bytes") + sizes("gradient_bytes")
+    pairs = dict(links or {})
+    worst = max(pairs.values(), key=lambda x: x.transfer_ms(1 << 20), default=Link())
+    costs = CostTable(
+        model=model,
+        symbols=symbols,
+        forward_ms=column(loaded[:, 0]),
+        input_ms=column(loaded[:, 1]),
+        weight_ms=column(loaded[:, 2]),
+        activation_bytes=np.maximum(sizes("activation_bytes"), stash),
+        stash_bytes=stash,
+        static_bytes=static,
+        tied_bytes=float(min(static[0], static[-1])) if tied else 0.0,
+        gradient_bytes=sizes("gradient_bytes"),
+        boundary_bytes=sizes("boundary_bytes"),
+        workspace_bytes=sizes("workspace_bytes") + resident,
+        network=Network(intra=worst, inter=worst, pairs=pairs),
+        rank_slowdown=tuple(slow) if len(ranks) > 1 else (),
+        rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
+        tokens_per_micro_batch=tokens,
+    )
+    partial = {}
+    for level, times in first.partial_ms.items():
+        # An op is not slower for having fewer neighbours: what says so is noise.
+        quick = np.minimum(times, loaded)
+        partial[level] = costs.replace(
+            forward_ms=column(quick[:, 0]), input_ms=column(quick[:, 1]), weight_ms=column(quick[:, 2])
+        )
+    spread = np.median([m.spread for m in ranks], axis=0)
+    return Profile(
+        costs=costs,
+        partial=partial,
+        op_overhead_ms=op_overhead_ms,
+        about={
+            "ranks": len(ranks),
+            "seconds": max(m.seconds for m in ranks),
+            "spread": {kind: column(spread[:, k]).round(4).tolist() for k, kind in enumerate(KINDS)},
+            "host_share": float(max(m.host_share for m in ranks)),
+            "resident_mib": float(resident / (1 << 20)),
+            **(about or {}),
+        },
+    )

@@ -1,0 +1,229 @@
+"""Timed runs: a plan executed for real, step after step, with a measured Timeline of each.
+
+Knows: how many steps make a measurement, when transfers arrive on a shared GPU. Does not know: processes (`launch.py`)
+or what is done with the numbers (`validate.py`, `adapt.py`). All functions here are called by every rank together.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octopipe.costs.profile_file import Profile
+from octopipe.plans.plan import Plan
+from octopipe.runtime.measure.workload import Workload
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.wire.messages import Leaf
+from octopipe.runtime.wire.transports.cuda_ipc import IpcTransport
+from octopipe.runtime.wire.transports.lanes import CudaLane, Lane
+from octopipe.simulation.lowering import Channel, lower
+from octopipe.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A plan's measured steps."""
+
+    timeline: Timeline
+    """Of the step with the median makespan."""
+    steps_ms: tuple[float, ...]
+    """Makespans."""
+    wall_ms: tuple[float, ...]
+    """The same on the host's clock, barrier to barrier."""
+    peak_bytes: tuple[float, ...]
+    """Allocator's peak per rank; empty on a CPU."""
+    loss: float
+
+    @property
+    def step_ms(self) -> float:
+        return float(np.median(self.steps_ms))
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median."""
+        low, high = np.percentile(self.steps_ms, [25, 75])
+        return float((high - low) / self.step_ms)
+
+
+class TimedRun:
+    """A plan ready to be stepped; gradients exist throughout, as between optimizer updates. `optimizer`: "adamw" has
+    its state in memory and updates (by nothing) after every step, outside the pipeline's time.
+
+    `channel="blocking"` on a shared GPU really blocks: a rank's computation waits for each of its transfers.
+    """
+
+    def __init__(
+        self,
+        work: Workload,
+        plan: Plan,
+        world: World,
+        profile: Profile,
+        *,
+        channel: Channel = "directed",
+        optimizer: str = "none",
+        timeout_s: float = 120.0,
+    ):
+        self.plan, self.world, self.device = plan, world, work.place(world.rank)
+        layers = work.layers(self.device)
+        self.pipe = Pipeline(
+            layers,
+            lower(plan, profile.costs, channel=channel),
+            work.loss(layers),
+            costs=profile.costs,
+            device=self.device,
+            group=world,
+            transport=_transport(work, world, self.device, timeout_s, blocking=channel == "blocking"),
+            timeout_s=timeout_s,
+            seed=None,
+        )
+        self._cuda = self.device.type == "cuda"
+        self._batch = work.batch(self.device, plan.num_micro_batches)
+        self._target = work.batch(self.device, plan.num_micro_batches, step=1)
+        for p in self.pipe.parameters():
+            p.grad = torch.zeros_like(p)
+        # Run where its state is to be counted: a prediction with it and a run without it are not alike.
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer == "adamw":
+            trained = [p for p in self.pipe.parameters() if p.requires_grad]
+            self._optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=self._cuda or None)
+        self.timelines: list[Timeline] = []
+        self._wall_ms: list[float] = []
+        self._loss = float("nan")
+        self._peak = 0
+
+    def step(self, *, timed: bool = True) -> None:
+        """One step of all ranks; its timeline is kept unless it is not `timed`."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+            if timed:
+                torch.cuda.reset_peak_memory_stats(self.device)
+        for bucket in self.pipe.reducer.buckets:
+            for p in bucket.parameters:
+                p.grad = None  # as after an optimizer's update: what is reduced would be set aside and held twice
+        barrier(self.world)
+        began = time.perf_counter()
+        value = self.pipe.step(self._batch, self._target, reduce_loss=np.isnan(self._loss))
+        if self._optimizer is not None:
+            self._optimizer.step()
+        if value is not None:
+            self._loss = float(value)
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+        barrier(self.world)
+        if timed:
+            self._wall_ms.append(1e3 * (time.perf_counter() - began))
+            self.timelines.append(_with_arrivals(self.pipe, self.pipe.timeline()))
+            if self._cuda:
+                self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
+
+    def trial(self) -> Trial:
+        """What the timed steps showed (collective)."""
+        spans = [t.makespan_ms for t in self.timelines]
+        return Trial(
+            timeline=self.timelines[int(np.argsort(spans)[len(spans) // 2])],
+            steps_ms=tuple(spans),
+            wall_ms=tuple(self._wall_ms),
+            peak_bytes=tuple(float(p) for p in self.world.gather(self._peak)) if self._cuda else (),
+            loss=self._loss,
+        )
+
+    def close(self) -> None:
+        self.pipe.close()
+        del self.pipe
+        free(self.device)
+
+
+def run_plan(
+    work: Workload,
+    plan: Plan,
+    world: World,
+    profile: Profile,
+    *,
+    steps: int = 5,
+    warm_up: int = 2,
+    channel: Channel = "directed",
+    optimizer: str = "none",
+    timeout_s: float = 120.0,
+) -> Trial:
+    """Run a plan and time its steps (see `TimedRun`)."""
+    made = TimedRun(work, plan, world, profile, channel=channel, optimizer=optimizer, timeout_s=timeout_s)
+    with closing(made) as run:
+        for k in range(warm_up + steps):
+            run.step(timed=k >= warm_up)
+        return run.trial()
+
+
+class TimedIpc(IpcTransport):
+    """Also knows when each transfer arrived, by the device's clock."""
+
+    def __init__(self, world: World, device: torch.device, *, timeout_s: float):
+        super().__init__(world, device, timeout_s=timeout_s)
+        self.arrivals: dict[int, torch.cuda.Event] = {}
+
+    def _arriving(self, slot: Slot, lane: Lane) -> None:
+        if isinstance(lane, CudaLane):
+            event = self.arrivals[slot.number] = torch.cuda.Event(enable_timing=True)
+            event.record(lane.stream)
+
+
+class BlockingIpc(TimedIpc):
+    """What a naive executor does: computation stands still until a tensor is through, on both ends."""
+
+    def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
+        super()._send_body(slot, tensor)
+        work = self._senders[slot.peer].after_receipt()
+        work.wait(timedelta(seconds=self.timeout_s))
+        return work
+
+    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
+        buffer, work = super()._post_body(slot, leaf)
+        work.wait(timedelta(seconds=self.timeout_s))
+        return buffer, work
+
+
+def _transport(
+    work: Workload, world: World, device: torch.device, timeout_s: float, *, blocking: bool
+) -> str | TimedIpc | None:
+    name = work.transport(world)
+    if name != "cuda_ipc":
+        return name
+    return (BlockingIpc if blocking else TimedIpc)(world, device, timeout_s=timeout_s)
+
+
+def _with_arrivals(pipe: Pipeline, timeline: Timeline) -> Timeline:
+    """The timeline with the device's own arrival times, where the transport has them (collective)."""
+    if not isinstance(pipe.transport, TimedIpc) or pipe.device.type != "cuda":
+        return timeline
+    first = pipe.recorder.events[0]  # the start of this rank's first op
+    mine = np.flatnonzero(timeline.spans.rank == pipe.rank)
+    base = float(timeline.spans.start_ms[mine[0]]) if mine.size else 0.0
+    own = {k: base + first.elapsed_time(event) for k, event in pipe.transport.arrivals.items()} if mine.size else {}
+    t = timeline.transfers
+    start, end = timeline.spans.end_ms[t.producer].copy(), t.end_ms.copy()
+    for theirs in pipe.world.gather(own):
+        for number, when in theirs.items():
+            end[number] = when
+    return replace(timeline, transfers=t._replace(start_ms=start, end_ms=np.maximum(end, start)))
+
+
+def barrier(world: World) -> None:
+    if world.control is not None:
+        dist.barrier(world.control)
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

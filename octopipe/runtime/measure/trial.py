@@ -1,0 +1,353 @@
+"""Trials: a model on this machine's ranks, profiled, or run under plans and timed.
+
+Knows: what a profile is made of, how plans are measured beside it. Does not know: processes (`launch.py`) or what is
+done with the numbers (`validate.py`, `adapt.py`). All functions here are called by every rank together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.table import CostTable
+from octopipe.models.spec import ModelSpec
+from octopipe.plans.plan import Op, Plan
+from octopipe.runtime.measure.links import measure_links, measure_overlap
+from octopipe.runtime.measure.one_layer import Layer
+from octopipe.runtime.measure.profiler import LayerRing, Measured, Tell, assemble, gather, nobody
+from octopipe.runtime.measure.timed_run import TimedRun, Trial, free, run_plan
+from octopipe.runtime.measure.workload import Workload
+from octopipe.runtime.ranks.rank_process import Seat, Work
+from octopipe.runtime.ranks.world import World
+from octopipe.search.systems import build_plan
+from octopipe.simulation.contention import predict
+from octopipe.simulation.fidelity import Fidelity, compare
+from octopipe.simulation.lowering import Channel
+from octopipe.simulation.timeline import Timeline
+
+__all__ = [
+    "STEADY_MEMORY", "Fidelity", "ProfileJob", "Trial", "ValidateJob", "Workload", "fidelity", "on_ranks",
+    "profile_task", "profile_workload", "rehearsal_plan", "rehearsed", "run_plan", "side_by_side", "validate_task",
+]  # fmt: skip
+
+
+STEADY_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0"}
+"""For CPU ranks under glibc: freed memory stays with the process. Otherwise every large tensor brings thousands of
+page faults, or none, depending on what was freed before it: an op's time would depend on the plan around it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob:
+    """What `profile_task` does."""
+
+    work: Workload
+    repeats: int
+    warm_up: int
+    state_factor: float
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateJob:
+    """What `validate_task` does."""
+
+    work: Workload
+    plan: Plan
+    profile: Profile
+    steps: int
+    warm_up: int
+    channel: Channel
+    profile_again: bool
+    optimizer: str = "none"
+    """Whose state the profile counts: the run has it too."""
+
+
+STATE_FACTOR = {"adamw": 2.0, "none": 0.0}
+"""Bytes of an optimizer's state per byte of parameters."""
+
+
+def profile_workload(
+    work: Workload,
+    world: World,
+    *,
+    repeats: int = 10,
+    warm_up: int = 3,
+    state_factor: float = 2.0,
+    levels: Sequence[int] = (1,),
+    links: bool = True,
+    rehearsal: bool = True,
+    about: dict[str, Any] | None = None,
+    tell: Tell = nobody,
+) -> Profile:
+    """Measure layers and links with all ranks at work. `rehearsal`: also run a few steps of a GPipe plan, see
+    `rehearsed`. `tell` hears how far it has come."""
+    began = time.perf_counter()
+    device = work.place(world.rank)
+    mine = _ring(work, world, device, tell).measure(repeats, warm_up, levels)
+    free(device)
+    found: dict[tuple[int, int], Link] = {}
+    if world.size > 1 and links:
+        tell(f"links between {world.size} ranks", 0.8)
+        found, slowdown = _links(work, world, device, mine)
+        about = {**(about or {}), "overlap_slowdown": round(slowdown, 4)}
+    profile = _profile(work, world, device, mine, found, state_factor, about)
+    if rehearsal and links and world.size > 1 and work.spec.num_layers >= world.size:
+        tell("a few steps of a plan", 0.9)
+        plan = rehearsal_plan(profile, world.size)
+        with closing(TimedRun(work, plan, world, profile)) as run:
+            for k in range(5):
+                run.step(timed=k > 1)
+            profile = rehearsed(profile, plan, run.timelines, world)
+    seconds = round(time.perf_counter() - began, 2)
+    return replace(profile, about={**profile.about, "total_seconds": seconds})
+
+
+def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobody) -> LayerRing:
+    layers = work.layers(device)
+    return LayerRing(
+        layers,
+        work.batch(device, 1)[0],
+        work.loss(layers),
+        work.batch(device, 1, step=1)[0],
+        groups=work.groups,
+        group=world.control,
+        tell=tell,
+    )
+
+
+def _links(
+    work: Workload, world: World, device: torch.device, mine: Measured
+) -> tuple[dict[tuple[int, int], Link], float]:
+    """Links between all ranks, and what a transfer costs the computation beside it."""
+    boundary = int(max(m.boundary_bytes for m in mine.memory))
+    sizes = sorted({1 << 12, max(1 << 13, boundary // 4), max(1 << 14, boundary)})
+    found = measure_links(world, device, sizes=sizes, transport=work.transport(world))
+    return found, _overlap_slowdown(work, world, device, boundary)
+
+
+def _profile(
+    work: Workload,
+    world: World,
+    device: torch.device,
+    mine: Measured,
+    links: Mapping[tuple[int, int], Link],
+    state_factor: float,
+    about: dict[str, Any] | None,
+) -> Profile:
+    memory = None
+    if device.type == "cuda":
+        shared = max(1, -(-world.size // torch.cuda.device_count()))
+        memory = 0.92 * torch.cuda.get_device_properties(device).total_memory / shared
+    last: Any = work.spec.layers[-1:] if isinstance(work.spec, ModelSpec) else ()
+    return assemble(
+        gather(mine, world.control),
+        tied=bool(last) and bool(getattr(last[0], "tied", False)),
+        model=work.spec.name,
+        symbols=work.spec.pattern,
+        tokens=work.tokens * work.micro_batch_size,
+        links=links,
+        state_factor=state_factor,
+        memory_bytes=memory,
+        about={
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "dtype": work.dtype,
+            "layers": list(work.kinds),
+            "kernels": work.kernels_told(),
+            "torch": str(torch.__version__),
+            "date": time.strftime("%Y-%m-%d"),
+            **(about or {}),
+        },
+    )
+
+
+def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes: int) -> float:
+    """What transfers cost the computation beside them, on the model's second layer."""
+    layers = work.layers(device)
+    made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
+    with torch.no_grad():
+        first = made[0](work.batch(device, 1)[0])
+    layer = Layer(made[1], first, None, False) if len(layers) > 2 else None
+
+    def once() -> None:
+        if layer is not None:
+            layer.once(lambda: None)
+
+    found = measure_overlap(world, device, once, nbytes=nbytes, transport=work.transport(world))
+    free(device)
+    return found if layer is not None else 1.0
+
+
+def rehearsal_plan(profile: Profile, ranks: int) -> Plan:
+    """The plan that is run to learn what single layers cannot show; no plan is judged by its own rehearsal.
+
+    GPipe with every kind of op: of four micro-batches two run B, one I and W, and one I with its W at the very end.
+    """
+    plan = build_plan("gpipe", profile.costs, ranks, max(4, ranks), split_backward=True)
+    orders = []
+    for order in plan.orders:
+        now, later = [], []
+        for op in order:
+            fused = op.micro_batch % 2 == 1
+            if op.kind == "I" and fused:
+                now.append(Op(op.stage, "B", op.micro_batch))
+            elif op.kind == "W" and op.micro_batch % 4 == 2:
+                later.append(op)
+            elif not (op.kind == "W" and fused):
+                now.append(op)
+        orders.append((*now, *later))
+    return replace(plan, orders=tuple(orders)).check("rehearsal")
+
+
+def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: World) -> Profile:
+    """The profile corrected by measured steps of `rehearsal_plan`: ops of whole stages, fed by transfers.
+
+    One factor per op kind, measured over predicted time at work, and what passes between two ops of a rank when
+    nothing has to be waited for.
+    """
+    predicted = predict(plan, replace(profile, op_overhead_ms=0.0, fused_factor=1.0))
+    errors = [compare(predicted, timeline).kind_error for timeline in seen]
+    factors = {
+        kind: float(np.clip(np.median([1.0 / (1.0 + e.get(kind, 0.0)) for e in errors]), 0.8, 1.25)) for kind in "FIWB"
+    }
+    overhead = float(np.median([g for timeline in seen for g in _gaps_ms(timeline)] or [0.0]))
+    factors, overhead = world.gather((factors, max(0.0, overhead)))[0]
+    apart, together = profile.costs.input_ms.sum(), profile.costs.weight_ms.sum()
+    split = (factors["I"] * apart + factors["W"] * together) / max(apart + together, 1e-9)
+
+    def scaled(costs: CostTable) -> CostTable:
+        return costs.replace(
+            forward_ms=factors["F"] * costs.forward_ms,
+            input_ms=factors["I"] * costs.input_ms,
+            weight_ms=factors["W"] * costs.weight_ms,
+        )
+
+    return replace(
+        profile,
+        costs=scaled(profile.costs),
+        partial={level: scaled(table) for level, table in profile.partial.items()},
+        op_overhead_ms=overhead,
+        fused_factor=float(factors["B"] / split) if split > 0 else 1.0,
+        about={**profile.about, "rehearsal": factors},
+    )
+
+
+def _gaps_ms(timeline: Timeline) -> list[float]:
+    """Between the end of an op and the start of its rank's next one, where that one takes no transfer."""
+    s = timeline.spans
+    waits = np.zeros(s.rank.size, bool)
+    waits[timeline.transfers.consumer] = True
+    mine = np.flatnonzero((s.rank[1:] == s.rank[:-1]) & ~waits[1:])
+    return (s.start_ms[mine + 1] - s.end_ms[mine]).tolist()
+
+
+def side_by_side(
+    work: Workload,
+    plans: Mapping[str, Plan],
+    world: World,
+    profile: Profile,
+    *,
+    rounds: int = 11,
+    warm_up: int = 2,
+    levels: Iterable[int] = (1,),
+) -> tuple[Profile, dict[str, Trial]]:
+    """A new profile and every plan's trial, taken in turns: each round times all layers once, makes one step of the
+    rehearsal and one of every plan. For machines whose speed drifts from second to second: a drift meets them all.
+
+    Links, memory and the lowering come from `profile`.
+    """
+    device = work.place(world.rank)
+    ring = _ring(work, world, device)
+    own = rehearsal_plan(profile, world.size)
+    levels = [k for k in levels if 0 < k < world.size]
+    with ExitStack() as stack:
+        rehearsal, *runs = (
+            stack.enter_context(closing(TimedRun(work, plan, world, profile))) for plan in (own, *plans.values())
+        )
+        for k in range(warm_up + rounds):
+            ring.round(levels, timed=k >= warm_up)
+            for run in (rehearsal, *runs):
+                run.step(timed=k >= warm_up)
+        fresh = _profile(work, world, device, ring.measured(), profile.costs.network.pairs, 0.0, dict(profile.about))
+        static = {"static_bytes": profile.costs.static_bytes, "tied_bytes": profile.costs.tied_bytes}
+        fresh = fresh.with_costs(fresh.costs.replace(**static))
+        fresh = rehearsed(fresh, own, rehearsal.timelines, world)
+        return fresh, {name: run.trial() for name, run in zip(plans, runs)}
+
+
+def fidelity(plan: Plan, profile: Profile, trial: Trial, *, channel: Channel = "directed") -> Fidelity:
+    """A trial against its prediction."""
+    predicted = predict(plan, profile, channel=channel)
+    return compare(predicted, trial.timeline, measured_bytes=trial.peak_bytes, step_ms=trial.step_ms)
+
+
+def profile_task(seat: Seat, job: ProfileJob) -> Profile:
+    """`octopipe profile`, on every rank; tells [what is done now, the share done before]."""
+    return profile_workload(
+        job.work,
+        World.make(None, None, None),
+        repeats=job.repeats,
+        warm_up=job.warm_up,
+        state_factor=job.state_factor,
+        about=job.about,
+        tell=lambda doing, share: seat.tell([doing, share]),
+    )
+
+
+def validate_task(seat: Seat, job: ValidateJob) -> tuple[Trial, Profile]:
+    """`octopipe validate`, on every rank."""
+    world, profile = World.make(None, None, None), job.profile
+    if job.work.compiles and not job.profile_again:
+        # All ranks compile at once; in the pipeline's first step each would wait for the one before it.
+        ring = _ring(job.work, world, job.work.place(world.rank))
+        del ring
+        free(job.work.place(world.rank))
+    if job.profile_again:
+        factor = STATE_FACTOR[job.optimizer]
+        profile = profile_workload(job.work, world, state_factor=factor, about=dict(profile.about))
+    trial = run_plan(
+        job.work,
+        job.plan,
+        world,
+        profile,
+        steps=job.steps,
+        warm_up=job.warm_up,
+        channel=job.channel,
+        optimizer=job.optimizer,
+    )
+    return trial, profile
+
+
+def on_ranks(
+    task: Work,
+    nproc: int,
+    job: Any,
+    *,
+    device: str,
+    timeout_s: float = 900.0,
+    listen: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS. `listen` gets
+    what the first rank tells."""
+    from octopipe.runtime.measure.mps import Mps
+    from octopipe.runtime.ranks.launch import run_ranks
+
+    usual: dict[str, Any] = {"timeout_s": timeout_s, "listen": listen}
+    if device == "cpu":
+        return run_ranks(task, nproc, job, environment=STEADY_MEMORY, **usual)
+    # Counted without initialising CUDA here: a process that has done so before MPS started stays outside it.
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise OctoPipeError("no CUDA device here; use --device cpu")
+    if gpus >= nproc:
+        return run_ranks(task, nproc, job, **usual)
+    with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
+        return run_ranks(task, nproc, job, environment=mps.environment, **usual)

@@ -1,0 +1,120 @@
+"""Workloads: a model with the size of its micro-batches on the devices of its ranks.
+
+Knows: how to make a model's layers and random tokens on a device. Does not know: plans or what is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface import LayerList
+from octopipe.huggingface.described import HfModel
+from octopipe.models.spec import Block, Layer, ModelSpec
+from octopipe.runtime.nn import build_layers, cross_entropy
+from octopipe.runtime.nn.kernels import PACKAGES, Kernels, choose, installed
+from octopipe.runtime.ranks.world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model with the size of its micro-batches and the device of its ranks."""
+
+    spec: ModelSpec | HfModel
+    """Our own layers of these sizes, or a transformers model."""
+    tokens: int
+    """Per sequence."""
+    micro_batch_size: int = 1
+    device: str = "cpu"
+    """"cpu", "cuda" (one GPU per rank), or "cuda" on fewer GPUs than ranks (shared)."""
+    dtype: str = "float32"
+    compile_scans: bool | None = None
+    """Our Mamba-2's scan through `torch.compile`, or not; default: on a GPU, unless there are faster kernels."""
+    asked_kernels: tuple[str, ...] = ()
+    """Of our own layers, by name (`kernels.PARTS`); a transformers model has its own choice made already."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OctoPipeError(f"dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.tokens < 1 or self.micro_batch_size < 1:
+            raise OctoPipeError(f"{self.micro_batch_size} x {self.tokens} tokens; give at least one of each")
+
+    def place(self, rank: int) -> torch.device:
+        """This rank's device, made current."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise OctoPipeError("no CUDA device here; use --device cpu")
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def transport(self, world: World) -> str | None:
+        """CUDA IPC where ranks share a GPU; otherwise what fits the device."""
+        if self.device == "cpu":
+            return None
+        return "cuda_ipc" if torch.cuda.device_count() < world.size else None
+
+    @property
+    def kernels(self) -> Kernels:
+        return choose(self.device, compiled=self.compile_scans, asked=self.asked_kernels)
+
+    def kernels_told(self) -> dict[str, str]:
+        """What the layers run with, for a profile: times of other kernels say nothing about these."""
+        if isinstance(self.spec, ModelSpec):
+            return self.kernels.told()
+        there = [name for name in PACKAGES if self.device == "cuda" and installed(name)]
+        told = {"attention": self.spec.attention or "transformers' default", "packages": ", ".join(there) or "none"}
+        return {**told, "liger": "on"} if self.spec.liger else told
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the first run of a layer compiles something."""
+        return isinstance(self.spec, ModelSpec) and self.kernels.scan == "compiled"
+
+    def layers(self, device: torch.device) -> Sequence[Callable[[], nn.Module] | nn.Module]:
+        dtype = DTYPES[self.dtype]
+        if isinstance(self.spec, ModelSpec):
+            return build_layers(self.spec, dtype=dtype, device=device, seed=self.seed, kernels=self.kernels)
+        return self.spec.layers(dtype=dtype, device=device, seed=self.seed)
+
+    @staticmethod
+    def loss(layers: Sequence[Callable[[], nn.Module] | nn.Module]) -> Callable[..., Tensor]:
+        """The loss of the last layer's output against the next tokens."""
+        return layers.shifted_loss if isinstance(layers, LayerList) else cross_entropy
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Equal layers share a number."""
+        return self.spec.groups if isinstance(self.spec, HfModel) else groups_of_spec(self.spec)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What every layer is, in words."""
+        return self.spec.kinds if isinstance(self.spec, HfModel) else tuple(kind_of(layer) for layer in self.spec)
+
+    def batch(self, device: torch.device, count: int, step: int = 0) -> list[Tensor]:
+        """Random tokens of `count` micro-batches, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed + 7919 * step)
+        shape = (self.micro_batch_size, self.tokens)
+        return [torch.randint(self.spec.vocab, shape, generator=generator).to(device) for _ in range(count)]
+
+
+def groups_of_spec(spec: ModelSpec) -> tuple[int, ...]:
+    """Equal layers share a number."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(layer, len(numbers)) for layer in spec)
+
+
+def kind_of(layer: Layer) -> str:
+    """A layer of ours in words."""
+    if isinstance(layer, Block):
+        return " + ".join(type(part).__name__ for part in layer.parts)
+    return type(layer).__name__

@@ -1,0 +1,170 @@
+"""Norms, the token embedding, the feed-forward layer and the block: the plain parts of a model.
+
+Knows: how a `Layer` of `octopipe.models.layers` becomes an `nn.Module` that adds its result to the residual stream.
+Does not know: mixers (`attention.py`, `mamba.py`, `delta.py`), experts (`moe.py`), the loss (`head.py`) or
+how parameters start (`build.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octopipe.models import layers as spec
+
+Made = dict[str, Any]
+"""The dtype and device every constructor passes on to its parameters."""
+
+
+def norm(kind: spec.Norm, width: int, eps: float, made: Made) -> nn.Module:
+    """A fresh norm of `width`."""
+    return nn.RMSNorm(width, eps=eps, **made) if kind == "rms" else nn.LayerNorm(width, eps=eps, **made)
+
+
+def empty(*shape: int, made: Made) -> nn.Parameter:
+    """A parameter without values yet."""
+    return nn.Parameter(torch.empty(*shape, **made))
+
+
+def at_least_float32(made: Made) -> Made:
+    """For parameters that low precision would freeze (decay rates, time steps)."""
+    dtype = made.get("dtype")
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return {**made, "dtype": wide}
+
+
+def activate(kind: spec.Activation, x: Tensor) -> Tensor:
+    """The activation between up and down projection; gated ones halve the width."""
+    if kind in spec.GATED:
+        gate, up = x.chunk(2, dim=-1)
+        return (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+    if kind == "relu2":
+        return F.relu(x).square()
+    if kind == "gelu":
+        return F.gelu(x, approximate="tanh")
+    return F.relu(x) if kind == "relu" else F.silu(x)
+
+
+class Residual(nn.Module):
+    """`x + inner(norm(x))`, with a second norm behind where the model has one (Gemma)."""
+
+    def __init__(self, width: int, eps: float, made: Made, kind: spec.Norm = "rms", post_norm: bool = False):
+        super().__init__()
+        self.norm = norm(kind, width, eps, made)
+        self.post_norm = norm(kind, width, eps, made) if post_norm else None
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the layer adds to the stream."""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = self.inner(self.norm(hidden))
+        return hidden + (out if self.post_norm is None else self.post_norm(out))
+
+    def special_init(self, generator: torch.Generator) -> None:
+        """Parameters whose start is neither normal (matrices), zero (biases) nor one (norms)."""
+
+
+class Embedding(nn.Module):
+    """Token ids [batch, tokens] to hidden states [batch, tokens, hidden]."""
+
+    def __init__(self, layer: spec.Embedding, made: Made, tied: bool):
+        super().__init__()
+        self.weight = empty(layer.vocab, layer.hidden, made=made)
+        self.positions = empty(layer.positions, layer.hidden, made=made) if layer.positions else None
+        self.multiplier = layer.multiplier
+        self.tied_to: dict[str, str] = {"weight": "embedding"} if tied else {}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.embedding(tokens, self.weight)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
+        return hidden if self.positions is None else hidden + self.positions[: tokens.shape[-1]]
+
+
+class Mlp(Residual):
+    """Dense feed-forward; the gate and up matrices of gated activations are one projection."""
+
+    def __init__(self, layer: spec.Mlp, eps: float, made: Made):
+        super().__init__(layer.hidden, eps, made, layer.norm, layer.post_norm)
+        wide = (layer.matrices - 1) * layer.ffn
+        self.up = nn.Linear(layer.hidden, wide, bias=layer.bias, **made)
+        self.down = nn.Linear(layer.ffn, layer.hidden, bias=layer.bias, **made)
+        self.activation = layer.activation
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(activate(self.activation, self.up(x)))
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward layer that are partitioned as one."""
+
+    def __init__(self, mixer: nn.Module, ffn: nn.Module):
+        super().__init__()
+        self.mixer, self.ffn = mixer, ffn
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.ffn(self.mixer(hidden))
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    """`y` with `softplus(y) == x`, for positive `x`."""
+    return x + torch.log(-torch.expm1(-x))
+
+
+def time_step_bias(shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Mamba's start: time steps spread evenly in the logarithm from 0.001 to 0.1."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    steps = torch.rand(shape, generator=generator, device=device) * (high - low) + low
+    return inverse_softplus(steps.exp())
+
+
+class CausalConv(torch.autograd.Function):
+    """Depthwise convolution of `x` [batch, tokens, channels] over past tokens; `weight` [channels, taps].
+
+    As shifted products: the layout stays token-major, so nothing around it is transposed.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        last = weight.shape[1] - 1
+        y = x * weight[:, last] if bias is None else torch.addcmul(bias, x, weight[:, last])
+        for back in range(1, min(last + 1, x.shape[1])):
+            y[:, back:].addcmul_(x[:, :-back], weight[:, last - back])
+        return y
+
+    @staticmethod
+    def backward(ctx, g: Tensor):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tokens, last = x.shape[1], weight.shape[1] - 1
+        gx = g * weight[:, last]
+        for back in range(1, min(last + 1, tokens)):
+            gx[:, :-back].addcmul_(g[:, back:], weight[:, last - back])
+        gw = torch.stack([(g[:, b:] * x[:, : max(0, tokens - b)]).sum((0, 1)) for b in range(last, -1, -1)], 1)
+        return gx, gw, g.sum((0, 1)) if ctx.needs_input_grad[2] else None
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`CausalConv` with its parameters in the dtype of `x`."""
+    if weight.dtype != x.dtype:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return CausalConv.apply(x, weight, bias)
+
+
+def without_split(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """For the part of a layer that holds no weight matrix: hide its many calls from the split's interception,
+    which would look at each of them in vain."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return wrapped

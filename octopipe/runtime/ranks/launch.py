@@ -1,0 +1,257 @@
+"""Ranks as processes: started here and ended together, or joined where torchrun has started them already.
+
+Knows: processes, signals, rendezvous, who failed first. Does not know: what the ranks do.
+
+`run_ranks(work, size, payload)` calls `work(seat, payload)` on every rank with torch.distributed ready. The starting
+process serves the store, so that no rank's death takes the others' last words with it. Ranks follow their parent
+into death, and the error of a failed run is one line: the first failing rank's, with what a rank that waited for it
+was waiting for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.rank_process import (
+    RankError,
+    Seat,
+    Start,
+    Work,
+    attributed,
+    begin,
+    clear_shared_memory,
+    described,
+    load_kernels_early,
+    unheard,
+)
+from octopipe.runtime.ranks.watch import Watch, gently
+
+__all__ = ["RankError", "Seat", "Work", "by_rank", "join_ranks", "load_kernels_early", "run_ranks", "stop", "warm_up"]
+
+GROUP_TIMEOUT_S = 1800.0
+"""Of collectives that name no other: ranks wait that long for one that tunes or loads. A death is noticed at once."""
+
+
+Listener = Callable[[Any], None]
+
+
+def under_torchrun() -> bool:
+    """Has something else started the ranks already?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def warm_up(*also: str) -> Any:
+    """Start the server that ranks are forked from, in a fraction of a second each, once it has loaded torch.
+
+    Optional: calling it early lets that happen while this process does something else. `also`: modules that ranks would
+    each load for themselves; they count where no server runs yet.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["octopipe.runtime.training.warm", *also])
+    forkserver.ensure_running()
+    atexit.unregister(_end_server)
+    atexit.register(_end_server)
+    return context
+
+
+def run_ranks(
+    work: Work,
+    size: int,
+    payload: Any = None,
+    *,
+    backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    grace_s: float = 10.0,
+    timeout_s: float | None = None,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    start_s: float | None = None,
+    hang_s: float | None = None,
+    gentle_s: float | None = None,
+    listen: Listener | None = None,
+) -> list[Any]:
+    """The results of all ranks, by rank. One rank runs in this process, without torch.distributed.
+
+    `environment`: for fresh processes that read it as they start (one rank, too). `threads`: of the CPU per rank
+    (default: the cores, shared equally). `grace_s`: how long the other ranks may take to say what they waited for
+    once one has died. `timeout_s`: for everything; `group_timeout_s`: for collectives that name no time of their own;
+    `start_s`: until all ranks have met; `hang_s`: how long a rank may be stopped (SIGSTOP) before the run is given up.
+    `gentle_s`: how long ranks may take to end by themselves after Ctrl-C or SIGTERM (work that ends before its time
+    must note SIGTERM itself); a second signal ends them at once. `listen` gets what the first rank tells.
+    """
+    import torch
+
+    # The process that cleans up after ranks reads it as it starts.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = threads or max(1, cores // size)
+    listen = listen or unheard
+    if size == 1 and not environment:
+        torch.set_num_threads(threads)
+        return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
+    store = _local_store()
+    # A fork of the server would share its memory allocator's settings and its libraries' first look around.
+    context = multiprocessing.get_context("spawn") if environment else warm_up()
+    start = Start(work, size, payload, backend, store.port, threads, group_timeout_s)
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    watch = Watch(processes, pipes, listen, store, grace_s=grace_s, timeout_s=timeout_s, start_s=start_s, hang_s=hang_s)
+
+    def run() -> list[Any]:
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            pipes.append(ours)
+            process = context.Process(target=begin, args=(start, rank, theirs), name=f"octopipe rank {rank}")
+            with _surroundings(environment or {}):
+                process.start()
+            theirs.close()
+            processes.append(process)
+        return watch.run()
+
+    try:
+        return run() if gentle_s is None else gently(run, watch, processes, gentle_s)
+    finally:
+        stop(processes)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _local_store() -> Any:
+    """A store that only this host can reach: torch's own would listen on every interface."""
+    import torch.distributed as dist
+
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise OctoPipeError(f"ranks cannot meet: no port on 127.0.0.1 ({error.strerror}); free one") from None
+    port, handle = listening.getsockname()[1], listening.detach()
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+
+
+def by_rank(task: Callable[[int, int, Any], Any]) -> Work:
+    """A function of rank, number of ranks and payload as work of a seat."""
+    return partial(_call_by_rank, task)
+
+
+def _call_by_rank(task: Callable[[int, int, Any], Any], seat: Seat, payload: Any) -> Any:
+    return task(seat.rank, seat.size, payload)
+
+
+@contextlib.contextmanager
+def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
+    """The environment of processes that start meanwhile."""
+    before = {key: os.environ.get(key) for key in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def join_ranks(
+    work: Work,
+    payload: Any = None,
+    *,
+    backend: str = "gloo",
+    listen: Listener | None = None,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+) -> Any:
+    """This rank's result, under torchrun. A failing run raises on the first failing rank and ends the others with
+    exit code 1."""
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    tell = listen if rank == 0 and listen is not None else unheard
+    if backend == "nccl":
+        load_kernels_early()
+    if size > 1:
+        _meet(backend, group_timeout_s)
+    try:
+        result = work(Seat(rank=rank, size=size, local_rank=local_rank, tell=tell), payload)
+    except Exception as error:
+        if size == 1 or _is_first_to_fail():
+            raise RankError(rank, attributed(rank, described(error))) from None
+        # Threads of a broken process group would keep this rank from ending.
+        sys.stderr.flush()
+        os._exit(1)
+    if size > 1:
+        dist.destroy_process_group()
+    return result
+
+
+def _meet(backend: str, timeout_s: float) -> None:
+    """Join the ranks that something else has started."""
+    import torch.distributed as dist
+
+    from octopipe.runtime.wire.telling import PeerError, peer_words
+
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        # Before anything about peers: the store's own error for a taken port names c10d, too.
+        if "in use" in text or "EADDRINUSE" in text:
+            raise OctoPipeError(f"ranks cannot meet at {where}: the port is in use; set another MASTER_PORT") from None
+        words = peer_words(error, timeout_s)
+        if words is not None:
+            raise PeerError(f"while ranks met at {where}, {words}") from None
+        raise OctoPipeError(f"ranks cannot meet at {where}: {text[:160]}; check MASTER_ADDR and MASTER_PORT") from None
+
+
+def _is_first_to_fail() -> bool:
+    """Ranks that fail because another one did keep quiet."""
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        return bool(c10d._get_default_store().add("octopipe/failures", 1) == 1)
+    except Exception:  # the store has gone with the rank that served it: better said twice than never
+        return True
+
+
+def _end_server() -> None:
+    """Let the fork server end before we do: it would take a moment longer, and look like an orphan."""
+    end = getattr(getattr(forkserver, "_forkserver", None), "_stop", None)
+    if end is not None:
+        end()
+
+
+def stop(processes: Sequence[Any]) -> None:
+    """End what still runs: politely, then not."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+            if hasattr(signal, "SIGCONT"):  # one that was stopped would not hear it
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGCONT)
+    end = time.monotonic() + 2.0
+    for process in processes:
+        process.join(timeout=max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        clear_shared_memory(process.pid)

@@ -1,0 +1,191 @@
+"""One rank as a process: how it begins, what it tells whoever started it, how it ends.
+
+Knows: the pipe to the launcher, the meeting of ranks, the parent it follows into death, errors as one line. Does not
+know: other ranks' processes (`launch`, `watch`), or what the work is.
+
+What goes through the pipe is no pickle but plain values (see `plain`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+
+
+def unheard(_: Any) -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a rank sits."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among the ranks of this machine: picks the GPU."""
+    tell: Callable[[Any], None] = field(default=unheard)
+    """Send a word of plain values to whoever started the run; only the first rank's are heard."""
+
+
+class RankError(OctoPipeError):
+    """A run that failed; `rank` is the one that failed first."""
+
+    def __init__(self, rank: int, message: str):
+        self.rank = rank
+        super().__init__(message)
+
+
+Work = Callable[[Seat, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank needs to begin."""
+
+    work: Work
+    size: int
+    payload: Any
+    backend: str
+    port: int
+    threads: int
+    group_timeout_s: float
+
+
+CHATTER = (
+    ".*no current CUDA context.*",  # autograd's threads meet cuBLAS first; it finds the context by itself
+    "resource_tracker: There appear to be.*leaked",  # ranks end at once, and the system takes back what they held
+)
+"""Warnings that tell a user nothing he could mend."""
+
+
+def _quiet() -> None:
+    import logging
+    import warnings
+
+    for message in CHATTER:
+        warnings.filterwarnings("ignore", message=message)
+    # A share of a GPU has fewer multiprocessors than torch's compiler likes to see.
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)
+
+
+def begin(start: Start, rank: int, pipe: Connection) -> None:
+    """A rank's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    _quiet()
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(start.size))
+    stay_local()
+    # Libraries' chatter must not end up in what the parent prints as JSON.
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def send(kind: str, word: Any) -> None:
+        from octopipe.runtime.wire.encoding import encoded
+
+        with lock:
+            pipe.send_bytes(encoded((kind, word)))
+
+    good = False
+    if start.backend == "nccl":
+        load_kernels_early()
+    try:
+        import torch
+        import torch.distributed as dist
+
+        from octopipe.runtime.wire.telling import moment, told
+
+        torch.set_num_threads(start.threads)
+        patience = timedelta(seconds=start.group_timeout_s)
+        with moment("while ranks met"), told(start.group_timeout_s):
+            store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=patience)
+            dist.init_process_group(start.backend, store=store, rank=rank, world_size=start.size, timeout=patience)
+        send("ready", None)
+        tell = partial(send, "told") if rank == 0 else unheard
+        seat = Seat(rank=rank, size=start.size, local_rank=rank, tell=tell)
+        send("done", start.work(seat, start.payload))
+        dist.destroy_process_group()
+        good = True
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            send("failed", (described(error), _is_consequence(error)))
+    finally:
+        pipe.close()
+        sys.stderr.flush()
+        clear_shared_memory(os.getpid())
+        # Threads of a broken process group would keep a failed rank from ending.
+        os._exit(0 if good else 1)
+
+
+def load_kernels_early() -> None:
+    """Before CUDA starts: no kernel is loaded at its first use.
+
+    Loading one waits for the whole device; a receive that waits there for a rank whose host loads one too would never
+    end. torch asks for late loading unless somebody has said otherwise.
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def stay_local() -> None:
+    """All ranks are on this host: what they listen on, nobody else can reach. A user's own choice stands."""
+    loopback = next((name for name in ("lo", "lo0") if os.path.exists(f"/sys/class/net/{name}")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def clear_shared_memory(pid: int) -> None:
+    """What torch shares of a GPU's memory is counted in files that a process leaves behind when it ends at once."""
+    for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def described(error: BaseException) -> str:
+    """One line; what is not a mistake that we foresaw says where it is (and all of it with OCTOPIPE_TRACE=1)."""
+    from octopipe.runtime.wire.telling import peer_words
+
+    if os.environ.get("OCTOPIPE_TRACE"):
+        traceback.print_exception(error)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, OctoPipeError):
+        return f"{error}{notes}"
+    if words := peer_words(error):
+        return f"{words}{notes}"
+    place = next(iter(traceback.extract_tb(error.__traceback__)[-1:]), None)
+    where = "" if place is None else f" ({os.path.basename(place.filename)}:{place.lineno})"
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}{where}{notes}"
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether a rank failed because another one did."""
+    from octopipe.runtime.wire.telling import PeerError, peer_words
+
+    return isinstance(error, PeerError) or peer_words(error) is not None
+
+
+def attributed(rank: int, text: str) -> str:
+    return text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}"
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        clear_shared_memory(os.getpid())
+        os._exit(1)

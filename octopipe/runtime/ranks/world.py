@@ -1,0 +1,255 @@
+"""The processes a pipeline runs on: its ranks, its data-parallel twins, and groups of some of them.
+
+Knows: torch.distributed. Does not know: plans or tensors. Several pipelines (one after another) may share one
+World, and with it its groups.
+
+Subgroups are made by their members alone, straight from the store: `dist.new_group` wants every process of the
+job, also those of other pipelines, and its `use_local_synchronization` names a group after how many groups the
+process has made before, so that members that made different numbers of groups wait for each other forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.meshes import roles
+from octopipe.runtime.wire.encoding import decoded, encoded
+from octopipe.runtime.wire.telling import gather_values
+
+Group = Any
+"""A ProcessGroup or a backend of our own making: both have allreduce, broadcast, allgather, send and recv."""
+
+
+class World:
+    """One pipeline's ranks (`group`) and, with data parallelism, the same rank of all pipelines (`dp_group`).
+
+    `axes`: the data dimensions of a mesh by name, which `dp_group` joins; without them there is one, "dp".
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        dp_group: dist.ProcessGroup | None = None,
+        axes: Mapping[str, dist.ProcessGroup] | None = None,
+    ):
+        self.group, self.dp_group = group, dp_group
+        self.axes: dict[str, Any] = dict(axes or ({} if dp_group is None else {"dp": dp_group}))
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.replica = 0 if dp_group is None else dp_group.rank()
+        self.num_replicas = 1 if dp_group is None else dp_group.size()
+        self.global_ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self._members = {name: dist.get_process_group_ranks(one) for name, one in self.axes.items()}
+        self.backend = "none" if group is None else str(dist.get_backend(group))
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+        self._control: Group = None
+        self._tags = 0
+
+    @classmethod
+    def make(
+        cls,
+        group: dist.ProcessGroup | World | None,
+        dp_group: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None,
+        *,
+        pp_dim: str = "pp",
+        dp_dims: Sequence[str] | None = None,
+        model_dims: Sequence[str] | None = None,
+    ) -> World:
+        """From what a user has: nothing (one process, or the whole job), process groups, or a DeviceMesh."""
+        if isinstance(group, World):
+            return group
+        if mesh is not None:
+            if group is not None or dp_group is not None:
+                raise OctoPipeError("a mesh and process groups were given; give one or the other")
+            found = roles(mesh, pp_dim, dp_dims, model_dims)
+            return cls(found.pipeline, found.everybody, found.data)
+        if dp_dims is not None or model_dims is not None:
+            raise OctoPipeError("dp_dims and model_dims are dimensions of a mesh; give the mesh, too")
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        return cls(group, dp_group if dp_group is not None and dp_group.size() > 1 else None)
+
+    @property
+    def control(self) -> Group:
+        """A gloo group of the same ranks, for small things of the host; None where there is one rank only.
+
+        On other backends it is made at first use, by all processes of the job together (all their pipelines').
+        """
+        if self._control is None and self.group is not None:
+            if "gloo" in self.backend:
+                self._control = self.group
+            elif self.size == dist.get_world_size():
+                self._control = dist.new_group(backend="gloo")
+            else:
+                for ranks in sorted(set(self._pipelines())):
+                    made = dist.new_group(list(ranks), backend="gloo")
+                    if list(ranks) == self.global_ranks:
+                        self._control = made
+        return self._control
+
+    def _pipelines(self) -> list[tuple[int, ...]]:
+        """The ranks of every process's pipeline (collective over the job, on whatever backend it has)."""
+        device = self.default_device()
+        count = dist.get_world_size()
+        mine = torch.full((count,), -1, dtype=torch.int64, device=device)
+        mine[: self.size] = torch.tensor(self.global_ranks)
+        table = torch.empty(count, count, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(table, mine)
+        return [tuple(r for r in row if r >= 0) for row in table.tolist()]
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """A group of some ranks of the pipeline, on the pipeline's backend (collective over them)."""
+        key = tuple(ranks)
+        if len(key) == self.size:
+            return self.group
+        if key not in self._subgroups:
+            self._subgroups[key] = self.new_group(key, "nccl" if "nccl" in self.backend else "gloo")
+        return self._subgroups[key]
+
+    def new_group(
+        self, ranks: Sequence[int], backend: str, purpose: str = "group", *, timeout_s: float = 1800.0
+    ) -> Group:
+        """A fresh group of these ranks of the pipeline; only they call this, in one order."""
+        return _made([self.global_ranks[r] for r in ranks], backend, purpose, timeout_s)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Everybody's item, by rank (collective)."""
+        return [item] if self.control is None else gather_values(self.control, item)
+
+    def gather_replicas(self, item: Any, timeout_s: float) -> list[Any]:
+        """The item of this rank in every data-parallel pipeline (collective over them), through the store."""
+        if self.dp_group is None:
+            return [item]
+        members = dist.get_process_group_ranks(self.dp_group)
+        name = f"octopipe/replicas/{'-'.join(map(str, members))}"
+        store, me = c10d._get_default_store(), dist.get_rank()
+        count = store.add(f"{name}/count/{me}", 1)
+        store.set(f"{name}/{count}/{me}", encoded(item))  # type: ignore[arg-type]
+        keys = [f"{name}/{count}/{member}" for member in members]
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return [decoded(store.get(key)) for key in keys]
+
+    def new_tags(self, count: int) -> int:
+        """The first of so many message tags that no pipeline of this world has used before (collective).
+
+        What a step that broke off has sent and nobody took still lies in the group; it must never be taken for what
+        a later pipeline sends.
+        """
+        first = max(self.gather(self._tags))
+        self._tags = first + count
+        return first
+
+    def renew(self, timeout_s: float) -> None:
+        """Fresh groups of the same ranks (collective over pipelines and replicas): after a step that broke off, the
+        old ones may count collectives that some ranks have made and others have not."""
+        if self.group is None:
+            return
+        if "gloo" not in self.backend:
+            raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
+        self._subgroups.clear()
+        self.group = self._control = _made(self.global_ranks, "gloo", "pipeline", timeout_s)
+        for name, members in self._members.items():
+            self.axes[name] = _made(members, "gloo", f"axis-{name}", timeout_s)
+
+    def store(self) -> dist.Store | None:
+        return None if self.group is None else c10d._get_default_store()
+
+    def default_device(self) -> torch.device:
+        if "nccl" in self.backend:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) -> Group:
+    """A fresh group of these processes, made by them alone."""
+    me = list(members).index(dist.get_rank())
+    name = f"octopipe/{purpose}/{'-'.join(map(str, members))}"
+    store = c10d._get_default_store()
+    # How often this rank made this group: the same number at all members, whatever else they made.
+    count = store.add(f"{name}/count/{me}", 1)
+    prefix = dist.PrefixStore(f"{name}/{count}", store)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        return dist.ProcessGroupNCCL(prefix, me, len(members), options)
+    return dist.ProcessGroupGloo(prefix, me, len(members), timedelta(seconds=timeout_s))
+
+
+class HostWork:
+    """A collective of gloo for a CUDA tensor, done on the host when it is waited for.
+
+    Given a CUDA tensor, gloo borrows a stream of torch's pool for every collective, takes pinned memory (for which the
+    driver may stop everything) and copies in the middle of the step, beside what is being computed and measured. Here
+    no stream but the computation's own takes part, and only once all of the step is issued. Collectives of one group
+    happen in the order in which they are waited for.
+    """
+
+    __slots__ = ("_start", "_tensor")
+
+    def __init__(self, tensor: Tensor, start: Callable[[Tensor], Any]):
+        self._tensor, self._start = tensor, start
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        host = self._tensor.cpu()
+        work = self._start(host)
+        work.wait() if timeout is None else work.wait(timeout)
+        self._tensor.copy_(host)
+
+
+class StreamWork:
+    """A Work of NCCL whose wait takes a timeout and ignores it: with one, NCCL's own would block the host."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any):
+        self._work = work
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._work.wait()
+
+
+def all_reduce(group: Group, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    """Start a reduction in place; returns its Work. On NCCL, waiting for it is the device's."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if needs_host(group, tensor):
+        return HostWork(tensor, lambda host: group.allreduce([host], options))
+    work = group.allreduce([tensor], options)
+    return StreamWork(work) if tensor.is_cuda else work
+
+
+def needs_host(group: Group, tensor: Tensor) -> bool:
+    """Whether a collective of this group takes the tensor through the host (see `HostWork`)."""
+    return tensor.is_cuda and "nccl" not in backend_name(group)
+
+
+def wire(group: Group) -> Group:
+    """The gloo backend inside a ProcessGroup: the same sends and receives without the dispatcher's microseconds."""
+    return group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+
+
+def backend_name(group: Group) -> str:
+    """ "gloo" or "nccl", of a ProcessGroup or of a backend."""
+    if isinstance(group, dist.ProcessGroup):
+        return str(dist.get_backend(group))
+    return str(group.name())
+
+
+def broadcast(group: Group, tensor: Tensor, root: int) -> Any:
+    """Start sending the tensor of the group's member `root` to all; returns the Work."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    if needs_host(group, tensor):
+        return HostWork(tensor, lambda host: group.broadcast([host], options))
+    return group.broadcast([tensor], options)

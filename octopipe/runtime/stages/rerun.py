@@ -1,0 +1,131 @@
+"""R without its last product: a forward that runs again only for its graph need not compute what nobody reads.
+
+Knows: which linear of a stage comes last, and whether its value matters to backward. Does not know: why a stage runs
+again, or when.
+
+Most layers end in `x + down(...)`. Backward of an addition, or of a view, reads no values, so the last product of R has
+no reader; its backward needs its operands alone. The first R of a stage computes everything and looks: after the last
+linear only additions and views may be called, and in the graph only they may use it. From then on that product is left
+out, zeros standing for it, and every R looks again: where the forward took another way, it is repeated in full, and
+nothing is left out any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from octopipe.runtime.stages.wgrad import (
+    _HANDLERS,
+    _PLAIN,
+    _VIEW_NODES,
+    SplitMode,
+    _is_autocast_on,
+    _is_grad_enabled,
+    _is_traced,
+)
+from octopipe.runtime.stages.wgrad_ops import LeftOut, WeightQueue
+
+_READ_NOTHING = frozenset(
+    (
+        torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.reshape, torch.flatten, Tensor.reshape,
+        Tensor.flatten, Tensor.unflatten, Tensor.view, Tensor.size, Tensor.dim,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")),
+    )
+)  # fmt: skip
+"""Calls that need no values for their backward, and such that look at no values at all."""
+_READ_NOTHING_NODES = _VIEW_NODES | {"AddBackward0"}
+
+
+class Rerun(SplitMode):
+    """The split of a stage's forward when it runs again; `begin` before it, `valid` after it."""
+
+    def __init__(self, mode: SplitMode):
+        TorchFunctionMode.__init__(self)
+        self._params, self._casts, self.has_weights = mode._params, mode._casts, mode.has_weights
+        self.queue, self.habits = mode.queue, mode.habits
+        self.hooked = self.in_backward = self._off = self._own_graph = False
+        self._leave_out: int | None = None
+        """Number of the linear that is left out; 0 where none may be, None before the first run."""
+        self._linears, self._unread = 0, False
+        """Linears so far, and whether nothing has read the last one's value."""
+        self._node: Any = None
+        self._left_out = False
+
+    def begin(self, queue: WeightQueue) -> None:
+        self.queue = queue
+        self._linears, self._unread, self._node, self._left_out = 0, False, None, False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if _is_traced():
+            return func(*args, **(kwargs or {}))
+        if func is not F.linear:
+            if func not in _READ_NOTHING:
+                self._unread = False
+            if func in _HANDLERS:
+                return super().__torch_function__(func, types, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        self._linears += 1
+        result = None
+        if self._linears == self._leave_out:
+            result = self._without_product(*args, **(kwargs or {}))
+            self._left_out = result is not None
+        if result is None:
+            result = super().__torch_function__(func, types, args, kwargs)
+        base = result._base
+        self._unread, self._node = True, (result if base is None else base).grad_fn
+        return result
+
+    def _without_product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        site = self.site(weight)
+        if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0 or weight.ndim != 2:
+            return None
+        if self.queue.reruns or _is_autocast_on() or not _is_grad_enabled():
+            return None
+        if not self.habits.quick:
+            return None
+        return LeftOut.apply(input, weight, bias, site, None)
+
+    def valid(self, root: Any) -> bool:
+        """Whether the graph just built may be used. `root` is its last node, None where there are several."""
+        node, self._node = self._node, None
+        unread = self._unread and root is not None and node is not None
+        if self._leave_out is None:
+            self._leave_out = self._linears if unread and _only_added(root, node, whole=True) else 0
+        elif self._left_out and not (
+            unread and self._linears == self._leave_out and _only_added(root, node, whole=False)
+        ):
+            self._leave_out = 0
+            return False
+        return True
+
+
+def _only_added(root: Any, node: Any, *, whole: bool) -> bool:
+    """Whether every way from `node` up to `root` is of additions and views; there must be one.
+
+    Where not the whole graph is looked at, only what stands next to additions and views is.
+    """
+    users: dict[Any, list[Any]] = {}
+    todo, seen = [root], {root}
+    while todo:
+        user = todo.pop()
+        further = user is not node and (whole or user.name() in _READ_NOTHING_NODES)
+        for other, _ in user.next_functions:
+            if other is not None:
+                users.setdefault(other, []).append(user)
+                if further and other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+    todo, reached = [node], {node}
+    while todo:
+        for user in users.get(todo.pop(), []):
+            if user.name() not in _READ_NOTHING_NODES:
+                return False
+            if user not in reached:
+                reached.add(user)
+                todo.append(user)
+    return root in reached

@@ -1,0 +1,238 @@
+"""Adapting to what is measured: better costs while training, and a better plan when it pays.
+
+Knows: how measured op times correct a cost table, when another plan is worth the move, how layers and optimizer
+state get to their new ranks. Does not know: what is trained or how steps run.
+
+    adapter = Adapter(profile, threshold=0.05)
+    adapter.observe(pipe.plan, pipe.timeline())                 # after some step
+    plan = adapter.propose(pipe.plan, pipe.world)               # None, or a plan that is worth it
+    if plan is not None:
+        pipe, optimizer = switch(pipe, optimizer, plan, make_pipe=..., make_optimizer=...)
+
+The new pipeline holds bit for bit the parameters, buffers and optimizer state of the old one, so the loss curve goes
+on as it would have (up to the order in which a plan adds up its micro-batches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS, Plan
+from octopipe.plans.price import stage_times
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.training.checkpoint import _compact, _moves
+from octopipe.runtime.wire.telling import broadcast_value, moment, receive_value, send_value
+from octopipe.search.tuner import tune
+from octopipe.simulation.contention import predict
+from octopipe.simulation.timeline import Timeline
+
+_TIMES = {"F": "forward_ms", "I": "input_ms", "W": "weight_ms"}
+_RIDGE = 1e-3
+"""Small: it only decides between explanations that fit equally well, towards no change."""
+
+
+class Adapter:
+    """Costs that follow the measurement, and the decision to switch."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        threshold: float = 0.05,
+        budget_s: float = 10.0,
+        blend: float = 0.5,
+        seed: int = 0,
+        recompute: bool = False,
+    ):
+        """`threshold`: the least predicted gain (0.05: 5 %) worth a switch. `blend`: how much of a correction one
+        observation makes (1: all of it)."""
+        if not 0 < threshold < 10 or not 0 < blend <= 1 or budget_s <= 0:
+            raise OctoPipeError(
+                f"threshold {threshold}, blend {blend}, budget {budget_s} s; give numbers > 0 and a blend of at most 1"
+            )
+        self.profile, self.threshold, self.budget_s, self.blend = profile, threshold, budget_s, blend
+        self.seed, self.recompute = seed, recompute
+        self.last_gain = 0.0
+        """Predicted gain of the plan that `propose` looked at last."""
+
+    def observe(self, plan: Plan, timeline: Timeline) -> None:
+        """Correct the costs by one measured step."""
+        costs = corrected(self.profile.costs, plan, timeline, blend=self.blend)
+        # Times with fewer neighbours move along with the times under full load.
+        before, partial = self.profile.costs, {}
+        for level, table in self.profile.partial.items():
+            times = {
+                name: getattr(table, name)
+                * np.divide(
+                    getattr(costs, name),
+                    getattr(before, name),
+                    out=np.ones(costs.num_layers),
+                    where=getattr(before, name) > 0,
+                )
+                for name in _TIMES.values()
+            }
+            partial[level] = costs.replace(**times)
+        self.profile = replace(self.profile, costs=costs, partial=partial)
+
+    def propose(self, plan: Plan, world: World | None = None) -> Plan | None:
+        """A plan predicted to be faster by more than the threshold, or None (collective: rank 0 searches)."""
+        found: tuple[Plan | None, float] = (None, 0.0)
+        if world is None or world.rank == 0:
+            found = self._search(plan)
+        if world is not None and world.control is not None:
+            with moment("while rank 0 looked for a better plan"):
+                found = broadcast_value(world.control, found, 0)
+        self.last_gain = float(found[1])
+        return found[0]
+
+    def _search(self, plan: Plan) -> tuple[Plan | None, float]:
+        found = tune(
+            self.profile.costs,
+            plan.num_ranks,
+            plan.num_micro_batches,
+            budget_s=self.budget_s,
+            seed=self.seed,
+            start=plan,
+            recompute=self.recompute,
+        ).plan
+        now, then = predict(plan, self.profile).makespan_ms, predict(found, self.profile).makespan_ms
+        gain = now / then - 1.0 if then > 0 else 0.0
+        return (found if gain > self.threshold else None), gain
+
+
+def corrected(costs: CostTable, plan: Plan, timeline: Timeline, *, blend: float = 1.0) -> CostTable:
+    """The costs that explain a measured step: one factor per layer kind and op kind, one per rank.
+
+    Every stage and op kind gives one equation, log(measured / predicted) = log(rank's factor) + the mean of its
+    layers' log factors weighted by their share of the time; least squares decide what is a slow rank and what a
+    mispriced layer.
+    """
+    spans = timeline.spans
+    took = spans.end_ms - spans.start_ms
+    table = plan.table()
+    if not np.array_equal(spans.stage, table.stage) or not np.array_equal(spans.kind, table.kind.astype(np.int32)):
+        raise OctoPipeError("the timeline is of another plan; observe a step of the plan that ran")
+    predicted = stage_times(plan, costs)
+    symbols = list(dict.fromkeys(costs.symbols))
+    column = {(s, kind): i for i, (s, kind) in enumerate((s, k) for s in symbols for k in _TIMES)}
+    unknowns = len(column) + plan.num_ranks
+    rows, values = [], []
+    for s, stage in enumerate(plan.stages):
+        for code, kind in enumerate(KINDS):
+            mine = (spans.stage == s) & (spans.kind == code)
+            expected = float(np.median(predicted[code, s]))
+            if not mine.any() or expected <= 0:
+                continue
+            seen = float(np.median(took[mine]))
+            if seen <= 0:
+                continue
+            row = np.zeros(unknowns)
+            layers = stage.recomputed_layers if kind == "R" else range(stage.first, stage.stop)
+            for k in layers:
+                for part in {"B": ("I", "W"), "R": ("F",)}.get(kind, (kind,)):
+                    share = float(getattr(costs, _TIMES[part])[k]) * costs.slowdown(stage.rank) / expected
+                    row[column[costs.symbols[k], part]] += share
+            row[len(column) + stage.rank] = 1.0
+            weight = np.sqrt(expected * int(mine.sum()))
+            rows.append(row * weight)
+            values.append(np.log(seen / expected) * weight)
+    if not rows:
+        return costs
+    design, goal = np.array(rows), np.array(values)
+    ridge = np.sqrt(_RIDGE) * np.linalg.norm(design) / np.sqrt(unknowns)
+    answer, *_ = np.linalg.lstsq(
+        np.vstack([design, ridge * np.eye(unknowns)]), np.concatenate([goal, np.zeros(unknowns)]), rcond=None
+    )
+    factors = np.exp(blend * answer)
+    times = {
+        name: getattr(costs, name) * np.array([factors[column[x, kind]] for x in costs.symbols])
+        for kind, name in _TIMES.items()
+    }
+    slow = np.array([costs.slowdown(r) for r in range(plan.num_ranks)]) * factors[len(column) :]
+    return costs.replace(rank_slowdown=tuple(float(x) for x in slow), **times)
+
+
+def switch(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    *,
+    make_pipe: Callable[[Plan], Pipeline],
+    make_optimizer: Callable[[Pipeline], torch.optim.Optimizer] | None = None,
+) -> tuple[Pipeline, torch.optim.Optimizer | None]:
+    """Go on under another plan: a new pipeline and optimizer with the old ones' state (collective; between steps).
+
+    `make_pipe` builds the pipeline of the new plan on the same ranks, `make_optimizer` an optimizer for it with the
+    same settings. The old pipeline is closed.
+    """
+    world = pipe.world
+    mine = _layer_states(pipe, optimizer)
+    old, step = pipe.plan, pipe.step_number
+    learning = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
+    scale = pipe.loss_scale
+    pipe.close()
+    fresh = make_pipe(plan)
+    states = _exchange(world, old, plan, mine)
+    fresh.load_state_dict({f"{k}.{n}": v for k, state in states.items() for n, v in state["state"].items()})
+    fresh.step_number, fresh.loss_scale = step, scale
+    if optimizer is None or make_optimizer is None:
+        return fresh, None
+    made = make_optimizer(fresh)
+    for group, settings in zip(made.param_groups, learning):
+        group.update(settings)
+    for shared in fresh.layers.shared():
+        for member in (int(shared.key.split(".", 1)[0]), *shared.layers):
+            saved = states.get(member, {}).get("optimizer", {}).get(shared.key)
+            if saved:
+                made.state[shared.parameter] = {
+                    key: value.to(shared.parameter.device, copy=True) if _moves(key, value) else value
+                    for key, value in saved.items()
+                }
+                break
+    return fresh, made
+
+
+def _holders(plan: Plan) -> dict[int, list[int]]:
+    out: dict[int, set[int]] = {}
+    for stage in plan.stages:
+        for k in range(stage.first, stage.stop):
+            out.setdefault(k, set()).add(stage.rank)
+    return {k: sorted(ranks) for k, ranks in out.items()}
+
+
+def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
+    """This rank's layers with the optimizer state of their parameters (a tied one's under its first name)."""
+    out: dict[int, dict[str, Any]] = {
+        k: {"state": _compact(module.state_dict()), "optimizer": {}} for k, module in pipe.modules().items()
+    }
+    if optimizer is not None:
+        for shared in pipe.layers.shared():
+            for k in shared.layers:
+                out[k]["optimizer"][shared.key] = _compact(optimizer.state.get(shared.parameter, {}))
+    return out
+
+
+def _exchange(world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states of this rank's layers under the new plan; a layer travels only to ranks that did not hold it."""
+    before, after = _holders(old), _holders(new)
+    out = {}
+    for k in range(new.num_layers):
+        source = before[k][0]
+        takers = [r for r in after[k] if r not in before[k]]
+        if world.rank in after[k] and world.rank in before[k]:
+            out[k] = mine[k]
+        for taker in takers:
+            if world.rank == source:
+                send_value(world.control, mine[k], taker)
+            elif world.rank == taker:
+                out[k] = receive_value(world.control, source)
+    return out

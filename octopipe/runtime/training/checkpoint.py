@@ -1,0 +1,364 @@
+"""Checkpoints: one file per layer, so that a run resumes under another plan and another number of ranks.
+
+Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint appears whole or not
+at all, and how a damaged one is told from a good one. Does not know: what is trained or on what, or how many
+checkpoints stay (`shelf.py`).
+
+    DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer wants to know again
+    DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
+                                       "optimizer": {name: {"exp_avg": tensor, ...}}}
+
+A layer's file is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
+have written: whatever is killed when, a folder named `step-...` is complete. Values that are not finite are never
+written. Loading compares every file with its checksum, its layer and its step; files are read without unpickling
+objects. Checkpoints of format 1, which have no checksums, are read as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import shown
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.training.shelf import (
+    ASIDE,
+    FORMAT,
+    PARTIAL,
+    RUN,
+    DamagedCheckpoint,
+    checkpoints,
+    latest,
+    layer_file,
+    read_record,
+    rotate,
+    sync_folder,
+    wrong_files,
+)
+from octopipe.runtime.wire.telling import broadcast_value
+
+__all__ = [
+    "NotFinite",
+    "Saving",
+    "checkpoints",
+    "latest",
+    "load_checkpoint",
+    "read_layer",
+    "read_record",
+    "save_checkpoint",
+]
+
+
+class NotFinite(OctoPipeError):
+    """Values that must not be saved."""
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    about: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Write `folder/step-...` (collective over the pipeline and its data-parallel twins; twins of the first write
+    nothing). `keep`: how many checkpoints to leave, the newest ones; one verified older one stays beside them."""
+    return Saving(folder, pipe, optimizer, step=step, about=about, keep=keep).finish()
+
+
+class Saving:
+    """A checkpoint under way. With `background` the layers are copied to the host at once, so that training may go
+    on, and a thread writes them; `state` says how far it is and `finish` makes the checkpoint appear.
+
+    Made and finished by all ranks alike; between the two no message is sent. One at a time: finish it before the next.
+    """
+
+    WRITTEN, WRITING, FAILED = range(3)
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int,
+        about: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        background: bool = False,
+    ):
+        self._home, self._pipe, self._keep = Path(folder), pipe, keep
+        self._target = self._home / f"step-{step:08d}"
+        self._partial = self._home / f"step-{step:08d}{PARTIAL}"
+        self._leads = pipe.world.rank == 0 and pipe.world.replica == 0
+        self._record = {
+            **(about or {}),
+            "format": FORMAT,
+            "step": step,
+            "num_layers": pipe.plan.num_layers,
+            "optimizer": None if optimizer is None else type(optimizer).__name__,
+        }
+        self._written: dict[int, dict[str, Any]] = {}
+        self._problem = ""
+        self._thread: threading.Thread | None = None
+        writes = pipe.world.replica == 0
+        # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
+        _agree(pipe, _not_finite(pipe, optimizer, self._home) if writes else "", NotFinite)
+        _agree(pipe, _attempt(lambda: _fresh(self._partial), self._home) if self._leads else "")
+        if not writes:
+            return
+        contents = _contents(pipe, optimizer, step)
+        if not background:
+            self._write(contents)
+            return
+        copied = list(contents)
+        self._thread = threading.Thread(target=self._write_behind, args=(copied,), name="octopipe-save", daemon=True)
+        self._thread.start()
+
+    def state(self) -> int:
+        """This rank's part: WRITTEN, WRITING or FAILED."""
+        if self._thread is not None and self._thread.is_alive():
+            return self.WRITING
+        return self.FAILED if self._problem else self.WRITTEN
+
+    def wait(self) -> None:
+        """Until this rank has written its part or failed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> Path:
+        """Wait for all ranks' parts, then make the checkpoint appear, whole (collective)."""
+        self.wait()
+        pipe, target = self._pipe, self._target
+        _agree(pipe, self._problem)
+        everybody = pipe.world.gather(self._written)
+        problem = ""
+        if self._leads:
+            files = {k: entry for some in everybody for k, entry in some.items()}
+            record = {**self._record, "layers": [files[k] for k in sorted(files)]}
+            missing = sorted(set(range(pipe.plan.num_layers)) - files.keys())
+            problem = (
+                f"{shown(target)}: layer {missing[0]} was written by no rank: no checkpoint was made; save again"
+                if missing
+                else _attempt(lambda: _publish(self._partial, target, record), target)
+            )
+        _agree(pipe, problem)
+        # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
+        _agree(pipe, wrong_files(target, self._written) if pipe.world.replica == 0 else "")
+        keep = self._keep
+        if self._leads and keep is not None:
+            problem = _attempt(lambda: rotate(self._home, keep), self._home)
+        _agree(pipe, problem)
+        return target
+
+    def _write(self, contents: Iterable[dict[str, Any]]) -> None:
+        self._problem = _attempt(lambda: self._written.update(_write_layers(self._partial, contents)), self._partial)
+
+    def _write_behind(self, contents: Iterable[dict[str, Any]]) -> None:
+        """In a thread, where nobody would hear an error."""
+        try:
+            self._write(contents)
+        except BaseException as error:
+            text = " ".join(str(error).split())[:200]
+            self._problem = f"{shown(self._partial)}: the checkpoint was not written ({type(error).__name__}: {text})"
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Load this rank's layers from a checkpoint of any plan; returns what was saved beside them.
+
+    Nothing is loaded unless all of this rank's files are good.
+    """
+    home = Path(path)
+    record = read_record(home)
+    if record["num_layers"] != pipe.plan.num_layers:
+        raise OctoPipeError(
+            f"{shown(home)} has {record['num_layers']} layers, the plan {pipe.plan.num_layers}; use the same model"
+        )
+    if optimizer is not None and record["optimizer"] != type(optimizer).__name__:
+        raise OctoPipeError(
+            f"{shown(home)} holds the state of {record['optimizer']}, not of {type(optimizer).__name__}; "
+            "use the same optimizer"
+        )
+    files: dict[int, dict[str, Any]] = {}
+
+    def layer(k: int) -> dict[str, Any]:
+        if k not in files:
+            files[k] = read_layer(home, k, record)
+        return files[k]
+
+    state = {f"{k}.{n}": v for k in pipe.modules() for n, v in layer(k)["state"].items()}
+    moments: list[tuple[Tensor, dict[str, Any]]] = []
+    if optimizer is not None:
+        # A tied parameter's state is kept with its first name: its layer may be another rank's.
+        for shared in pipe.layers.shared():
+            number, name = shared.key.split(".", 1)
+            saved = layer(int(number))["optimizer"].get(name)
+            if saved is None:
+                raise OctoPipeError(f"{shown(home)}: no optimizer state of {shared.key}; use the same model")
+            moments.append((shared.parameter, saved))
+    pipe.load_state_dict(state)
+    for parameter, saved in moments:
+        assert optimizer is not None
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device, copy=True) if _moves(key, value) else value for key, value in saved.items()
+        }
+    return record
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+def _fresh(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _not_finite(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, home: Path) -> str:
+    for name, value in pipe.named_parameters():
+        if not _finite(value):
+            return _refused(name, home)
+    for k, module in pipe.modules().items():
+        for name, buffer in module.named_buffers():  # a mask may hold infinities by intention
+            if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
+                return _refused(f"{k}.{name}", home)
+    if optimizer is not None:
+        for shared in pipe.layers.shared():
+            for key, value in optimizer.state.get(shared.parameter, {}).items():
+                if isinstance(value, Tensor) and not _finite(value):
+                    return _refused(f"{shared.key}'s {key}", home)
+    return ""
+
+
+def _finite(value: Tensor) -> bool:
+    value = value.to_local() if hasattr(value, "to_local") else value
+    return not (value.is_floating_point() or value.is_complex()) or bool(torch.isfinite(value).all())
+
+
+def _refused(name: str, home: Path) -> str:
+    good = latest(home)
+    mend = "" if good is None else f"; {shown(good)} is the newest good one"
+    return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
+
+
+def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int) -> Iterator[dict[str, Any]]:
+    """What this rank writes, a layer at a time, in copies on the host."""
+    writer: dict[int, int] = {}
+    for stage in pipe.plan.stages:
+        for k in range(stage.first, stage.stop):
+            writer[k] = min(stage.rank, writer.get(k, stage.rank))
+    moments: dict[int, dict[str, Any]] = {}
+    if optimizer is not None:
+        for shared in pipe.layers.shared():
+            number, name = shared.key.split(".", 1)
+            moments.setdefault(int(number), {})[name] = _compact(optimizer.state.get(shared.parameter, {}))
+    for k, module in pipe.modules().items():
+        if writer[k] == pipe.rank:
+            state = _compact(module.state_dict())
+            yield {"layer": k, "step": step, "state": state, "optimizer": moments.get(k, {})}
+
+
+def _write_layers(folder: Path, contents: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    written = {}
+    for content in contents:
+        k = content["layer"]
+        memory = io.BytesIO()
+        torch.save(content, memory)
+        data = memory.getbuffer()
+        with open(folder / layer_file(k), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        sha256 = hashlib.sha256(data).hexdigest()
+        written[k] = {"layer": k, "file": layer_file(k), "bytes": len(data), "sha256": sha256}
+    return written
+
+
+def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
+    with open(partial / RUN, "w") as file:
+        json.dump(record, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(partial)
+    before = target.with_name(target.name + ASIDE)
+    if target.exists():  # of a run that came here once before
+        shutil.rmtree(before, ignore_errors=True)
+        target.rename(before)
+    partial.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies on the host whose storage is their own size: a view would drag its whole base into the file."""
+    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def _attempt(act: Any, place: Path) -> str:
+    try:
+        act()
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"{shown(place)}: the checkpoint cannot be written ({' '.join(why.split())[:120]}); check the folder"
+    return ""
+
+
+def _agree(pipe: Pipeline, problem: str, kind: type[OctoPipeError] = OctoPipeError) -> None:
+    """Go on together or fail together; twins of the first pipeline follow its ranks."""
+    said = pipe.world.gather(problem)
+    problem = next((text for text in said if text), "")
+    if pipe.world.dp_group is not None:
+        problem = broadcast_value(pipe.world.dp_group, problem, 0)
+    if problem:
+        raise kind(problem)
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's file, once it is what its checksum says; `record`: what `read_record` gives."""
+    path = home / layer_file(k)
+    expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
+    if record["format"] == FORMAT and not expected:
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; take another checkpoint")
+    if why := wrong_files(home, {k: expected}):
+        raise DamagedCheckpoint(f"{why}; take another checkpoint")
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises a dozen kinds of errors on damaged files
+        reason = " ".join(str(error).split())[:120]
+        raise DamagedCheckpoint(f"{shown(path)}: cannot be loaded ({reason}); take another checkpoint") from None
+    if not isinstance(content, dict) or not (_named_values(content, "state") and _named_values(content, "optimizer")):
+        raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
+    for what, wanted in (("layer", k), ("step", record["step"])):
+        if content.get(what, wanted) != wanted:
+            raise DamagedCheckpoint(
+                f"{shown(path)}: holds {what} {content[what]!r}, not {wanted}; take another checkpoint"
+            )
+    return content
+
+
+def _named_values(content: Mapping[str, Any], key: str) -> bool:
+    """Whether a part of a layer's file is what we write: values by name; of the optimizer, several for each name."""
+    part = content.get(key)
+    if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
+        return False
+    return key == "state" or all(isinstance(moments, dict) for moments in part.values())
+
+
+def _moves(key: str, value: Any) -> bool:
+    """Optimizers keep their step count on the host unless they are capturable."""
+    return isinstance(value, Tensor) and not (key == "step" and value.ndim == 0)

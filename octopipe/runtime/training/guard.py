@@ -1,0 +1,88 @@
+"""What may end a run early: a signal, or numbers that are not finite.
+
+Knows: signals asked for at any moment and answered between two steps; how a loss and a gradient norm are looked at
+on every step without making a GPU wait. Does not know: checkpoints or plans.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+
+ASKED = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
+PASSED_ON = {int(signal.SIGUSR1): int(signal.SIGINT)}
+"""What a launcher sends its ranks for a signal they do not get themselves (see `launch`)."""
+
+
+class Diverged(OctoPipeError):
+    """Numbers that are not finite any more."""
+
+
+class StopRequest:
+    """SIGTERM and Ctrl-C noted instead of obeyed, so that the step ends and can be saved; a second one is obeyed."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the signal that came, or 0."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (*ASKED, *PASSED_ON):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = PASSED_ON.get(number, number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+
+class FiniteWatch:
+    """Looks at every step's loss and gradient norm; on a GPU one step late, when they are there already."""
+
+    def __init__(self, device: torch.device):
+        self._late = device.type == "cuda"
+        self._pending: tuple[int, Tensor, Any] | None = None
+
+    def look(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Note a step's numbers; raises for a step whose numbers are known not to be finite."""
+        if not self._late:
+            _judge(step, float(loss), float(norm))
+            return
+        self.settle()
+        host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        host.copy_(torch.stack([loss.double(), norm.double().to(loss.device)]), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = step, host, event
+
+    def settle(self) -> None:
+        """Judge what is still pending."""
+        if self._pending is not None:
+            step, host, event = self._pending
+            self._pending = None
+            event.synchronize()
+            _judge(step, *host.tolist())
+
+
+def _judge(step: int, loss: float, norm: float) -> None:
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        what = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the gradient norm is {norm:g}"
+        raise Diverged(f"{what} at step {step}; use a smaller --lr or a --warmup")

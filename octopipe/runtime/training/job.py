@@ -1,0 +1,241 @@
+"""A training run on paper: what is asked for, what is told while it goes, what comes out.
+
+Knows: the records and which jobs make no sense. Does not know: how to train (`train.py`); imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.profile_file import Profile
+from octopipe.models.lengths import Groups
+from octopipe.models.spec import ModelSpec
+from octopipe.plans.plan import Plan
+from octopipe.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from octopipe.huggingface.described import HfModel
+
+DTYPES = ("float32", "bfloat16", "float64")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+WARM_UP_STEPS = 2
+"""The first steps of a run touch new memory: they do not count as measurements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """Everything that decides a training run."""
+
+    spec: ModelSpec | HfModel
+    """Our own layers of these sizes, or a transformers model."""
+    nproc: int = 2
+    steps: int = 50
+    """The step to train to, counted from the beginning of the run, not from where it resumes."""
+    plan: Plan | None = None
+    system: str = "1f1b"
+    """Where no plan is given."""
+    tune_s: float | None = None
+    """Where no plan is given: tune for so long instead of using the system."""
+    dp: int = 1
+    seq: int = 128
+    micro_batches: int | None = None
+    """Default: the plan's, or twice the pipeline's ranks."""
+    micro_batch_size: int = 1
+    lr: float = 1e-3
+    warmup: int = 0
+    optimizer: str = "adamw"
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    dtype: str = "float32"
+    """bfloat16: parameters stay float32, layers compute under autocast."""
+    device: str = "cpu"
+    threads: int | None = None
+    """Of the CPU per rank; default: the cores, shared equally."""
+    compile_scans: bool | None = None
+    """Our Mamba-2's scan through `torch.compile`; default: on a GPU, unless there are faster kernels."""
+    kernels: tuple[str, ...] = ()
+    """Kernels of our own layers by name; a transformers model has its choice made already."""
+    data: str | None = None
+    seed: int = 0
+    profile: Profile | None = None
+    measure: bool = True
+    """Without a profile: measure one before training, for the tuner and the prediction."""
+    checkpoint: str | None = None
+    save_every: int | None = None
+    keep: int = 3
+    async_save: bool = False
+    """Copy to the host, write behind the next steps; a failure is told at the next step."""
+    resume: bool = False
+    resume_step: int | None = None
+    """Go on from this step's checkpoint instead of the newest good one."""
+    elastic: bool = False
+    """Go on where the folder holds a checkpoint, begin where it holds none: what a launcher that starts ranks again
+    needs, with as many of them as are left."""
+    timeline: bool = False
+    adapt_every: int | None = None
+    """Look every so many steps whether a plan tuned on the measured times is worth switching to."""
+    adapt_gain: float = 0.05
+    """The least predicted gain that is worth a switch."""
+    adapt_s: float = 5.0
+    """Time of one such search."""
+    timeout_s: float = 300.0
+    lengths: tuple[int, ...] = ()
+    """Of every step's sequences, where they differ; `seq` is then the longest."""
+    groups: tuple[Groups, ...] = ()
+    """With lengths: the micro-batches of every pipeline, padded to their longest sequences."""
+
+    def __post_init__(self) -> None:
+        if self.lengths:
+            self._check_lengths()
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda"))):
+            if getattr(self, name) not in known:
+                raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
+        for name in ("nproc", "steps", "dp", "seq", "micro_batch_size", "keep"):
+            if getattr(self, name) < 1:
+                raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
+        if self.nproc % self.dp:
+            raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
+        if self.adapt_every is not None:
+            if self.adapt_every < 1 or self.adapt_gain <= 0 or self.adapt_s <= 0:
+                raise OctoPipeError("adapt: give whole steps from 1 on, and a gain and a time above 0")
+            if self.dp > 1:
+                raise OctoPipeError("adapt switches the plan of one pipeline; leave --dp out")
+            if self.profile is None and not self.measure:
+                raise OctoPipeError("adapt needs measured costs; give --profile or leave --no-measure out")
+        if self.plan is not None:
+            if self.plan.num_ranks != self.pp:
+                raise OctoPipeError(
+                    f"the plan has {self.plan.num_ranks} ranks, the run {self.pp} per pipeline; "
+                    f"use --nproc {self.plan.num_ranks * self.dp}"
+                )
+            if self.plan.num_layers != self.spec.num_layers:
+                raise OctoPipeError(
+                    f"the plan has {self.plan.num_layers} layers, {self.spec.name} has {self.spec.num_layers}; "
+                    + (
+                        "plan its own layers: octopipe profile, then tune the profile"
+                        if hasattr(self.spec, "class_name")
+                        else "train the plan's own model (--scale and --layers as it was planned)"
+                    )
+                )
+            if self.micro_batches not in (None, self.plan.num_micro_batches):
+                raise OctoPipeError(
+                    f"the plan has {self.plan.num_micro_batches} micro-batches, not {self.micro_batches}; "
+                    "leave --micro-batches out"
+                )
+        if self.elastic and (self.checkpoint is None or (self.micro_batches is None and self.plan is None)):
+            raise OctoPipeError(
+                "an elastic run needs --checkpoint and --micro-batches: the default number of micro-batches depends on "
+                "how many ranks are left"
+            )
+        if self.elastic and self.resume:
+            raise OctoPipeError("an elastic run goes on by itself where it can; leave --resume out")
+        if self.resume_step is not None and not self.resume:
+            raise OctoPipeError("a step to resume from has no effect on a new run; add --resume")
+        if self.seed < 0:
+            raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
+        if self.resume and self.checkpoint is None:
+            raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    def _check_lengths(self) -> None:
+        if len(self.groups) != self.dp:
+            raise OctoPipeError(f"micro-batches of {len(self.groups)} pipelines for dp {self.dp}; give one each")
+        inside = sorted(length for groups in self.groups for group in groups for length in group)
+        if inside != sorted(self.lengths):
+            raise OctoPipeError("the micro-batches do not hold each of the step's sequences once")
+        counts = {len(groups) for groups in self.groups}
+        if len(counts) != 1 or (self.plan is not None and counts != {self.plan.num_micro_batches}):
+            have = "" if self.plan is None else f"; the plan has {self.plan.num_micro_batches}"
+            raise OctoPipeError(f"pipelines of {' and '.join(map(str, sorted(counts)))} micro-batches{have}")
+        if self.seq != max(self.lengths):
+            raise OctoPipeError(f"seq is {self.seq}; the longest sequence has {max(self.lengths)} tokens")
+        if self.adapt_every is not None:
+            raise OctoPipeError("adapt measures micro-batches of one length; leave --adapt or --lengths out")
+
+    @property
+    def pp(self) -> int:
+        """Ranks of one pipeline."""
+        return self.nproc // self.dp
+
+    @property
+    def num_micro_batches(self) -> int:
+        if self.groups:
+            return len(self.groups[0])
+        return self.plan.num_micro_batches if self.plan is not None else self.micro_batches or 2 * self.pp
+
+    @property
+    def tokens_per_step(self) -> int:
+        if self.lengths:
+            return sum(self.lengths)
+        return self.dp * self.num_micro_batches * self.micro_batch_size * self.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What a run does before its first step, for a live line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step."""
+
+    step: int
+    """From 1 on."""
+    loss: float
+    step_ms: float
+    """Data, pipeline, clipping and optimizer."""
+    pipeline_ms: float
+    """First op to last op over all ranks: what a prediction is about."""
+    bubble_ratio: float
+    memory_bytes: tuple[float, ...]
+    """Per rank: the allocator's peak on a GPU, the process's resident memory on a CPU."""
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """A finished run."""
+
+    plan: Plan
+    reports: tuple[StepReport, ...]
+    first_step: int
+    """1, or the step a resumed run went on with."""
+    parameters: int
+    profile: Profile | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    """Of the last step, where it was asked for."""
+    checkpoint: str | None = None
+    stopped_by: int = 0
+    """The signal that ended the run before its last step, or 0."""
+
+    @property
+    def losses(self) -> list[float]:
+        return [r.loss for r in self.reports]
+
+    @property
+    def _steady(self) -> tuple[StepReport, ...]:
+        return self.reports[WARM_UP_STEPS:] or self.reports
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the steps after the first few."""
+        return statistics.median(r.step_ms for r in self._steady) if self.reports else math.nan
+
+    @property
+    def pipeline_ms(self) -> float:
+        return statistics.median(r.pipeline_ms for r in self._steady) if self.reports else math.nan
+
+    @property
+    def bubble_ratio(self) -> float:
+        return statistics.median(r.bubble_ratio for r in self._steady) if self.reports else math.nan
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """Of the pipeline, to compare with `pipeline_ms`."""
+        return None if self.predicted is None else self.predicted.makespan_ms

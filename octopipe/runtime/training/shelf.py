@@ -1,0 +1,310 @@
+"""The folder of a run's checkpoints: who may write to it, which checkpoints stay, which one to go on from.
+
+Knows: the folder, a checkpoint's files and their checksums. Does not know: what is in them (`checkpoint.py`), or torch.
+
+A run holds a lock on its folder and has written to it once before its first step, so that two runs never mix their
+steps and a folder that takes nothing is noticed before the work is done, not after it. The newest checkpoints stay,
+and beside them one verified older one, at least as far back as the newest ones reach: a run that went wrong slowly
+has not yet pushed it out. What a killed run has left half written is removed by the next one; its name never is a
+checkpoint's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief, read_json_object, shown
+from octopipe.base.limits import MAX_LAYERS
+
+FORMAT = "octopipe.checkpoint/2"
+FORMAT_1 = "octopipe.checkpoint/1"
+"""Has no checksums."""
+RUN = "run.json"
+LOCK = ".lock"
+OLDER = "older-good"
+"""Names the checkpoint that stays beside the newest ones."""
+PARTIAL, ASIDE = ".partial", ".before.partial"
+"""End the names of a checkpoint that is being written or removed, and of one that is about to be replaced."""
+_LEFTOVER = re.compile(rf"(?P<step>step-\d+)((?P<aside>\{ASIDE})|\{PARTIAL})|{OLDER}\{PARTIAL}|\.probe-[0-9a-f]+")
+_PIECE = 1 << 20
+
+
+class DamagedCheckpoint(OctoPipeError):
+    """A checkpoint whose files are not what was written; an older one may be good."""
+
+
+# -- one checkpoint --------------------------------------------------------------------------------------
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What stands in a checkpoint's run.json."""
+    record: dict[str, Any] = read_json_object(Path(path) / RUN)
+    if record.get("format") not in (FORMAT, FORMAT_1) or not _count(record.get("step")):
+        raise DamagedCheckpoint(
+            f"{shown(path)}: format is {brief(record.get('format'))}, step {brief(record.get('step'))}; "
+            f"expected {FORMAT!r} and a whole number: take another checkpoint"
+        )
+    layers = record.get("layers", [])
+    good = isinstance(layers, list) and all(
+        isinstance(x, dict) and _count(x.get("layer")) and isinstance(x.get("sha256"), str) for x in layers
+    )
+    number = record.get("num_layers")
+    if not good or not (isinstance(number, int) and _count(number) and number <= MAX_LAYERS):
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; take another checkpoint")
+    expected = {
+        "optimizer": (_name, "a name or null"),
+        "model": (_name, "a name"),
+        "seed": (lambda x: isinstance(x, int), "a whole number"),
+        "samples": (lambda x: isinstance(x, int) and x >= 0, "a whole number from 0 on"),
+    }
+    for key, (meant, words) in expected.items():
+        if key in record and (isinstance(record[key], bool) or not meant(record[key])):
+            raise DamagedCheckpoint(
+                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; take another checkpoint"
+            )
+    return {"optimizer": None, **record}
+
+
+def checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    try:
+        found = [p for p in Path(folder).iterdir() if re.fullmatch(r"step-\d+", p.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise OctoPipeError(f"{shown(folder)}: cannot be read ({error.strerror}); check the folder") from None
+    return sorted((p for p in found if (p / RUN).is_file()), key=_step)
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint."""
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = None) -> str:
+    """What is wrong with a checkpoint's files, in one line; empty where nothing is. `layers`: only these."""
+    try:
+        record = read_record(path)
+    except OctoPipeError as error:
+        return str(error)
+    listed = {x["layer"]: x for x in record.get("layers", [])}
+    if record["format"] == FORMAT and listed.keys() != set(range(record["num_layers"])):
+        return f"{shown(path)}: {RUN} lists {len(listed)} of {record['num_layers']} layers"
+    wanted = range(record["num_layers"]) if not listed else sorted(listed)
+    chosen = {k: listed.get(k, {}) for k in wanted if layers is None or layers(k)}
+    return wrong_files(Path(path), chosen)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created, renamed or removed in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def layer_file(layer: int) -> str:
+    """Its name in a checkpoint."""
+    return f"layer-{layer:04d}.pt"
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def _name(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]]) -> str:
+    """What is wrong with the files of these layers of a checkpoint; without a checksum only whether they are there."""
+    for k, expected in layers.items():
+        path = folder / layer_file(k)
+        try:
+            if "sha256" in expected:
+                if _sha256(path) != expected["sha256"]:
+                    return f"{shown(path)}: is not what was written (its checksum differs)"
+            elif not path.is_file():
+                return f"{shown(path)}: no such file"
+        except FileNotFoundError:
+            return f"{shown(path)}: no such file"
+        except OSError as error:
+            return f"{shown(path)}: cannot be read ({error.strerror})"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+# -- the folder ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Hold a folder for one run; makes it, and writes to it once, or says why not."""
+    home = Path(folder)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        handle = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    except OSError as error:
+        raise OctoPipeError(
+            f"{shown(home)}: checkpoints cannot be written there ({error.strerror}); name another folder"
+        ) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OctoPipeError(
+                f"{shown(home)}: {_holder(handle)} writes its checkpoints there; wait for it, or name another folder"
+            ) from None
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, json.dumps(about).encode(), 0)
+            probe = home / f".probe-{uuid.uuid4().hex}"
+            probe.mkdir()
+            probe.rmdir()
+            clear_leftovers(home)
+            sync_folder(home)
+        except OSError as error:
+            raise OctoPipeError(
+                f"{shown(home)}: checkpoints cannot be written there ({error.strerror}); name another folder"
+            ) from None
+        yield home
+    finally:
+        os.close(handle)  # and with it the lock; the file stays: removing it would let two others in
+
+
+def clear_leftovers(folder: str | os.PathLike[str]) -> None:
+    """What a run that was killed while it wrote or removed a checkpoint has left; the folder's holder alone may.
+
+    A checkpoint that was set aside for its successor, which never came, gets its name back.
+    """
+    home = Path(folder)
+    for path in sorted(home.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or path.is_symlink():
+            continue
+        target = home / (match["step"] or "")
+        if match["aside"] and (path / RUN).is_file() and not target.exists() and not damage(path):
+            path.rename(target)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _holder(handle: int) -> str:
+    try:
+        about = json.loads(os.pread(handle, 4096, 0))
+        return f"process {int(about['pid'])} on {str(about['host'])[:64]!r}, since {str(about['since'])[:32]},"
+    except (ValueError, KeyError, TypeError, OSError):
+        return "another run"
+
+
+def rotate(folder: str | os.PathLike[str], keep: int) -> None:
+    """Leave the newest `keep` checkpoints and one verified older one."""
+    home = Path(folder)
+    found = checkpoints(home)
+    newest, rest = found[-max(1, keep) :], found[: -max(1, keep)]
+    if not rest:
+        return
+    kept = _older(home)
+    if kept not in rest or _step(rest[-1]) - _step(kept) >= _step(newest[-1]) - _step(rest[-1]):
+        # The one that has just become old takes its place, once it has been seen to be good.
+        good = next((path for path in reversed(rest) if not damage(path)), None)
+        if good is not None:
+            kept = good
+            _name_older(home, good)
+    for old in rest:
+        if old != kept and old not in newest:
+            # Out of the way first: a half deleted folder must not look complete.
+            gone = old.with_name(old.name + PARTIAL)
+            shutil.rmtree(gone, ignore_errors=True)
+            old.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+    sync_folder(home)
+
+
+def _step(path: Path) -> int:
+    return int(path.name[5:])
+
+
+def _older(home: Path) -> Path | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return home / (home / OLDER).read_text().strip()
+    return None
+
+
+def _name_older(home: Path, path: Path) -> None:
+    beside = home / (OLDER + PARTIAL)
+    beside.write_text(path.name + "\n")
+    beside.replace(home / OLDER)
+
+
+def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
+    """A checkpoint named by its own folder, or by the folder of its run: that of a step, or the newest good one."""
+    if (Path(path) / RUN).is_file():
+        if step is not None:
+            raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
+        if why := damage(path):
+            raise DamagedCheckpoint(f"{why}; take another checkpoint")
+        return Path(path)
+    if not checkpoints(path):
+        refuse_dcp(path)
+        raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
+    return choose(path, step)[0]
+
+
+def refuse_dcp(folder: str | os.PathLike[str]) -> None:
+    """torch.distributed.checkpoint keeps its index as a pickle, which may run code as it is read."""
+    home = Path(folder)
+    with contextlib.suppress(OSError):
+        if (home / ".metadata").is_file() or next(home.glob("*.distcp"), None) is not None:
+            raise OctoPipeError(
+                f"{shown(folder)}: a folder of torch.distributed.checkpoint; its index is pickled and could run code, "
+                "so it is not read: name the folder that train --checkpoint wrote"
+            )
+
+
+def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Path, list[str]]:
+    """The checkpoint to go on from: that of a step, or the newest good one; and what is wrong with newer ones."""
+    found = checkpoints(folder)
+    if not found:
+        refuse_dcp(folder)
+        raise OctoPipeError(f"{shown(folder)}: no checkpoint to resume from; leave --resume out")
+    if step is not None:
+        path = next((p for p in found if _step(p) == step), None)
+        if path is None:
+            there = ", ".join(str(_step(p)) for p in found[-8:])
+            raise OctoPipeError(f"{shown(folder)}: no checkpoint of step {step}; there are {there}")
+        if why := damage(path):
+            raise DamagedCheckpoint(f"{why}; choose another --resume-step")
+        return path, []
+    problems: list[str] = []
+    for path in reversed(found):
+        why = damage(path)
+        if not why:
+            return path, problems
+        problems.append(why)
+    raise DamagedCheckpoint(f"{problems[0]}; none of the {len(found)} checkpoints in {shown(folder)} is good")

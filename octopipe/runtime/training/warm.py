@@ -1,0 +1,20 @@
+"""What every rank loads before its first step, loaded once: a fork server imports this module, ranks start from it.
+
+Knows: what is slow to load. Optimizers pull in torch's compiler, lowering its compiled kernels: seconds of work that
+ranks would repeat side by side. No tensor is touched here, since threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch._dynamo  # noqa: F401
+
+import octopipe.runtime.training.train  # noqa: F401
+from octopipe.costs.table import CostTable
+from octopipe.search.systems import build_plan
+from octopipe.simulation.lowering import lower
+
+with contextlib.suppress(Exception):  # a rank that has to load them itself says what is wrong
+    _costs = CostTable.uniform(num_layers=2, p2p_ms=0.1)
+    lower(build_plan("1f1b", _costs, 2, 2), _costs)

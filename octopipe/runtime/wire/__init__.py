@@ -1,0 +1,1 @@
+"""What travels between ranks, and how: messages, buffers, transports."""

@@ -1,0 +1,19 @@
+"""The transport of a single rank: there is nothing to move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.wire.transports.base import TransferError, Transport
+
+
+class NoTransport(Transport):
+    """Every call is a mistake: a plan of one rank has no transfers."""
+
+    name = "none"
+
+    def _refuse(self, slot: Slot, *_: Any) -> Any:
+        raise TransferError(slot, "a single rank has nobody to talk to")
+
+    post = send_forward = take_forward = send_gradient = take_gradient = release = _refuse  # type: ignore[assignment]

@@ -1,0 +1,215 @@
+"""How headers and host tensors get from one rank to another: mailboxes on one host, gloo between hosts.
+
+Knows: the mailboxes (`mail`), the gloo group, message tags, buffers, waiting. Does not know: what a header says or
+which tensors are expected (`headed`), nor how bodies travel between devices (`gloo`, `nccl`, `cuda_ipc`).
+
+Tags are this pipeline's own (`World.new_tags`): what a step that broke off has left in the group is never taken for a
+message of a later pipeline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.ranks.world import World, wire
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.wire.buffers import BufferPool, Lent
+from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, padded
+from octopipe.runtime.wire.transports.base import TransferError, Transport
+from octopipe.runtime.wire.transports.mail import BODIES_BYTES, Box, Mail
+
+
+class End:
+    """What the transport keeps for one slot."""
+
+    __slots__ = (
+        "bodies", "box", "expected", "fixed", "head", "kept", "length", "memory", "message", "parts", "pointer", "room",
+        "seen", "spec", "tag", "whole", "works",
+    )  # fmt: skip
+
+    def __init__(self, slot: Slot, box: Box | None, first_tag: int):
+        self.box = box
+        """None where the peer is on another host. For headers, and for all that goes `Delivery.by_mail`."""
+        self.tag = first_tag + 4 * slot.number
+        """Bodies; one more: headers; two more: descriptions too long for a header; three more: late bodies."""
+        self.works: list[Any] = []
+        self.bodies: list[Tensor] = []
+        self.expected: tuple[Leaf, ...] = ()
+        """Tensors of the last message that came beside its header: both ends guess that they come again."""
+        self.spec: Spec | None = None
+        self.seen = b""
+        """The fixed part of the last header, if it alone says what its message is like."""
+        self.parts: list[Lent] = []
+        """The tensors that came inside the last header: `head` is not used again while somebody holds one."""
+        self.kept: tuple[Leaf, Lent] | None = None
+        """Room for a small body like the last."""
+        self.whole = False
+        """Whether the last message of gradients had all that were asked for: both ends know then."""
+        if slot.forward:
+            self.new_head()
+
+    def new_head(self) -> None:
+        self.head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
+        self.room = [self.head]
+        self.message = self.room
+        """The part of `head` that is sent."""
+        self.length = HEAD_BYTES
+        """Its bytes."""
+        self.memory = memoryview(self.head.numpy())  # type: ignore[arg-type]
+        self.fixed = self.memory[:FIXED_BYTES]
+        self.pointer = self.head.data_ptr()
+
+
+class Delivery:
+    """One transport's ways between hosts. `owner.waiting` names the slot it stands still for.
+
+    `inline`: tensors may lie beside headers: they are the host's.
+    """
+
+    def __init__(self, owner: Transport, world: World, *, inline: bool, timeout_s: float):
+        self._owner, self._world, self._inline = owner, world, inline
+        self._timeout_s, self._timeout = timeout_s, timedelta(seconds=timeout_s)
+        self.control = wire(world.control)
+        self.pool = BufferPool(torch.device("cpu"))
+        self._mail = Mail()
+        self.meanwhile: Callable[[Any], None] | None = None
+        """Called before something is waited for; may return before it is there."""
+
+    def open(self, slots: Sequence[Slot]) -> None:
+        """Make both ends of every transfer (collective)."""
+        boxes = self._mail.open(self.control, slots, HEAD_BYTES, self._timeout_s)
+        most = max((slot.number for slot in slots), default=-1) + 1
+        first_tag = self._world.new_tags(4 * max(self._world.gather(most)))
+        for slot in slots:
+            slot.state = End(slot, boxes.get(2 * slot.number + slot.sending), first_tag)
+
+    def close(self) -> None:
+        self._mail.close()
+
+    def dead(self) -> Collection[int]:
+        return self._mail.dead()
+
+    def wait(self, slot: Slot, works: list[Any]) -> None:
+        self._owner.waiting = slot
+        try:
+            for work in works:
+                if self.meanwhile is not None:
+                    self.meanwhile(work)
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+        self._owner.waiting = None
+
+    # -- headers ---------------------------------------------------------------------------------------
+
+    def send_header(self, slot: Slot) -> None:
+        """Send what lies in the end's `head`, alone."""
+        end: End = slot.state
+        if end.box is not None:
+            end.box.put(end.pointer, end.length)
+        else:
+            end.works.append(self.control.send(end.message, slot.peer, end.tag + 1))
+
+    def post_header(self, slot: Slot) -> None:
+        end: End = slot.state
+        if end.box is not None:
+            end.box.pointer = end.pointer
+            end.works.append(end.box)
+        else:
+            end.works.append(self.control.recv(end.room, slot.peer, end.tag + 1))
+
+    def send_text(self, slot: Slot, spec: Spec) -> None:
+        """Send a description too long for a header."""
+        end: End = slot.state
+        text = torch.frombuffer(bytearray(spec.text), dtype=torch.uint8)
+        end.works.append(self.control.send([text], slot.peer, end.tag + 2))
+        end.bodies.append(text)
+
+    def take_text(self, slot: Slot, nbytes: int) -> bytes:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.wait(slot, [self.control.recv([buffer], slot.peer, slot.state.tag + 2)])
+        return bytes(buffer.numpy().tobytes())
+
+    # -- which gradients there are -----------------------------------------------------------------------
+
+    def send_flags(self, slot: Slot, flags: Sequence[bool]) -> None:
+        """Say which of the gradients that were asked for there are."""
+        end: End = slot.state
+        text = torch.tensor(flags, dtype=torch.uint8)
+        if self._by_box(end, len(flags)):
+            end.box.put(text.data_ptr(), text.nbytes)  # type: ignore[union-attr]
+        else:
+            end.works.append(self.control.send([text], slot.peer, end.tag + 2))
+            end.bodies.append(text)
+
+    def take_flags(self, slot: Slot, count: int) -> list[bool]:
+        end: End = slot.state
+        text = torch.empty(count, dtype=torch.uint8)
+        if self._by_box(end, count):
+            end.box.pointer = text.data_ptr()  # type: ignore[union-attr]
+            self.wait(slot, [end.box])
+        else:
+            self.wait(slot, [self.control.recv([text], slot.peer, end.tag + 2)])
+        return [bool(flag) for flag in text.tolist()]
+
+    def _by_box(self, end: End, nbytes: int) -> bool:
+        """Whether a gradient's box is free for this: it may hold the gradients themselves."""
+        return end.box is not None and not self._inline and nbytes <= HEAD_BYTES
+
+    # -- host tensors ----------------------------------------------------------------------------------
+
+    def by_mail(self, end: End, nbytes: int) -> Box | None:
+        """The box beside which tensors of so many bytes, padded, lie in shared memory if there is room."""
+        return end.box if self._inline and 0 < nbytes <= BODIES_BYTES else None
+
+    def from_mail(self, slot: Slot, box: Box, leaves: Sequence[Leaf]) -> list[Tensor]:
+        """The tensors of a message that has come and has not been `done`."""
+        if not box.bodies:
+            return [self.take_late(slot, leaf) for leaf in leaves]
+        tensors, at = [], box.bodies
+        for leaf in leaves:
+            tensor = self.pool.take(leaf.shape, leaf.dtype)
+            ctypes.memmove(tensor.data_ptr(), at, leaf.nbytes)
+            at += leaf.padded
+            tensors.append(tensor)
+        box.done()
+        return tensors
+
+    def send_late(self, slot: Slot, tensor: Tensor) -> None:
+        """Send a tensor that the receiver did not expect, over the hosts."""
+        end: End = slot.state
+        host = tensor.cpu()
+        end.works.append(self.control.send([host], slot.peer, end.tag + 3))
+        end.bodies.append(host)
+
+    def take_late(self, slot: Slot, leaf: Leaf) -> Tensor:
+        host = self.pool.take(leaf.shape, leaf.dtype)
+        if leaf.nbytes:
+            self.wait(slot, [self.control.recv([host], slot.peer, slot.state.tag + 3)])
+        return host
+
+    def room(self, end: End, leaf: Leaf) -> Tensor:
+        """Where a small tensor may arrive: the same memory again where nobody holds what came last."""
+        kept = end.kept
+        if kept is None or kept[0] is not leaf or not kept[1].is_free():
+            kept = end.kept = leaf, Lent(torch.empty(leaf.shape, dtype=leaf.dtype))
+        return kept[1].tensor.detach()
+
+
+def in_a_row(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Tensors as a box takes them: address, bytes, bytes with padding."""
+    return [(t.data_ptr(), t.nbytes, padded(t.nbytes)) for t in tensors]
+
+
+def reason(error: RuntimeError) -> str:
+    """Why a transfer failed, in a few words."""
+    text = " ".join(str(error).split())
+    if "imed out" in text or "timeout" in text.lower():
+        return "timed out"
+    return "the peer is gone" if "closed" in text or "reset" in text.lower() else text[:160]

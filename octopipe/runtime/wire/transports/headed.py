@@ -1,0 +1,295 @@
+"""The protocol of messages: what the gloo, NCCL and CUDA-IPC transports have in common.
+
+Knows: what a header says, which bodies both ends expect, what happens where they were wrong. Does not know: how headers
+and host tensors are delivered (`delivery`), nor how bodies travel (`gloo`, `nccl` and `cuda_ipc`).
+
+A forward message starts with a header (see `messages`), sent from host to host; small host tensors ride inside it.
+They stay where they arrived: a slot's header is received into the same memory again once nobody holds them.
+The receiver posts the header and, guessing that the tensors have the shapes of the training step before, their
+buffers too, so that bodies travel the moment they exist. Sender and receiver make the same guess. When it is wrong
+(the first step, or shapes that changed) the sender fills the guessed buffers with anything and sends the right
+bodies late: the receiver makes room for them once it has read the header. Gradients have the form of the message
+they answer, so they need neither header nor guess. Nor do host tensors of moderate size between ranks of one host:
+they lie beside the header in shared memory (`Delivery.by_mail`), or come late where that is full.
+
+A gradient that was asked for may not exist: a layer that detaches its input has none, and the sender's parameters must
+keep `.grad` None then, as they would in one process. Zeros are sent in its place, and until a slot's gradients are
+once complete every message of them is told beside it which are there. From then on nothing is told, so that no host
+waits for another's backward; what is missing later stays zeros.
+
+No host waits for a device here. A receiver's host waits for headers, that is for the sender's host to have issued
+its forward; headers only travel downstream, so hosts run ahead of their devices as far as without them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.slots import RankProgram, Slot
+from octopipe.runtime.wire.buffers import Lent
+from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, padded, text_bytes
+from octopipe.runtime.wire.transports.base import TransferError, Transport, spread
+from octopipe.runtime.wire.transports.delivery import Delivery, End, in_a_row, reason
+
+
+class HeadedTransport(Transport):
+    """See the module. A subclass moves bodies: `_send_body` and `_post_body` return something with `wait`."""
+
+    inline = False
+    """Whether tensors may ride in the header or lie beside it: they must be the host's."""
+
+    def __init__(self, world: World, *, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.delivery = Delivery(self, world, inline=self.inline, timeout_s=timeout_s)
+        self._specs = Specs()
+
+    def open(self, program: RankProgram) -> None:
+        self.delivery.open(program.slots)
+
+    def abandon(self) -> None:
+        self.delivery.close()
+
+    def close(self) -> None:
+        self.delivery.close()
+
+    def dead(self) -> Collection[int]:
+        return self.delivery.dead()
+
+    # -- moving bodies ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
+        """Start sending a tensor that the receiver expects; may raise RuntimeError."""
+
+    @abstractmethod
+    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
+        """Room for a tensor that the sender knows to be expected, and the receive into it."""
+
+    @abstractmethod
+    def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
+        """Complete a receive that was posted on a wrong guess."""
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        """The tensor as bodies want it: contiguous, on the transport's device."""
+        return tensor.contiguous()
+
+    def _arrived_late(self, tensor: Tensor) -> Tensor:
+        """A tensor that came over the hosts, as bodies are."""
+        return tensor
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def spec_of(self, value: Any, needs: list[bool] | None) -> Spec:
+        """The form in which a value would be sent."""
+        return self._specs.of(value, needs)[0]
+
+    def send_forward(self, slot: Slot, value: Any, needs: list[bool] | None) -> Spec:
+        end: End = slot.state
+        spec, tensors = self._specs.of(value, needs)
+        inline = spec.inline and self.inline
+        if spec is not end.spec:
+            end.spec = spec
+            end.memory[: len(spec.header)] = spec.header
+            end.length = spec.message_bytes if inline else len(spec.header)
+            end.message = [end.head[: end.length]]
+        if inline:
+            at = end.pointer + spec.offset
+            for tensor, leaf in zip(tensors, spec.leaves):
+                if not tensor.is_contiguous():
+                    tensor = tensor.contiguous()
+                ctypes.memmove(at, tensor.data_ptr(), leaf.nbytes)
+                at += leaf.padded
+        try:
+            box = None if inline or spec.long else self.delivery.by_mail(end, spec.padded)
+            with_header = inline
+            if box is not None:
+                tensors = [self._ready(tensor) for tensor in tensors]
+                with_header = box.put(end.pointer, end.length, in_a_row(tensors))
+            else:
+                self.delivery.send_header(slot)
+            if not with_header or end.expected:
+                self._send_bodies(slot, spec, () if with_header else spec.leaves, tensors, late=box is not None)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+        slot.nbytes = spec.nbytes
+        return spec
+
+    def _send_bodies(
+        self, slot: Slot, spec: Spec, leaves: tuple[Leaf, ...], tensors: list[Tensor], *, late: bool
+    ) -> None:
+        """Send these tensors as expected, or late where nobody expects them or will expect their like."""
+        end: End = slot.state
+        works = end.works
+        guessed = bool(leaves) and not late and _same(end.expected, leaves)
+        if not guessed:
+            works.extend(self._send_filler(slot, leaf) for leaf in end.expected if leaf.nbytes)
+        if spec.long:
+            self.delivery.send_text(slot, spec)
+        for leaf, tensor in zip(leaves, tensors):
+            if not leaf.nbytes:
+                continue
+            tensor = self._ready(tensor)
+            if guessed:
+                works.append(self._send_body(slot, tensor))
+                end.bodies.append(tensor)
+            else:
+                self.delivery.send_late(slot, tensor)
+        end.expected = () if late else leaves
+
+    def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
+        end: End = slot.state
+        asked = slot.cell.asked
+        if asked is not None:
+            gradients = [g for g, wanted in zip(gradients, asked.wanted) if wanted]
+        some: list[Tensor] = []
+        try:
+            if not end.whole and gradients:
+                there = [g is not None for g in gradients]
+                self.delivery.send_flags(slot, there)
+                end.whole = all(there)
+            for k, g in enumerate(gradients):
+                some.append(self._nothing(asked.asking[k]) if g is None else self._ready(g))
+            slot.nbytes = sum(g.nbytes for g in some)
+            box = self.delivery.by_mail(end, sum(padded(g.nbytes) for g in some))
+            if box is not None:
+                if len(some) == 1 and slot.nbytes <= HEAD_BYTES:
+                    box.put(some[0].data_ptr(), slot.nbytes)
+                    return
+                if box.put(0, 0, in_a_row(some)):
+                    return
+            for gradient in some:
+                if gradient.nbytes:
+                    if box is not None:
+                        self.delivery.send_late(slot, gradient)
+                    else:
+                        end.works.append(self._send_body(slot, gradient))
+                        end.bodies.append(gradient)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+
+    def release(self, slot: Slot) -> None:
+        end: End = slot.state
+        if end.works:
+            self.delivery.wait(slot, end.works)
+            end.works.clear()
+            end.bodies.clear()
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def post(self, slot: Slot) -> None:
+        end: End = slot.state
+        slot.posted = True
+        try:
+            if slot.forward:
+                for part in end.parts:
+                    if not part.is_free():  # somebody kept the tensor beyond its step
+                        end.new_head()
+                        end.seen, end.parts = b"", []
+                        break
+                self.delivery.post_header(slot)
+                leaves: Sequence[Leaf] = end.expected
+            else:
+                leaves = slot.cell.sent.asking
+                box = self.delivery.by_mail(end, sum(x.padded for x in leaves))
+                if box is not None:
+                    end.works.append(box)
+                    if len(leaves) == 1 and leaves[0].nbytes <= HEAD_BYTES:
+                        buffer = self.delivery.room(end, leaves[0])
+                        box.pointer = buffer.data_ptr()
+                        end.bodies.append(buffer)
+                    return
+            for leaf in leaves:
+                if leaf.nbytes:
+                    buffer, work = self._post_body(slot, leaf)
+                    end.works.append(work)
+                else:
+                    buffer = self._empty(leaf)
+                end.bodies.append(buffer)
+        except RuntimeError as error:
+            raise TransferError(slot, reason(error)) from None
+
+    def _empty(self, leaf: Leaf) -> Tensor:
+        return torch.empty(leaf.shape, dtype=leaf.dtype)
+
+    def _nothing(self, leaf: Leaf) -> Tensor:
+        """What is sent in the place of a gradient that does not exist."""
+        return self._empty(leaf).zero_()
+
+    def take_forward(self, slot: Slot) -> tuple[Any, Spec]:
+        end: End = slot.state
+        works = end.works
+        self.delivery.wait(slot, works if len(works) == 1 else works[:1])
+        spec = end.spec
+        if spec is None or end.fixed.tobytes() != end.seen:
+            spec = self._read(slot, end)
+        if spec.inline and self.inline:
+            if end.expected:
+                self.delivery.wait(slot, works[1:])
+                end.bodies, end.expected = [], ()
+            tensors = [part.tensor for part in end.parts]
+        elif not spec.long and (box := self.delivery.by_mail(end, spec.padded)) is not None:
+            if end.expected:
+                self.delivery.wait(slot, works[1:])
+            tensors = self.delivery.from_mail(slot, box, spec.leaves)
+            end.bodies, end.expected = [], ()
+        else:
+            self.delivery.wait(slot, works[1:])
+            if spec.leaves and _same(end.expected, spec.leaves):
+                tensors = end.bodies
+                if end.expected is not spec.leaves:
+                    tensors = [_as(t, leaf) for t, leaf in zip(tensors, spec.leaves)]
+            else:
+                tensors = [self._arrived_late(self.delivery.take_late(slot, leaf)) for leaf in spec.leaves]
+            end.bodies, end.expected = [], spec.leaves
+        works.clear()
+        slot.posted = False
+        return spec.value(tensors), spec
+
+    def _read(self, slot: Slot, end: End) -> Spec:
+        head = end.memory.tobytes()
+        text = None
+        if FIXED_BYTES + text_bytes(head) > HEAD_BYTES:
+            text = self.delivery.take_text(slot, text_bytes(head))
+        end.spec = spec = self._specs.read(head, text)
+        end.seen = b"" if spec.long else head[:FIXED_BYTES]
+        end.parts = [Lent(t) for t in spec.inside(end.memory)] if spec.inline and self.inline else []
+        return spec
+
+    def take_gradient(self, slot: Slot) -> list[Tensor | None]:
+        end: End = slot.state
+        sent = slot.cell.sent
+        there = None
+        if not end.whole and sent.asking:
+            there = self.delivery.take_flags(slot, len(sent.asking))
+            end.whole = all(there)
+        self.delivery.wait(slot, end.works)
+        tensors, end.bodies = end.bodies, []
+        if not tensors and end.works:  # they lie in shared memory
+            tensors = self.delivery.from_mail(slot, end.works[0], sent.asking)
+        end.works.clear()
+        slot.posted = False
+        if there is not None and not end.whole:
+            return spread(sent.wanted, [t if known else None for t, known in zip(tensors, there)])
+        return tensors if sent.bare and tensors else spread(sent.wanted, tensors)  # type: ignore[return-value]
+
+    def end_step(self) -> None:
+        self.delivery.pool.end_step()
+
+
+def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:
+    """Whether buffers made for `guess` hold `leaves`."""
+    return guess is leaves or [x.nbytes for x in guess] == [x.nbytes for x in leaves]
+
+
+def _as(tensor: Tensor, leaf: Leaf) -> Tensor:
+    """A buffer's bytes as another dtype and shape of the same size."""
+    if tensor.dtype is leaf.dtype:
+        return tensor.view(leaf.shape)
+    return tensor.view(-1).view(torch.uint8).view(leaf.dtype).view(leaf.shape)

@@ -1,0 +1,185 @@
+"""Lanes: work done in order beside the computation, on a CUDA stream or, for tests and CPU runs, by a thread.
+
+Knows: copies, 32-bit flags in shared memory, waiting for a flag without the host. Does not know: what is copied.
+
+On a GPU a lane is a stream; flags are written and awaited by the driver's stream memory operations
+(`cuStreamWriteValue32`, `cuStreamWaitValue32`), so that two processes on one device hand over data with no host in
+between. On the host a lane is a thread that does the same things one after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.wire.driver import Driver
+from octopipe.runtime.wire.fence import fence
+
+
+class Lane(ABC):
+    """In-order work; every method only queues."""
+
+    @abstractmethod
+    def now(self) -> Any:
+        """A mark of everything the computation has issued so far, for `after`."""
+
+    @abstractmethod
+    def after(self, mark: Any) -> None:
+        """What follows waits for what was marked."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes between contiguous tensors of equal size."""
+
+    @abstractmethod
+    def write(self, flag: Tensor, value: int) -> None:
+        """Set a flag (an int32 tensor of one element) once everything before is visible."""
+
+    @abstractmethod
+    def wait(self, flag: Tensor, value: int) -> None:
+        """Go on when the flag has reached the value; values only grow, and may wrap around."""
+
+    @abstractmethod
+    def done(self) -> Any:
+        """A handle: its `wait(timeout)` makes the computation wait for what was queued so far."""
+
+    @abstractmethod
+    def close(self, patience_s: float) -> bool:
+        """Stop; False where something queued has not ended within that time."""
+
+
+# -- on the host ---------------------------------------------------------------------------------------
+
+
+class _Done:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: threading.Event):
+        self._event = event
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self._event.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+
+
+class HostLane(Lane):
+    """A thread; memory is shared between processes by files."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stop = False
+        self._thread = threading.Thread(target=self._serve, name="octopipe-lane", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (task := self._work.get()) is not None:
+            task()
+
+    def now(self) -> Any:
+        """The computation is done when it returns: nothing to mark."""
+
+    def after(self, mark: Any) -> None:
+        """See `now`."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        def act() -> None:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+        self._work.put(act)
+
+    def write(self, flag: Tensor, value: int) -> None:
+        place = ctypes.c_uint32.from_address(flag.data_ptr())
+
+        def act(_keep: Tensor = flag) -> None:
+            fence()  # what was copied before the flag that says so
+            place.value = value & 0xFFFFFFFF
+
+        self._work.put(act)
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        place = ctypes.c_uint32.from_address(flag.data_ptr())
+
+        def act(_keep: Tensor = flag) -> None:
+            pause = 0.0
+            # As the driver compares: the difference as a signed number.
+            while ((place.value - value) & 0xFFFFFFFF) >= 1 << 31 and not self._stop:
+                time.sleep(pause)
+                pause = min(pause + 1e-6, 2e-4)
+            fence()
+
+        self._work.put(act)
+
+    def done(self) -> Any:
+        event = threading.Event()
+        self._work.put(event.set)
+        return _Done(event)
+
+    def close(self, patience_s: float) -> bool:
+        self._stop = True
+        self._work.put(None)
+        self._thread.join(timeout=patience_s)
+        return not self._thread.is_alive()
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------
+
+
+class _Event:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any):
+        self._event = event
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        torch.cuda.current_stream().wait_event(self._event)  # the device waits, not the host
+
+
+class CudaLane(Lane):
+    """A stream of its own, with high priority: small copies must not queue behind large kernels."""
+
+    def __init__(self, driver: Driver, device: torch.device):
+        self._driver, self._device = driver, device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._raw = self.stream.cuda_stream
+
+    def now(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def after(self, mark: Any) -> None:
+        self.stream.wait_event(mark)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._driver.copy(self._raw, target.data_ptr(), source.data_ptr(), source.nbytes)
+
+    def write(self, flag: Tensor, value: int) -> None:
+        self._driver.write(self._raw, flag.data_ptr(), value)
+
+    def wait(self, flag: Tensor, value: int) -> None:
+        self._driver.wait(self._raw, flag.data_ptr(), value)
+
+    def done(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return _Event(event)
+
+    def close(self, patience_s: float) -> bool:
+        end = time.monotonic() + patience_s
+        try:
+            while not self._driver.stream_done(self._raw):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # the device has failed: that is told elsewhere
+            return False
+        return True

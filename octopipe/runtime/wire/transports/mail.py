@@ -1,0 +1,330 @@
+"""Mailboxes: messages between ranks of one host through shared memory.
+
+Knows: boxes of a fixed size in files that two ranks map, a yard behind them for what is larger, how to sleep until a
+box is filled, how a dead or finished peer is noticed. Does not know: what messages mean (`headed`).
+
+A message over gloo costs both ends calls into the kernel's network, twenty microseconds and more each; as many as all
+the rest that the executor does for a small op. A box costs a copy and one call that wakes whoever sleeps on it; and a
+tensor of some hundred kilobytes a tenth of what its way over a socket would.
+
+Every transfer has a box of its own, used once a step. Its sender writes the message and then its number; the receiver
+sleeps on the number (a futex), copies the message out and notes the number as taken. The next message waits for that.
+What does not fit into a box lies in the yard, all of whose memory the sender gives out and takes back; a box says
+where. The yard grows with what is under way at once, and a message for which it has no room goes some other way.
+The files have no names (see `shared`). A sender holds a lock on its file: when it dies, the lock is
+free, and a receiver that has slept for a while sees so.
+
+Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) stands between a message and
+its number when it is sent, between the number and the message when it is read, between the reading and the number that
+says so, and between seeing that and writing the next message into the same place; so the order holds on machines that
+let memory accesses overtake each other, too. The numbers themselves are aligned words, which every machine loads and
+stores whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from octopipe.runtime.ranks.world import Group
+from octopipe.runtime.slots import Slot
+from octopipe.runtime.wire.fence import fence
+from octopipe.runtime.wire.telling import gather_values
+from octopipe.runtime.wire.transports.shared import Address, forget, make_shared, open_shared
+
+LINE = 64
+"""Bytes of a cache line: a box begins with one for its numbers."""
+SENT, TAKEN, LENGTH, PLACE = range(4)
+"""Words of a box: the number of the last message, of the last one taken, bytes of the message, and where in the file
+its bodies lie (counted in lines; 0: nowhere)."""
+YARD_BYTES = 32 << 20
+"""The most that can be under way in bodies from one rank to another."""
+BODIES_BYTES = 4 << 20
+"""The most that one message may put there."""
+PAGE = 4096
+LOOK_EVERY_S = 0.5
+"""How often a sleeper looks whether its peer is alive."""
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 0)
+"""The number of the call; 0 on machines where nobody has looked it up."""
+_WAIT, _WAKE = 0, 1
+_WORD = (1 << 32) - 1
+
+
+def supported() -> bool:
+    return sys.platform == "linux" and _FUTEX > 0
+
+
+class _Time(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_syscall: Any = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
+if _syscall is not None:
+    _syscall.argtypes = [
+        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int,
+    ]  # fmt: skip
+_slice = _Time(0, int(LOOK_EVERY_S * 1e9))
+_slice_at = ctypes.addressof(_slice)
+
+
+class Yard:
+    """Who lies where in the memory behind the boxes. Only the sender keeps one."""
+
+    def __init__(self, file: int, start: int):
+        self._file, self._start = file, start
+        self._end = 0
+        """Bytes of the yard that the file has so far."""
+        self._free: list[tuple[int, int]] = []
+        """Sizes and places of what was given back."""
+        self._lent: list[tuple[int, int, Box, int]] = []
+        """Sizes and places of what is under way, with box and number of the message."""
+
+    def find(self, nbytes: int, box: Box, number: int) -> int:
+        """A place for the bodies of this message; 0 where there is no room."""
+        still = []
+        for lent in self._lent:
+            if lent[2].taken == (lent[3] - 1) & _WORD:  # no later message can be in its box before it is taken
+                still.append(lent)
+            else:
+                self._free.append(lent[:2])
+        self._lent = still
+        fence()  # what lay there was read before it was noted as taken
+        size = -(-nbytes // PAGE) * PAGE
+        fits = [free for free in self._free if size <= free[0] <= 2 * size]
+        if fits:
+            chosen = min(fits)
+            self._free.remove(chosen)
+        else:
+            if not still and self._end + size > YARD_BYTES:  # sizes have changed: begin anew
+                self._free, self._end = [], 0
+            chosen = (size, self._start + self._end)
+            try:
+                if self._end + size > YARD_BYTES:
+                    return 0
+                os.posix_fallocate(self._file, chosen[1], size)  # no room is an error now, not a fault later
+            except OSError:
+                return 0
+            self._end += size
+        self._lent.append((*chosen, box, number))
+        return chosen[1]
+
+
+class Shelf:
+    """The boxes from one rank to another: a mapped file. Its first line says whether the sender has closed it."""
+
+    def __init__(self, boxes: int, room: int, *, at: Address | None = None):
+        """`at`: where the other end has made it; without it, it is made here."""
+        self._stride = LINE + room
+        front = -(-(LINE + boxes * self._stride) // PAGE) * PAGE
+        size = front + YARD_BYTES
+        if at is None:
+            self._file, self.address_elsewhere = make_shared(size, reserve=front)  # the yard gets memory as it is used
+        else:
+            self._file, self.address_elsewhere = open_shared(at), at
+        try:
+            if at is None:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif os.fstat(self._file).st_size != size:
+                raise OSError(f"{at.path} has another size")
+            self._map = mmap.mmap(self._file, size)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._boxes = boxes
+        self.yard = Yard(self._file, front)
+        self.words = memoryview(self._map).cast("I")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def box(self, number: int, timeout_s: float) -> Box:
+        return Box(self, LINE + number * self._stride, timeout_s)
+
+    def gone(self) -> bool:
+        """Asked by a receiver: whether the sender has closed the shelf or died."""
+        return bool(self.words[0]) or self.died()
+
+    def died(self) -> bool:
+        """Asked by a receiver: whether the sender died without closing the shelf."""
+        if self.words[0]:
+            return False
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return not self.words[0]
+
+    def close(self, *, sender: bool) -> None:
+        if sender:
+            self.words[0] = 1
+            for number in range(self._boxes):
+                wake(self.address + LINE + number * self._stride)
+        self.words.release()
+        with suppress(BufferError):  # the address keeps it; it goes with the last box
+            self._map.close()
+        os.close(self._file)
+
+
+class Box:
+    """One end of one transfer. `wait` is what a transport calls of a posted receive."""
+
+    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "bodies", "number", "pointer")
+
+    def __init__(self, shelf: Shelf, offset: int, timeout_s: float):
+        self._shelf, self._words, self._at, self._timeout_s = shelf, shelf.words, offset // 4, timeout_s
+        self.address = shelf.address + offset
+        self.number = 0
+        """Of the last message that this end has sent or taken."""
+        self.pointer = 0
+        """Where a received message goes."""
+        self.bodies = 0
+        """Where the bodies of the received message lie until `done`; 0: nowhere."""
+
+    @property
+    def taken(self) -> int:
+        """Number of the last message that the receiver needs no more."""
+        return self._words[self._at + TAKEN]
+
+    @property
+    def free(self) -> bool:
+        """Asked by the sender: whether the next message can be put without waiting."""
+        return self.taken == self.number
+
+    @property
+    def filled(self) -> bool:
+        """Asked by the receiver: whether the next message is there."""
+        return self._words[self._at + SENT] == (self.number + 1) & _WORD
+
+    def put(self, pointer: int, nbytes: int, bodies: Sequence[tuple[int, int, int]] = ()) -> bool:
+        """Send so many bytes from there, and bodies (address, bytes, bytes of room): False where those found none."""
+        words, at = self._words, self._at
+        if words[at + TAKEN] != self.number:
+            self._until_taken()
+        fence()  # the last message was read before it was noted as taken
+        self.number = number = (self.number + 1) & _WORD
+        if nbytes:
+            ctypes.memmove(self.address + LINE, pointer, nbytes)
+        place = 0
+        if bodies:
+            place = self._shelf.yard.find(sum(x[2] for x in bodies), self, number)
+            to = self._shelf.address + place
+            for body, size, room in bodies if place else ():
+                ctypes.memmove(to, body, size)
+                to += room
+        words[at + LENGTH] = nbytes
+        words[at + PLACE] = place // LINE
+        fence()  # the message before its number
+        words[at + SENT] = number
+        wake(self.address)
+        return place > 0
+
+    def wait(self, timeout: object = None) -> None:
+        """Sleep until the next message is there, and copy it to `pointer`; its bodies stay, until `done`."""
+        words, at = self._words, self._at
+        number = (self.number + 1) & _WORD
+        if words[at + SENT] != number:
+            self._until_sent(number)
+        fence()  # the number before the message
+        self.number = number
+        if length := words[at + LENGTH]:
+            ctypes.memmove(self.pointer, self.address + LINE, length)
+        if place := words[at + PLACE]:
+            self.bodies = self._shelf.address + place * LINE
+        else:
+            self.bodies = 0
+            fence()  # read before it is noted as taken
+            words[at + TAKEN] = number
+
+    def done(self) -> None:
+        """The bodies have been copied."""
+        self.bodies = 0
+        fence()  # read before they are noted as taken
+        self._words[self._at + TAKEN] = self.number
+
+    def _until_sent(self, number: int) -> None:
+        words, at, end = self._words, self._at, time.monotonic() + self._timeout_s
+        while (seen := words[at + SENT]) != number:
+            slept = _syscall(_FUTEX, self.address, _WAIT, seen, _slice_at, None, 0)
+            if slept and words[at + SENT] == seen:
+                # Nobody woke us: a good moment to look around. What is sent before the end still counts.
+                if self._shelf.gone() and words[at + SENT] == seen:
+                    raise RuntimeError("connection closed by peer")
+                if time.monotonic() > end:
+                    raise RuntimeError("timed out")
+            elif words[0] and words[at + SENT] == seen:
+                raise RuntimeError("connection closed by peer")
+
+    def _until_taken(self) -> None:
+        """The receiver is a whole step behind: only where nothing answers, as in evaluation, do senders get so far."""
+        end = time.monotonic() + self._timeout_s
+        while self._words[self._at + TAKEN] != self.number:
+            if time.monotonic() > end:
+                raise RuntimeError("timed out")
+            time.sleep(1e-4)
+
+
+def wake(address: int) -> None:
+    _syscall(_FUTEX, address, _WAKE, _WORD >> 1, None, None, 0)
+
+
+class Mail:
+    """All boxes of one rank of a pipeline."""
+
+    def __init__(self) -> None:
+        self._out: dict[int, Shelf] = {}
+        self._in: dict[int, Shelf] = {}
+
+    def open(self, control: Group, slots: Sequence[Slot], room: int, timeout_s: float) -> dict[int, Box]:
+        """Boxes by slot number and end (2 * number, and one more where it sends), for the peers on this host.
+
+        Collective over the group's ranks. Both ends of a pair number its boxes by the transfers' own numbers.
+        """
+        me = control.rank()
+        names: dict[int, Address] = {}
+        for peer, mine in _by_peer(slots, sending=True).items():
+            with suppress(OSError):
+                if supported():
+                    self._out[peer] = Shelf(len(mine), room)
+                    names[peer] = self._out[peer].address_elsewhere
+        offered = gather_values(control, names)
+        for peer, mine in _by_peer(slots, sending=False).items():
+            if me in offered[peer]:
+                with suppress(OSError):  # not this host's file
+                    self._in[peer] = Shelf(len(mine), room, at=offered[peer][me])
+        accepted = gather_values(control, set(self._in))
+        for name in names.values():
+            forget(name.path)
+        for peer in [p for p in self._out if me not in accepted[p]]:
+            self._out.pop(peer).close(sender=True)
+        boxes: dict[int, Box] = {}
+        for sending, shelves in ((True, self._out), (False, self._in)):
+            for peer, mine in _by_peer(slots, sending=sending).items():
+                if peer in shelves:
+                    for k, slot in enumerate(mine):
+                        boxes[2 * slot.number + sending] = shelves[peer].box(k, timeout_s)
+        return boxes
+
+    def dead(self) -> list[int]:
+        """Peers that died, of those that send something to this rank."""
+        return [peer for peer, shelf in self._in.items() if shelf.died()]
+
+    def close(self) -> None:
+        for shelf in self._out.values():
+            shelf.close(sender=True)
+        for shelf in self._in.values():
+            shelf.close(sender=False)
+        self._out.clear()
+        self._in.clear()
+
+
+def _by_peer(slots: Sequence[Slot], *, sending: bool) -> dict[int, list[Slot]]:
+    out: dict[int, list[Slot]] = {}
+    for slot in sorted((s for s in slots if s.sending == sending), key=lambda s: s.number):
+        out.setdefault(slot.peer, []).append(slot)
+    return out

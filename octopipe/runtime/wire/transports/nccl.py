@@ -1,0 +1,116 @@
+"""Point to point over NCCL: one communicator per in-order queue of the channel model.
+
+Knows: NCCL through torch's process groups. Does not know: the protocol of messages (`headed`).
+
+NCCL runs the operations of one communicator in issue order and both ends must agree on it; lowering made sure that
+they do. Under `directed` every direction of a pair of ranks has a communicator (and with it a stream) of its own,
+under `pair` and the stricter models every pair has one. Waiting is the device's: `wait` makes the current stream
+wait, the host goes on. A peer that never answers is noticed by the pipeline's watchdog (`board`) after `timeout_s`;
+NCCL's own, which knows no op by name, is told to leave that to us.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.world import Group, StreamWork, World
+from octopipe.runtime.slots import RankProgram, Slot
+from octopipe.runtime.wire.messages import Leaf
+from octopipe.runtime.wire.transports.ordered import OrderedTransport
+
+log = logging.getLogger("octopipe.nccl")
+
+
+class NcclTransport(OrderedTransport):
+    """See the module."""
+
+    name = "nccl"
+
+    def __init__(self, world: World, device: torch.device, *, directed: bool, timeout_s: float):
+        super().__init__(world, device, timeout_s=timeout_s)
+        self._world, self._directed = world, directed
+        self._groups: dict[tuple[int, int], Group] = {}
+
+    def _queue(self, slot: Slot) -> tuple[int, int]:
+        me = self._world.rank
+        way = (me, slot.peer) if slot.sending else (slot.peer, me)
+        return way if self._directed else (min(way), max(way))
+
+    def open(self, program: RankProgram) -> None:
+        super().open(program)
+        slots = program.slots
+        _check_connections(len({self._queue(s) for s in slots}))
+        if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
+            log.warning(
+                "CUDA loads kernels at their first use, and waits for the whole device then: beside receives that wait "
+                "the first step can hang; import octopipe.Pipeline before CUDA starts, or set CUDA_MODULE_LOADING=EAGER"
+            )
+        # Torch warns that the messages of an eagerly made group run one after the other: that is what a queue is.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        me, hello = self._world.rank, torch.zeros(1, device=self.device)
+        for pair in sorted({self._queue(s) for s in slots}):  # one order for all ranks: nobody waits in a circle
+            # NCCL's watchdog would end the process with a page of frames before ours can name what is waited for.
+            with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+                group = self._world.new_group(pair, "nccl", f"queue-{self._directed:d}", timeout_s=self.timeout_s)
+            # The communicator would be made at the first message; make it now, while nobody computes.
+            group.eager_connect_single_device(self.device)
+            (group.send([hello], 1, 0) if me == pair[0] else group.recv([hello], 0, 0)).wait()
+            torch.cuda.synchronize(self.device)
+            self._groups[pair] = group
+
+    def _end(self, slot: Slot) -> tuple[Group, int]:
+        pair = self._queue(slot)
+        return self._groups[pair], pair.index(slot.peer)
+
+    def _send_body(self, slot: Slot, tensor: Tensor) -> Any:
+        group, peer = self._end(slot)
+        return StreamWork(group.send([tensor], peer, 0))
+
+    def _send_filler(self, slot: Slot, leaf: Leaf) -> Any:
+        return self._send_body(slot, self._empty(leaf))
+
+    def _post_body(self, slot: Slot, leaf: Leaf) -> tuple[Tensor, Any]:
+        group, peer = self._end(slot)
+        buffer = self._empty(leaf)
+        return buffer, StreamWork(group.recv([buffer], peer, 0))
+
+    def close(self) -> None:
+        super().close()
+        for group in self._groups.values():
+            with suppress(RuntimeError):  # a peer is gone: that is told elsewhere
+                group.shutdown()
+        self._groups.clear()
+
+
+def _check_connections(queues: int) -> None:
+    """A receive that waits must not stand in one hardware queue with the computation: it would hold it up for ever."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    given = os.environ.get(name, "")
+    if given.isdigit() and int(given) <= queues:
+        raise OctoPipeError(
+            f"{name}={given} leaves {queues} queues of messages and the computation to share {given} hardware queues, "
+            f"and what waits holds up what it waits for; leave it out or set it to {min(32, 2 * queues + 2)} before "
+            "CUDA starts"
+        )
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """The variable has this value inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

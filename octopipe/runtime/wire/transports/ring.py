@@ -1,0 +1,157 @@
+"""A one-way ring between two processes that share memory: chunks, two counters, no messages.
+
+Knows: the protocol. Does not know: whether the memory and the lanes are a GPU's or the host's.
+
+The receiver owns the arena (some chunks of equal size) and the counter `filled`; the sender owns the counter
+`freed`. Both only grow. Chunk number n lies at place n mod chunks. The sender waits until the chunk that was there
+before has been freed, copies, and sets `filled` to n; the receiver waits for that, copies out into a buffer of its
+own, and sets `freed` to n. Everything is queued on the two ends' lanes: no host copies or waits for a copy. A tensor of
+any size passes in as many chunks as it takes, and the arena's size bounds the memory, however many messages are in
+flight.
+
+Why no lane can hang: *a wait is queued only after the other host has queued what it waits for.* Two more counters, in
+host memory, say how far each host has come (`queued`). So the moments at which work was queued, over all processes, are
+a topological order of everything that device work ever waits for; streams that share a hardware queue with one that
+waits only add edges from earlier to later, and so does a host that waits for its whole device inside some call of the
+driver (memory taken, a kernel loaded, its local memory enlarged): all that it waits for will end without any host. A
+host that has to wait for another's counter is where the proof of the program's order applies: send and receive count as
+one rendezvous there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.wire.transports.lanes import Lane
+
+FILLED, FREED = range(2)
+"""Places in `queued`: chunks whose filling the sender's host has queued, whose freeing the receiver's host has."""
+
+Until = Callable[[Callable[[], bool]], None]
+"""Waits on the host until something holds, and lets receives go on meanwhile."""
+
+
+class _RingEnd:
+    def __init__(self, arena: Tensor, filled: Tensor, freed: Tensor, queued: Tensor, lane: Lane, until: Until):
+        self.arena, self.filled, self.freed, self.lane, self._until = arena, filled, freed, lane, until
+        self.chunks, self.chunk_bytes = arena.shape
+        self.number = 0
+        self._memory = queued
+        self._queued = (ctypes.c_int64 * 2).from_address(queued.data_ptr())
+
+    def _parts(self, nbytes: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, nbytes, self.chunk_bytes):
+            yield start, min(start + self.chunk_bytes, nbytes)
+
+
+class RingSender(_RingEnd):
+    """The end that fills chunks in the other process's arena."""
+
+    def send(self, tensor: Tensor) -> Any:
+        """Queue a contiguous tensor; keep it until the returned handle was waited for."""
+        data = as_bytes(tensor)
+        self.lane.after(self.lane.now())
+        for start, stop in self._parts(tensor.nbytes):
+            self._next()
+            self.lane.copy(self.arena[self.number % self.chunks, : stop - start], data[start:stop])
+            self._fill()
+        return self.lane.done()
+
+    def skip(self, nbytes: int) -> Any:
+        """Complete a receive of this size with whatever lies in the chunks."""
+        for _ in self._parts(nbytes):
+            self._next()
+            self._fill()
+        return self.lane.done()
+
+    def after_receipt(self) -> Any:
+        """A handle for the moment at which everything sent so far has been copied out."""
+        self._wait_freed(self.number)
+        return self.lane.done()
+
+    def _next(self) -> None:
+        self.number += 1
+        if self.number > self.chunks:
+            self._wait_freed(self.number - self.chunks)
+
+    def _wait_freed(self, number: int) -> None:
+        if self._queued[FREED] < number:
+            self._until(lambda: self._queued[FREED] >= number)
+        self.lane.wait(self.freed, number)
+
+    def _fill(self) -> None:
+        self.lane.write(self.filled, self.number)
+        self._queued[FILLED] = self.number
+
+
+class Arrival:
+    """A receive: queued chunk by chunk as the sender's host comes along."""
+
+    __slots__ = ("_until", "work")
+
+    def __init__(self, until: Until):
+        self._until = until
+        self.work: Any = None
+        """What to wait for, once everything is queued."""
+
+    def wait(self, timeout: timedelta) -> None:
+        if self.work is None:
+            self._until(lambda: self.work is not None)
+        self.work.wait(timeout)
+
+
+class RingReceiver(_RingEnd):
+    """The end that owns the arena."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pending: deque[Callable[[], None]] = deque()
+        """Copies out that are not queued yet, in the order of their chunks."""
+        self._first = 1
+        """The chunk of the first of them."""
+
+    def receive(self, buffer: Tensor, arrived: Callable[[Lane], None] | None = None) -> Arrival:
+        """A receive into a contiguous buffer; `arrived` is called when its last copy has been queued."""
+        data, arrival = as_bytes(buffer), Arrival(self._until)
+        before = self.lane.now()  # the buffer's memory may still be in use by what was computed before
+        parts = list(self._parts(buffer.nbytes))
+        for start, stop in parts:
+            self.number += 1
+
+            def copy(number: int = self.number, start: int = start, stop: int = stop) -> None:
+                if start == 0:
+                    self.lane.after(before)
+                self.lane.wait(self.filled, number)
+                self.lane.copy(data[start:stop], self.arena[number % self.chunks, : stop - start])
+                self.lane.write(self.freed, number)
+                self._queued[FREED] = number
+                if stop == data.numel():
+                    if arrived is not None:
+                        arrived(self.lane)
+                    arrival.work = self.lane.done()
+
+            self._pending.append(copy)
+        self.proceed()
+        return arrival
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    def proceed(self) -> None:
+        """Queue the copies of all chunks whose filling is queued."""
+        while self._pending and self._first <= self._queued[FILLED]:
+            self._first += 1
+            self._pending.popleft()()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Decisions: published systems, the tuner, the exact solver, the planner of whole clusters."""

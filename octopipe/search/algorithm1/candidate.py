@@ -1,0 +1,334 @@
+"""A candidate of the iterative tuners: partition, placement and orders, and the desk on which they are judged.
+
+Knows: how a plan is held as arrays, what it costs (prices from `price.py`), how its orders are timed and kept inside
+memory. Does not know: phases or moves.
+
+The scheduling O of Algorithm 1 is an order per rank, as in the paper: moves change it op by op, and a change of the
+partition leaves it as it is. Any plan can be held, with fused backwards, recomputation and several routes; a plan that
+is given comes back as it was until a move betters it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS, F, I, Op, Plan, R, Stage, W, route_neighbours
+from octopipe.plans.price import hop_times, stage_memory, stage_times
+from octopipe.search.algorithm1.replay import arrange, replay
+from octopipe.search.algorithm1.settings import SETTINGS, Settings
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prices:
+    """What the stages of a structure cost; arrays as in `price.py`."""
+
+    ms: Floats
+    """[kind, stage, micro_batch]"""
+    forward_ms: Floats
+    gradient_ms: Floats
+    kept: Floats
+    held: Floats
+    stash: Floats
+    work: Floats
+    static: Floats
+    rank: Ints
+    before: Ints
+    after: Ints
+    route: Ints
+    update_ms: Floats
+    """Per rank, the optimizer after its last op."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class State:
+    """Stages, routes and orders; `ops` has a row (stage, kind, micro_batch) for every op, rank after rank."""
+
+    stages: tuple[Stage, ...]
+    routes: tuple[tuple[int, ...], ...]
+    route_of: tuple[int, ...]
+    ops: Ints
+    offsets: Ints
+    prices: Prices
+
+    @property
+    def chain(self) -> bool:
+        """One route over all stages in order: what the partition and placement phases can change."""
+        return len(self.routes) == 1 and self.routes[0] == tuple(range(len(self.stages)))
+
+    @property
+    def bounds(self) -> list[int]:
+        return [s.first for s in self.stages] + [self.stages[-1].stop]
+
+    def order(self, rank: int) -> Ints:
+        return self.ops[self.offsets[rank] : self.offsets[rank + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A state that runs and fits, as the simulator sees it."""
+
+    state: State
+    plan: Plan
+    timeline: Timeline
+
+    @cached_property
+    def step_ms(self) -> float:
+        return self.timeline.step_ms
+
+    @cached_property
+    def without_imbalance_ms(self) -> float:
+        """The step time less what balancing the ranks could win: what placement is judged by."""
+        return self.step_ms - excess_ms(self.timeline.busy_ms)
+
+
+def excess_ms(loads_ms: Floats) -> float:
+    """How much more than the mean the busiest rank works."""
+    return float(loads_ms.max() - loads_ms.mean())
+
+
+class Desk:
+    """Judges states of one setting."""
+
+    def __init__(self, costs: CostTable, num_ranks: int, num_micro_batches: int, settings: Settings = SETTINGS) -> None:
+        self.costs, self.num_ranks, self.num_micro_batches = costs, num_ranks, num_micro_batches
+        self.settings = settings
+        self.max_stages = min(costs.num_layers, max(settings.most_stages * num_ranks, 24))
+        # As much slack as the simulator has: rounding of sums.
+        self.capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)]) * (1 + 1e-12)
+        self.has_limit = bool(np.isfinite(self.capacity).any())
+        self.slow = np.array([costs.slowdown(r) for r in range(num_ranks)])
+        sizes = 1.0 if costs.micro_batch_factor is None else costs.micro_batch_factor[:num_micro_batches].sum(axis=0)
+        count = num_micro_batches if costs.micro_batch_factor is None else 1
+        self.layer_ms = np.asarray(costs.layer_ms * sizes * count)
+        """Work of every layer in a step on a rank of speed 1."""
+        self.work = _sums(self.layer_ms)
+        self.forward_ms = np.asarray(costs.forward_ms * sizes * count)
+        self._last = np.zeros(num_ranks)
+        size = np.ones((num_micro_batches, costs.num_layers))
+        if costs.micro_batch_factor is not None:
+            size = costs.micro_batch_factor[:num_micro_batches]
+        added = (costs.forward_ms, costs.input_ms, costs.weight_ms, costs.activation_bytes, costs.stash_bytes)
+        self.sums = _sums(np.stack([size * values for values in added]))
+        """[F, I, W, activation, stash][micro_batch][layers before]"""
+        self.per_layer = _sums(np.stack((costs.static_bytes, costs.optimizer_ms)))
+        self.boundary, self.workspace = size * costs.boundary_bytes, np.append(costs.workspace_bytes, 0.0)
+        links = [[costs.network.link(a, b) for b in range(num_ranks)] for a in range(num_ranks)]
+        self.latency = np.array([[link.latency_ms for link in row] for row in links])
+        self.per_byte = np.array([[link.ms_per_byte for link in row] for row in links])
+
+    # -- plans and states ------------------------------------------------------------------------------
+
+    def state(self, plan: Plan) -> State:
+        """Any checked plan, exactly."""
+        t = plan.table()
+        ops = np.stack([t.stage, t.kind.astype(np.int32), t.micro_batch], axis=1).astype(np.int32)
+        return State(
+            stages=plan.stages, routes=plan.routes, route_of=plan.route_of_micro_batch, ops=ops,
+            offsets=t.offsets.astype(np.int32), prices=self.price(plan.stages, plan.routes, plan.route_of_micro_batch),
+        )  # fmt: skip
+
+    def plan(self, st: State) -> Plan:
+        rows = st.ops.tolist()
+        orders = (rows[a:b] for a, b in zip(st.offsets[:-1], st.offsets[1:], strict=True))
+        written = tuple(tuple(Op(s, KINDS[k], m) for s, k, m in order) for order in orders)
+        return self._bare(st.stages, st.routes, st.route_of, written)
+
+    def _bare(
+        self, stages: tuple[Stage, ...], routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...],
+        orders: tuple[tuple[Op, ...], ...] = (),
+    ) -> Plan:  # fmt: skip
+        return Plan(
+            model=self.costs.model, num_layers=self.costs.num_layers, num_ranks=self.num_ranks,
+            num_micro_batches=self.num_micro_batches, stages=stages, orders=orders, routes=routes,
+            route_of_micro_batch=route_of,
+        )  # fmt: skip
+
+    def price(
+        self, stages: tuple[Stage, ...], routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...]
+    ) -> Prices:
+        """As the functions of `price.py` say, for all stages at once."""
+        bare = self._bare(stages, routes, route_of)
+        first, stop = np.array([s.first for s in stages]), np.array([s.stop for s in stages])
+        rank = np.array([s.rank for s in stages], np.int32)
+        sums = self.sums[:, :, stop] - self.sums[:, :, first]
+        forward, inward, weight, held, stash = np.ascontiguousarray(np.swapaxes(sums, 1, 2))
+        again, kept = np.zeros_like(forward), held
+        if any(s.recompute for s in stages):
+            kept = stage_memory(bare, self.costs).kept
+            again = stage_times(bare, self.costs)[R] / self.slow[rank][:, None]
+        ms = np.stack((forward, again, inward, weight, inward + weight)) * self.slow[rank][:, None]
+        before, after = route_neighbours(bare)
+        if len(routes) == 1:
+            gone, came = self._hops(rank[:-1], rank[1:], stop[:-1] - 1), self._hops(rank[1:], rank[:-1], first[1:] - 1)
+            edge = np.zeros((1, forward.shape[1]))
+            forward_ms, gradient_ms = np.concatenate((gone, edge)), np.concatenate((edge, came))
+            if routes[0] != tuple(range(len(stages))):
+                forward_ms, gradient_ms = hop_times(bare, self.costs)
+        else:
+            forward_ms, gradient_ms = hop_times(bare, self.costs)
+        static, update = self.per_layer[:, stop] - self.per_layer[:, first]
+        return Prices(
+            ms=ms, forward_ms=forward_ms, gradient_ms=gradient_ms, kept=kept, held=held, stash=stash,
+            work=np.maximum.reduceat(self.workspace, np.stack((first, stop), axis=1).ravel())[::2].copy(),
+            static=np.bincount(rank, static, self.num_ranks).astype(np.float64), rank=rank, before=before, after=after,
+            route=np.asarray(route_of, np.int32), update_ms=np.bincount(rank, update, self.num_ranks) * self.slow,
+        )  # fmt: skip
+
+    def _hops(self, source: Ints, target: Ints, layer: NDArray[np.int64]) -> Floats:
+        """Time of these layers' outputs between these ranks, [stage, micro_batch]."""
+        apart = (source != target)[:, None]
+        latency, per_byte = self.latency[source, target][:, None], self.per_byte[source, target][:, None]
+        return np.where(apart, latency + self.boundary[:, layer].T * per_byte, 0.0)
+
+    # -- judging ---------------------------------------------------------------------------------------
+
+    def time(self, st: State) -> tuple[float, int, Floats]:
+        """Step time (reductions aside; infinite on a deadlock), the first op beyond memory or -1, starts."""
+        p, start = st.prices, np.zeros(st.ops.shape[0])
+        makespan, over = replay(
+            st.offsets, st.ops, p.ms, p.before, p.after, p.route, p.rank, p.forward_ms, p.gradient_ms, p.kept, p.held,
+            p.stash, p.work, p.static, self.capacity, start, self._last,
+        )  # fmt: skip
+        return (float((self._last + p.update_ms).max()) if makespan >= 0 else np.inf), int(over), start
+
+    def judge(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
+        """Step time of the state with W advanced where memory lacks; infinite where it exceeds the cutoff anyway, does
+        not fit or deadlocks."""
+        ms, over, _ = self.time(st)
+        if ms >= cutoff_ms:
+            return np.inf, st
+        return (ms, st) if over < 0 else self.advance_weights(st, cutoff_ms)
+
+    def advance_weights(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
+        """The paper's selective advance of W: until no peak exceeds memory, a W goes before the op that does; one that
+        costs no time if there is one, else the earliest."""
+        for _ in range(st.ops.shape[0]):
+            ms, over, _ = self.time(st)
+            if ms >= cutoff_ms:
+                return np.inf, st
+            if over < 0:
+                return ms, st
+            chosen: State | None = None
+            for x in self._weights_after(st, over)[: self.settings.advanced_weights]:
+                moved = shifted(st, x, over)
+                then_ms, then_over, _ = self.time(moved)
+                if then_ms <= ms and (then_over < 0 or then_over > over):
+                    chosen = moved
+                    break
+                chosen = chosen or moved
+            if chosen is None:
+                return np.inf, st
+            st = chosen
+        return np.inf, st
+
+    def _weights_after(self, st: State, at: int) -> list[int]:
+        """W's behind op `at` on its rank whose I stands before it."""
+        end = int(st.offsets[np.searchsorted(st.offsets, at, side="right")])
+        begin = int(st.offsets[np.searchsorted(st.offsets, at, side="right") - 1])
+        ran = {(s, m) for s, k, m in st.ops[begin:at].tolist() if k == I}
+        return [at + 1 + j for j, (s, k, m) in enumerate(st.ops[at + 1 : end].tolist()) if k == W and (s, m) in ran]
+
+    def view(self, st: State) -> Candidate | None:
+        """The state as the simulator sees it; None where it does not run or fit.
+
+        The quick walk leaves out transfers' buffers; where they do not fit beside the rest, W's are advanced as if the
+        rank had that much less.
+        """
+        capacity = self.capacity
+        try:
+            for _ in range(self.settings.repairs):
+                ms, st = self.judge(st)
+                if ms == np.inf:
+                    return None
+                plan = self.plan(st)
+                timeline = simulate(plan, self.costs, check=False)
+                if timeline.fits:
+                    return Candidate(state=st, plan=plan, timeline=timeline)
+                over = timeline.peak_bytes - capacity
+                self.capacity = self.capacity - np.where(over > 0, over * 1.01, 0.0)
+            return None
+        finally:
+            self.capacity = capacity
+
+    # -- changing structures ---------------------------------------------------------------------------
+
+    def restaged(self, st: State, stages: tuple[Stage, ...]) -> State:
+        """The orders over other stages of the same number, priced anew."""
+        return recomputing(replace(st, stages=stages, prices=self.price(stages, st.routes, st.route_of)))
+
+    def arranged(
+        self, st: State, keys: Floats, *, flight: int | None = None, wait_ms: float = 0.0, overrun: float = 1.0
+    ) -> State | None:
+        """The chain with orders by list scheduling under these keys [F or I, stage, micro_batch]; None where the
+        scheduler gets stuck."""
+        p, n, most = st.prices, len(st.stages), self.num_micro_batches
+        again = np.array([bool(s.recompute) for s in st.stages])
+        size = 4 * n * most
+        out = np.zeros((self.num_ranks, size, 3), np.int32)
+        lengths = arrange(
+            size, np.ascontiguousarray(keys), most if flight is None else flight, wait_ms, overrun, again, p.ms, p.rank,
+            p.forward_ms, p.gradient_ms, p.kept, p.held, p.stash, p.work, p.static, self.capacity, out,
+        )  # fmt: skip
+        if lengths[0] < 0:
+            return None
+        ops = np.concatenate([out[r, : lengths[r]] for r in range(self.num_ranks)])
+        return replace(st, ops=ops, offsets=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+
+    def loads(self, stages: tuple[Stage, ...]) -> Floats:
+        """Work of every rank in a step."""
+        out = np.zeros(self.num_ranks)
+        for s in stages:
+            out[s.rank] += self.work[s.stop] - self.work[s.first]
+            if s.recompute:
+                out[s.rank] += self.forward_ms[list(s.recomputed_layers)].sum()
+        return out * self.slow
+
+
+def _sums(values: Floats) -> Floats:
+    """Sums over the layers before each, along the last axis."""
+    return np.concatenate((np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)), axis=-1)
+
+
+def shifted(st: State, x: int, to: int) -> State:
+    """Op number x moved to place `to` of the same rank."""
+    ops = st.ops.copy()
+    row = ops[x].copy()
+    if to < x:
+        ops[to + 1 : x + 1] = st.ops[to:x]
+    else:
+        ops[x:to] = st.ops[x + 1 : to + 1]
+    ops[to] = row
+    return replace(st, ops=ops)
+
+
+def recomputing(st: State) -> State:
+    """An R where a recomputing stage lacks one (right before its backward), none where nothing is recomputed."""
+    again = [bool(s.recompute) for s in st.stages]
+    if not any(again) and not (st.ops[:, 1] == R).any():
+        return st
+    rows, offsets, changed = [], [0], False
+    for r in range(st.offsets.size - 1):
+        order = st.order(r).tolist()
+        has = {(s, m) for s, k, m in order if k == R}
+        for j, (s, k, m) in enumerate(order):
+            if k == R and not again[s]:
+                changed = True
+                continue
+            if k not in (F, R, W) and again[s] and (s, m) not in has and order[j - 1] != [s, F, m]:
+                rows.append([s, R, m])
+                changed = True
+            rows.append([s, k, m])
+        offsets.append(len(rows))
+    if not changed:
+        return st
+    return replace(st, ops=np.array(rows, np.int32).reshape(-1, 3), offsets=np.array(offsets, np.int32))

@@ -1,0 +1,133 @@
+"""Placement tuning: stage dispersion and layer exchange.
+
+Paper, section VI, "Placement Tuning". Knows: which stages are worth splitting over ranks, and which layers are worth
+exchanging. Does not know: phases.
+
+- Dispersion: a stage of several layers, or every such stage at once, is cut into pieces of equal time (single layers at
+  the finest), each on another rank. Finer stages reach the ranks earlier and leave them later: boundary bubbles shrink.
+- Exchange: of two ranks with comparable work the one with the longer bubbles gives a layer for a heavier one.
+
+The order follows its layers (`structure.retimed`). Where the schedule phase is on, it is also derived anew from the
+same times by list scheduling, and for whole dispersions from a few simple rules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from octopipe.plans.plan import Stage
+from octopipe.search.algorithm1.candidate import Candidate, Desk, State
+from octopipe.search.algorithm1.structure import (
+    derived,
+    even_cuts,
+    homes_of,
+    layer_times,
+    place,
+    recomputed,
+    retimed,
+    rule_keys,
+    stages_of,
+    stages_on,
+)
+
+
+def moves(desk: Desk, now: Candidate, lot: random.Random, derive: bool) -> Iterator[tuple[str, State]]:
+    """Dispersions and exchanges, drawn with those first that touch long stages and long bubbles."""
+    if desk.num_ranks < 2 or not now.state.chain:
+        return
+    starts = layer_times(desk, now.state, now.timeline.spans.start_ms)
+    for name, stages in (*_dispersions(desk, now, lot), *_exchanges(desk, now, lot)):
+        if desk.num_ranks <= len(stages) <= desk.max_stages:
+            moved, keys = retimed(desk, now.state, starts, stages)
+            yield name, moved
+            if derive:
+                yield from ((name, order) for order in derived(desk, moved, keys))
+    for name, stages in _refinements(desk, now, lot):
+        moved, keys = retimed(desk, now.state, starts, stages)
+        yield name, moved
+        if derive:
+            for rule in (keys, *rule_keys(desk, stages)):
+                yield from ((name, order) for order in derived(desk, moved, rule))
+
+
+def _dispersions(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    stages, ranks = now.state.stages, desk.num_ranks
+    many = [s for s, stage in enumerate(stages) if stage.num_layers > 1]
+    if not many:
+        return
+    load = [float(desk.layer_ms[stages[s].first : stages[s].stop].sum()) + 1e-12 for s in many]
+    for _ in range(desk.settings.dispersions):
+        s = lot.choices(many, load)[0]
+        stage = stages[s]
+        ways = min(lot.choice((2, 2, 3, 4, ranks)), stage.num_layers, ranks)
+        # The pieces go round the ranks from a drawn one on, or the first stays where it is.
+        begin = stage.rank if lot.random() < 0.5 else lot.randrange(ranks)
+        step = lot.choice((1, -1)) if ways > 2 else lot.randrange(1, ranks)
+        homes = [(begin + step * k) % ranks for k in range(ways)]
+        if ways == 2 and lot.random() < 0.5:
+            homes.reverse()
+        yield f"disperse stage {s} over ranks {', '.join(map(str, homes))}", disperse(desk, stages, s, homes)
+
+
+def disperse(desk: Desk, stages: tuple[Stage, ...], stage: int, homes: list[int]) -> tuple[Stage, ...]:
+    """Cut a stage into len(homes) pieces of about equal time, on these ranks; neighbours on one rank are joined."""
+    layers, old = homes_of(stages), stages[stage]
+    cuts = even_cuts(desk.layer_ms, old.first, old.stop, len(homes))
+    for home, first, stop in zip(homes, cuts[:-1], cuts[1:], strict=True):
+        layers[first:stop] = [home] * (stop - first)
+    return stages_on(layers, recomputed(stages))
+
+
+def _refinements(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    """Every stage dispersed: its pieces follow each other round the ranks, or down and up again."""
+    stages, ranks = now.state.stages, desk.num_ranks
+    ways = [(k, wave) for k in (1, 2, 3) if len(stages) * k <= desk.max_stages for wave in (False, True)]
+    for more, wave in lot.sample(ways, min(len(ways), desk.settings.refinements)):
+        bounds = [0]
+        for s in stages:
+            bounds += even_cuts(desk.layer_ms, s.first, s.stop, min(more, s.num_layers))[1:]
+        homes = place(len(bounds) - 1, ranks, wave)
+        finer = stages_of(bounds, homes, recomputed(stages))
+        what = "place every stage anew" if more == 1 else f"disperse every stage over {more} ranks"
+        yield f"{what}, {'down and up' if wave else 'round'}", stages_on(homes_of(finer), recomputed(stages))
+
+
+def _exchanges(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    """A layer of a rank with long bubbles for a heavier one of a rank that works as much, with shorter ones."""
+    stages, work = now.state.stages, desk.layer_ms
+    homes, busy, bubbles = homes_of(stages), now.timeline.busy_ms, now.timeline.bubbles
+    idle = bubbles.boundary_ms + bubbles.residual_ms + bubbles.communication_ms
+    edges = {k for s in stages for k in (s.first, s.stop - 1)}
+    pairs = []
+    for a in range(desk.num_ranks):
+        for b in range(desk.num_ranks):
+            if idle[a] <= idle[b] or abs(busy[a] - busy[b]) > desk.settings.comparable * busy.mean():
+                continue
+            light = [k for k, home in enumerate(homes) if home == a]
+            heavy = [k for k, home in enumerate(homes) if home == b]
+            # A layer from the middle of a stage cuts it in three; those at its ends come first.
+            pairs += [
+                (float(idle[a] - idle[b]) * (2.0 if i in edges and j in edges else 1.0), i, j)
+                for i in light for j in heavy if work[j] > work[i]
+            ]  # fmt: skip
+    if not pairs:
+        return
+    half = desk.settings.exchanges // 2
+    pairs.sort(reverse=True)
+    top = pairs[: 16 * half]
+    for _, i, j in dict.fromkeys(lot.sample(top, min(len(top), half)) + lot.sample(pairs, min(len(pairs), half))):
+        moved = list(homes)
+        moved[i], moved[j] = homes[j], homes[i]
+        if len(set(moved)) == len(set(homes)):
+            name = f"exchange layers {i} and {j} of ranks {homes[i]} and {homes[j]}"
+            yield name, stages_on(moved, recomputed(stages))
+
+
+def balanced_stages(desk: Desk, num_stages: int, wave: bool, again: bool, need: np.ndarray) -> tuple[Stage, ...]:
+    """Stages of about equal `need` (work or bytes per layer) round the ranks: what a search can begin with."""
+    bounds = even_cuts(need, 0, desk.costs.num_layers, num_stages)
+    layers = set(range(desk.costs.num_layers)) if again else set()
+    return stages_of(bounds, place(num_stages, desk.num_ranks, wave), layers)

@@ -1,0 +1,195 @@
+"""Schedule tuning: advance F and I, delay W, and put other work where a rank waits for a transfer.
+
+Paper, section VI, "Scheduling Tuning". Knows: which ops stand in the way of a bubble's end, and how orders change.
+Does not know: phases. That a W is advanced where memory lacks is `Desk.advance_weights`.
+
+1. From the last op and from the longest bubbles it walks back through what each op waited for. An F or I that was
+   ready while its rank ran another op goes before that one (advance; where the other is a W: delay of W).
+2. Where a rank waits for a transfer, a later op that is ready goes into the gap, and the producers of its next ops are
+   advanced, so that one of them is there to run meanwhile (overlap-aware insertion).
+3. A W that stands in the way goes to a later bubble of its rank, or to the end (delay of W).
+4. All at once: the order derived anew with F and I as early as they can be and W in the gaps.
+Every advance is judged twice: as it stands, and with the rest derived anew around it.
+
+Under a memory limit, and where recomputation is allowed, what is recomputed is tuned here too: it decides which
+orders fit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from octopipe.plans.plan import B, F, I, R, W
+from octopipe.search.algorithm1.candidate import Candidate, Desk, State, shifted
+from octopipe.search.algorithm1.structure import derived, keys_of, recomputed, rule_keys, stages_of
+
+_TINY = 1e-6
+
+
+def moves(desk: Desk, now: Candidate, lot: random.Random, recompute: bool) -> Iterator[tuple[str, State]]:
+    """Advances, insertions, delays and whole orders, by the bubbles of the current timeline."""
+    seen, settings = _Waits(desk, now), desk.settings
+    critical = seen.delays(int(np.argmax(now.timeline.spans.end_ms)))
+    bubbles = seen.longest_bubbles()
+    behind = [pair for x in bubbles for pair in seen.delays(x)[:4]]
+    advances = list(dict.fromkeys(critical + behind))
+    op = now.timeline.op
+    for x, y in _some(advances, settings.advances, lot):
+        yield from seen.both(f"advance {op(x)} before {op(y)}", x, y)
+    fillers = list(dict.fromkeys(pair for x in bubbles for pair in seen.fillers(x)))
+    for x, y in _some(fillers, settings.insertions, lot):
+        yield from seen.both(f"insert {op(x)} before {op(y)} where the rank waits", x, y)
+    for x, y in _some(seen.late_places(critical), settings.delays, lot):
+        yield f"delay {op(x)} behind {op(y)}", shifted(now.state, x, y)
+    if now.state.chain:
+        yield from _orders(desk, now, lot)
+        if recompute and desk.has_limit:
+            yield from _recomputations(desk, now, lot)
+
+
+def _some(pairs: list[tuple[int, int]], most: int, lot: random.Random) -> list[tuple[int, int]]:
+    return pairs if len(pairs) <= most else lot.sample(pairs, most)
+
+
+def _orders(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
+    """Whole orders: the present times or a rule's as priorities, with other patience."""
+    keys = keys_of(now.state, now.timeline.spans.start_ms)
+    rules = list(rule_keys(desk, now.state.stages))
+    longest = float(now.state.prices.ms.max())
+    for _ in range(desk.settings.rules):
+        kind = lot.randrange(3)
+        name, base = "derive the order anew", keys
+        if kind == 1:
+            name, base = "derive the order from a rule", lot.choice(rules)
+        elif kind == 2:
+            # Gradients a little sooner or later against forwards.
+            name, base = "shift I against F", keys + np.array([0.0, lot.gauss(0.0, 2.0 * longest)])[:, None, None]
+        wait, overrun = lot.choice((0.0, 0.0, 0.1, 0.3)) * longest, lot.choice((1.0, 1.0, 0.5, 0.0))
+        yield from ((name, order) for order in derived(desk, now.state, base, wait_ms=wait, overrun=overrun))
+
+
+def _recomputations(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
+    """Layers that drop their activations, or keep them again; the order as it is, and derived anew."""
+    st, layers = now.state, desk.costs.num_layers
+    again = recomputed(st.stages)
+    keys = keys_of(st, now.timeline.spans.start_ms)
+    for _ in range(desk.settings.recomputations):
+        stage = lot.choice(st.stages)
+        mine = list(range(stage.first, stage.stop))
+        dropped, stays = [k for k in mine if k in again], [k for k in mine if k not in again]
+        kind = lot.randrange(4)
+        then = set(again)
+        if kind == 0 and dropped:
+            name, then = "keep the activations of a stage", again - set(mine)
+        elif kind in (0, 1) and dropped:
+            name, then = "keep the activations of a layer", again - {lot.choice(dropped)}
+        elif kind == 2 and dropped and stays:
+            name, then = "recompute another layer", (again - {lot.choice(dropped)}) | {lot.choice(stays)}
+        elif stays:
+            more = stays if lot.random() < 0.3 else [lot.choice(stays)]
+            name, then = f"recompute {len(more)} layers of rank {stage.rank}", again | set(more)
+        if then == again or not then <= set(range(layers)):
+            continue
+        moved = desk.restaged(st, stages_of(st.bounds, st.prices.rank.tolist(), then))
+        yield name, moved
+        yield from ((name, order) for order in derived(desk, moved, keys))
+
+
+class _Waits:
+    """Who waited for what in a timeline."""
+
+    def __init__(self, desk: Desk, now: Candidate) -> None:
+        self.desk, self.state, self.timeline = desk, now.state, now.timeline
+        spans, transfers = now.timeline.spans, now.timeline.transfers
+        self.spans, self.count = spans, spans.rank.size
+        self.preds = now.plan.predecessor_table()
+        own = np.where(self.preds >= 0, spans.end_ms[self.preds], 0.0)
+        local = (self.preds >= 0) & (spans.rank[self.preds] == spans.rank[:, None])
+        self.ready = np.where(local, own, 0.0).max(axis=1)
+        """When everything an op needs was there."""
+        np.maximum.at(self.ready, transfers.consumer, transfers.end_ms)
+
+    def delays(self, span: int) -> list[tuple[int, int]]:
+        """(x, y): on the way back from `span`, x was ready when its rank began y, and had to wait for y; also with the
+        first y that it could have gone before."""
+        out: list[tuple[int, int]] = []
+        node, binding, s = span, self.timeline.binding, self.spans
+        for _ in range(self.desk.settings.depth * 8):
+            before = int(binding[node])
+            if before < 0 or len(out) >= self.desk.settings.depth:
+                break
+            if node < self.count and before == node - 1 and s.kind[node] in (F, I, B):
+                first = self._earliest(node)
+                if first < node:
+                    out.append((node, before))
+                    if first < before:
+                        out.append((node, first))
+            node = before
+        return out
+
+    def _earliest(self, x: int) -> int:
+        """The first place of its rank that x could have taken without waiting."""
+        s, y = self.spans, x
+        while (
+            y > 0
+            and s.rank[y - 1] == s.rank[x]
+            and s.start_ms[y - 1] > self.ready[x] - _TINY
+            and y - 1 not in (self.preds[x])
+        ):
+            y -= 1
+        return y
+
+    def longest_bubbles(self) -> list[int]:
+        """The ops that end the longest idle intervals inside ranks' work."""
+        s = self.spans
+        same = np.concatenate(([False], s.rank[1:] == s.rank[:-1]))
+        gap = np.where(same, s.start_ms - np.concatenate(([0.0], s.end_ms[:-1])), 0.0)
+        longest = np.argsort(-gap, kind="stable")[: self.desk.settings.bubbles]
+        return [int(x) for x in longest if gap[x] > _TINY]
+
+    def fillers(self, span: int) -> list[tuple[int, int]]:
+        """Ops that are ready for the gap before `span`, and delays of the producers of those that are not."""
+        s = self.spans
+        begins = float(s.end_ms[span - 1])
+        out: list[tuple[int, int]] = []
+        for z in range(span + 1, min(span + 4 * self.desk.num_micro_batches, self.count)):
+            if s.rank[z] != s.rank[span]:
+                break
+            if self.ready[z] <= begins + _TINY:
+                out.append((z, span))
+            elif s.kind[z] != W and z < span + 7:
+                for p in self.preds[z]:
+                    if p >= 0 and s.rank[p] != s.rank[z]:
+                        out += self.delays(int(p))[:1]
+            if len(out) >= 2 * self.desk.settings.insertions:
+                break
+        return out
+
+    def late_places(self, critical: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(w, y): a W that the last op waited for may run behind y, before a bubble of its rank or at the end."""
+        s = self.spans
+        out = []
+        for _, w in critical:
+            if s.kind[w] != W:
+                continue
+            rank_end = int(self.state.offsets[s.rank[w] + 1])
+            gaps = [y for y in range(w + 1, rank_end - 1) if s.start_ms[y + 1] - s.end_ms[y] > _TINY]
+            out += [(w, y) for y in (*gaps[:1], rank_end - 1) if y > w]
+        return list(dict.fromkeys(out))
+
+    def both(self, name: str, x: int, y: int) -> Iterator[tuple[str, State]]:
+        """x in front of y: the order as it is otherwise, and derived anew around that."""
+        moved = shifted(self.state, x, y)
+        if self.spans.kind[x] == I and x > 0 and self.spans.kind[x - 1] == R:
+            # What is recomputed for x goes with it.
+            moved = shifted(shifted(self.state, x, y), x, y)
+        yield name, moved
+        if not self.state.chain or self.spans.kind[x] not in (F, I) or self.spans.kind[y] not in (F, I):
+            return
+        keys = keys_of(self.state, self.spans.start_ms)
+        row, stage, batch = (0 if self.spans.kind[x] == F else 1), self.spans.stage[x], self.spans.micro_batch[x]
+        keys[row, stage, batch] = self.spans.start_ms[y] - _TINY
+        yield from ((name, order) for order in derived(self.desk, self.state, keys))

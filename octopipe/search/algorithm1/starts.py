@@ -1,0 +1,91 @@
+"""Where Algorithm 1 begins: 1F1B as in the paper, a user's plan, and the plans of published systems.
+
+Knows: how to find a first plan that fits. Does not know: phases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.search.algorithm1.candidate import Candidate, Desk
+from octopipe.search.algorithm1.placement import balanced_stages
+from octopipe.search.algorithm1.structure import derived, layer_times, retimed, rule_keys
+from octopipe.search.does_not_fit import misfit
+from octopipe.search.systems.registry import build_plan, systems
+from octopipe.simulation.simulator import simulate
+
+SLOW_SYSTEMS = frozenset({"tessel"})
+"""Systems whose own search takes longer than a start is worth."""
+FIRST_SYSTEMS = ("1f1b", "mist", "zb-h1", "zb-v")
+"""Systems that are always built: quick, of every kind, and one that recomputes where memory lacks."""
+EARLY_SYSTEMS = ("zb-h2", "dualpipe", "dualpipev", "v-half", "chimera", "dapple")
+"""Systems built next, while there is time."""
+LATE_SYSTEMS = ("hanayo", "interleaved", "breadth-first", "tessel-fast", "adapipe")
+"""Systems that take longest to build, built last."""
+
+
+def published(
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    until: float = float("inf"),
+    recompute: bool = True,
+    skip: frozenset[str] = frozenset(),
+) -> Iterator[tuple[str, Plan]]:
+    """Plans of published systems with a split backward; after a time of the monotonic clock only the first few."""
+    known = (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *LATE_SYSTEMS)
+    others = (n for n in systems() if n not in known)
+    for name in (*FIRST_SYSTEMS, *EARLY_SYSTEMS, *others, *LATE_SYSTEMS):
+        if name in SLOW_SYSTEMS or name in skip or (time.monotonic() >= until and name not in FIRST_SYSTEMS):
+            continue
+        try:
+            plan = build_plan(name, costs, num_ranks, num_micro_batches, split_backward=True)
+        except (OctoPipeError, ImportError):
+            continue
+        if recompute or not any(s.recompute for s in plan.stages):
+            yield name, plan
+
+
+def one_f_one_b_plan(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Plan:
+    """1F1B over stages of equally many layers, its backward split."""
+    return build_plan("1f1b", costs, num_ranks, num_micro_batches, split_backward=True)
+
+
+def one_f_one_b(desk: Desk) -> Candidate | None:
+    """The paper's start; None where it does not fit."""
+    plan = one_f_one_b_plan(desk.costs, desk.num_ranks, desk.num_micro_batches)
+    return desk.view(desk.state(plan))
+
+
+def something_that_fits(desk: Desk, may_recompute: bool) -> Candidate:
+    """A plan for tight memory: layers balanced by time or by bytes, fewer micro-batches under way, recomputation."""
+    costs, ranks = desk.costs, desk.num_ranks
+    one = one_f_one_b_plan(costs, ranks, desk.num_micro_batches)
+    st = desk.state(one)
+    starts = layer_times(desk, st, simulate(one, costs, check=False).spans.start_ms)
+    bytes_ = costs.static_bytes + costs.activation_bytes
+    found: Candidate | None = None
+    for again in (False, True) if may_recompute else (False,):
+        for need in (desk.layer_ms, bytes_, costs.static_bytes + costs.boundary_bytes):
+            for more in (1, 2, 3):
+                for wave in (False, True) if more > 1 else (False,):
+                    if not ranks * more <= desk.max_stages or not float(need.sum()) > 0:
+                        continue
+                    stages = balanced_stages(desk, ranks * more, wave, again, need)
+                    moved, keys = retimed(desk, st, starts, stages)
+                    for rule in (keys, *rule_keys(desk, stages)):
+                        for order in derived(desk, moved, rule):
+                            ms, order = desk.judge(order, np.inf if found is None else found.step_ms)
+                            seen = desk.view(order) if ms < np.inf else None
+                            if seen is not None and (found is None or seen.step_ms < found.step_ms):
+                                found = seen
+        if found is not None:
+            return found
+    raise misfit(costs, ranks, may_recompute)

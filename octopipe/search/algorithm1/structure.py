@@ -1,0 +1,155 @@
+"""Structures of a chain: layers on ranks, and what becomes of an order when they change.
+
+Knows: how stages follow from layers and their homes, and that an order survives by the times at which its layers ran.
+Does not know: which change is worth while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from octopipe.plans.plan import B, F, I, Stage, W
+from octopipe.search.algorithm1.candidate import Desk, Floats, State, recomputing
+
+Keys = tuple[float, float, float, float, float]
+
+
+def recomputed(stages: Sequence[Stage]) -> set[int]:
+    """Layers whose activations are dropped; the flag stays with the layer when it moves."""
+    return {layer for s in stages for layer in s.recomputed_layers}
+
+
+def stages_of(bounds: Sequence[int], ranks: Sequence[int], again: set[int]) -> tuple[Stage, ...]:
+    """Stages between these bounds, recomputing the layers in `again`."""
+    out = []
+    for (first, stop), rank in zip(pairwise(bounds), ranks, strict=True):
+        some = tuple(layer for layer in range(first, stop) if layer in again)
+        which = some if 0 < len(some) < stop - first else bool(some)
+        out.append(Stage(first=first, stop=stop, rank=rank, recompute=which))
+    return tuple(out)
+
+
+def homes_of(stages: Sequence[Stage]) -> list[int]:
+    """The rank of every layer of a chain."""
+    return [s.rank for s in stages for _ in range(s.first, s.stop)]
+
+
+def stages_on(homes: Sequence[int], again: set[int], cuts: set[int] | None = None) -> tuple[Stage, ...]:
+    """One stage per run of layers on a rank, cut at `cuts` besides."""
+    bounds = [0] + [k for k in range(1, len(homes)) if homes[k] != homes[k - 1] or (cuts and k in cuts)] + [len(homes)]
+    return stages_of(bounds, [homes[k] for k in bounds[:-1]], again)
+
+
+def layer_times(desk: Desk, st: State, starts: Floats) -> Floats:
+    """When every layer's F, I and W ran: [F, I or W, layer, micro_batch]."""
+    at = np.zeros((3, desk.costs.num_layers, desk.num_micro_batches))
+    stage, kind, batch = st.ops.T
+    first, stop = np.array([s.first for s in st.stages]), np.array([s.stop for s in st.stages])
+    begins = np.zeros((5, len(st.stages), desk.num_micro_batches))
+    begins[kind, stage, batch] = starts
+    fused = np.zeros(len(st.stages), bool)
+    fused[stage[kind == B]] = True
+    begins[I] = np.where(fused[:, None], begins[B], begins[I])
+    begins[W] = np.where(fused[:, None], begins[B] + st.prices.ms[I], begins[W])
+    of = np.repeat(np.arange(len(st.stages)), stop - first)
+    layers = np.arange(desk.costs.num_layers)
+    slow = desk.slow[st.prices.rank[of]][:, None]
+    at[0] = begins[F][of] + slow * (desk.sums[0][:, layers] - desk.sums[0][:, first[of]]).T
+    at[1] = begins[I][of] + slow * (desk.sums[1][:, stop[of]] - desk.sums[1][:, layers + 1]).T
+    at[2] = begins[W][of]
+    return at
+
+
+def retimed(desk: Desk, st: State, at: Floats, stages: tuple[Stage, ...]) -> tuple[State, Floats]:
+    """The order carried over to other stages, and its keys [F or I, stage, micro_batch].
+
+    Every layer ran at some time in the old order (`at`, of layer_times); a new stage's op stands where its first
+    layer's did (W: its last). Times grow along everything an op needs, so no deadlock can come of it.
+    """
+    most = desk.num_micro_batches
+    first, last = [s.first for s in stages], [s.stop - 1 for s in stages]
+    weights = np.maximum.reduceat(at[2], first, axis=0)
+    forward, inward = at[0, first], at[1, last]
+    # All ops at once: sorted by rank, then time; of equal times in the order of the chain.
+    n = len(stages)
+    stage, batch = (x.ravel() for x in np.meshgrid(np.arange(n), np.arange(most), indexing="ij"))
+    rank = np.array([s.rank for s in stages])
+    parts = []
+    for code, depth, time in ((F, stage, forward), (I, 2 * n - stage, inward), (W, 3 * n + stage, weights)):
+        parts.append(np.stack([rank[stage], time.ravel(), depth, stage, np.full(stage.size, code), batch]))
+    table = np.concatenate(parts, axis=1)
+    table = table[:, np.lexsort((table[2], table[1], table[0]))]
+    offsets = np.searchsorted(table[0], np.arange(desk.num_ranks + 1)).astype(np.int32)
+    ops = np.ascontiguousarray(table[3:].T.astype(np.int32))
+    routes = (tuple(range(n)),)
+    new = State(
+        stages=stages, routes=routes, route_of=st.route_of, ops=ops, offsets=offsets,
+        prices=desk.price(stages, routes, st.route_of),
+    )  # fmt: skip
+    return recomputing(new), np.stack([forward, inward])
+
+
+def keys_of(st: State, starts: Floats) -> Floats:
+    """The start times of a chain's F and I as keys for the list scheduler."""
+    keys = np.zeros((2, len(st.stages), len(st.route_of)))
+    stage, kind, batch = st.ops.T
+    for row, kinds in ((0, (F,)), (1, (I, B))):
+        mine = np.isin(kind, kinds)
+        keys[row, stage[mine], batch[mine]] = starts[mine]
+    return keys
+
+
+def rule_keys(desk: Desk, stages: Sequence[Stage]) -> Iterator[Floats]:
+    """Keys of simple rules: micro-batch against place in the chain, gradients first or in turn."""
+    r, most = float(desk.num_ranks), np.arange(desk.num_micro_batches)
+    forward, inward = np.cumsum(desk.costs.forward_ms), np.cumsum(desk.costs.input_ms)
+    ahead = np.array([forward[s.first] - desk.costs.forward_ms[s.first] for s in stages]) / max(forward[-1], 1e-12)
+    behind = 1.0 - np.array([inward[s.stop - 1] for s in stages]) / max(inward[-1], 1e-12)
+    rules: tuple[Keys, ...] = (
+        (1.0, r / 2, 1.0, r / 2, -1e3), (1.0, r / 2, 1.0, r / 2, -r / 4), (1.0, -r, 1.0, 0.0, -1e3),
+        (1.0, r, 1.0, r, -1e3), (1.0, 2 * r, 1.0, 2 * r, -1e3), (1.0, r, 1.0, r, r / 2),
+    )  # fmt: skip
+    for a_f, b_f, a_i, b_i, c_i in rules:
+        yield np.stack([
+            b_f * ahead[:, None] + a_f * most[None, :], c_i + b_i * behind[:, None] + a_i * most[None, :],
+        ])  # fmt: skip
+
+
+def place(num_stages: int, num_ranks: int, wave: bool) -> list[int]:
+    """Ranks of the stages: round and round, or down and up again."""
+    turns = [s % (2 * num_ranks) for s in range(num_stages)]
+    return [r if r < num_ranks else (2 * num_ranks - 1 - r if wave else r - num_ranks) for r in turns]
+
+
+def even_cuts(work: Floats, first: int, stop: int, ways: int) -> list[int]:
+    """Bounds of `ways` pieces of about equal work of layers first .. stop-1."""
+    total = np.concatenate(([0.0], np.cumsum(work[first:stop])))
+    cuts = [first]
+    for k in range(1, ways):
+        at = first + int(np.searchsorted(total, total[-1] * k / ways))
+        cuts.append(min(max(at, cuts[-1] + 1), stop - (ways - k)))
+    return [*cuts, stop]
+
+
+def derived(desk: Desk, st: State, keys: Floats, *, wait_ms: float = 0.0, overrun: float = 1.0) -> Iterator[State]:
+    """Orders of the chain by list scheduling; under a memory limit with fewer micro-batches under way as well."""
+    most = desk.num_micro_batches
+    flights = [most]
+    if desk.has_limit:
+        p = st.prices
+        again = np.array([bool(s.recompute) for s in st.stages])
+        held = np.bincount(p.rank, np.where(again, p.kept[:, 0], p.held[:, 0]), desk.num_ranks)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            safe = int(np.nanmin(np.where(held > 0, np.clip((desk.capacity - p.static) / held, 1, most), most)))
+        flights = sorted({most, min(2 * safe, most), min(safe + 1, most), safe, max(1, safe - 1), 1}, reverse=True)
+    found = 0
+    for flight in flights:
+        new = desk.arranged(st, keys, flight=flight, wait_ms=wait_ms, overrun=overrun)
+        if new is not None:
+            yield new
+            found += 1
+            if found == 2:
+                return

@@ -1,0 +1,283 @@
+"""The exact method: partition, placement and order as one CP-SAT problem, for small cases.
+
+Knows: how to state the whole problem to OR-tools' CP-SAT, and how to read a plan and a proven bound off it. Does
+not know: heuristics. ortools is imported when a solve begins; it comes with the `exact` extra.
+
+Every layer is a stage of its own. That loses nothing in time: a coarser stage's op is its layers' ops back to back on
+one rank, and tensors change hands only between ranks. (Neighbours on one rank are joined again where that costs no
+time.) Micro-batches of equal size pass every layer first in, first out, and of equal ranks the lower number is reached
+first; both by exchanging names.
+
+Its optimum is that of plans that hold every layer once: bidirectional pipelines, which hold layers twice and reduce
+their gradients, are outside. Under a memory limit recomputation is decided as well, where it is allowed: a layer that
+drops its activations keeps its input (nothing, where the layer before is on the same rank, drops them too and all their
+ops follow each other: one stage then), and runs its forward again before I, unless no other micro-batch's op stands
+between F and I. Times are whole units of about a millionth of the step, rounded down; memory counts activations and
+static bytes but not buffers of transfers. Both only loosen the problem, so its bound holds; the plan is judged by the
+simulator, and it is called optimal when the two meet.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any, NamedTuple
+
+from octopipe.base.compile import usable_cores
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.search.algorithm1 import IterativeSearch
+from octopipe.search.algorithm1.settings import Settings
+from octopipe.search.does_not_fit import misfit
+from octopipe.search.exact.model import RESOLUTION, Model, OutOfTime, in_time, state_problem
+from octopipe.search.result import Callback, Found, Progress, Step
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
+
+SMALL = 1000
+"""Layers x micro-batches x ranks up to which the solver gets a quick plan to start from; above, it is on its own."""
+QUICK_SHARE, QUICK_PATIENCE = 0.2, 12
+"""Of that: its share of the budget at most, and how soon its search is given up."""
+QUICK_MOVES = 60
+"""Its moves, where moves are counted."""
+SOLVE_SHARE = 0.3
+"""How much longer than stating a problem handing it over is taken to last."""
+POLL_S = 0.1
+"""How often a running solve is looked at."""
+TOLERANCE = 1e-4
+"""A plan within this share of the bound is optimal: rounding alone accounts for as much."""
+
+
+class Solved(NamedTuple):
+    """What the solver reached."""
+
+    found: Found
+    lower_bound_ms: float
+    """Proven by the solver for every plan that holds each layer once."""
+    optimal: bool
+
+
+def cp_model() -> Any:
+    """The ortools module, or an error that names the extra."""
+    try:
+        from ortools.sat.python import cp_model as module
+    except ImportError:
+        raise NotApplicableError(
+            "the exact method needs OR-tools, which is not installed; install octopipe[exact] or use --method best"
+        ) from None
+    return module
+
+
+def solve(
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    budget_s: float,
+    seed: int = 0,
+    workers: int | None = None,
+    start: Plan | None = None,
+    iterations: int | None = None,
+    recompute: bool = True,
+    progress: Callback | None = None,
+) -> Solved:
+    """The best plan CP-SAT finds within the budget, with its proven bound.
+
+    Raises OctoPipeError when it finds none; a given start is returned instead, where it fits. `iterations`: conflicts
+    of one worker instead of time, so that the result depends on the seed alone. `recompute`: may activations be
+    recomputed? (Without a memory limit that never pays.) A callback that returns True ends the solve.
+    """
+    began = time.monotonic()
+    cp = cp_model()
+    if start is None and costs.num_layers * num_micro_batches * num_ranks <= SMALL:
+        start = _quick_plan(costs, num_ranks, num_micro_batches, budget_s, iterations, recompute)
+    limit_s = budget_s if iterations is None else math.inf
+    given = simulate(start, costs) if start is not None else None
+    unit_ms = _serial_ms(costs, num_ranks, num_micro_batches) / RESOLUTION
+    reached, bound_ms, stopped = "", 0.0, False
+    try:
+        decides = recompute and any(math.isfinite(costs.capacity_bytes(r)) for r in range(num_ranks))
+        stated = state_problem(cp, costs, num_ranks, num_micro_batches, unit_ms, began + limit_s, decides)
+        size = f"{len(stated.model.proto.variables)} variables, {len(stated.model.proto.constraints)} constraints"
+        # Handing a model to the solver takes about as long again as stating it, and no limit stops that.
+        in_time(began + limit_s - SOLVE_SHARE * (time.monotonic() - began), f"stated {size}")
+        if start is not None and given is not None:
+            _hint(stated, costs, start, given, unit_ms)
+        solver = cp.CpSolver()
+        if iterations is None:
+            solver.parameters.max_time_in_seconds = max(budget_s - (time.monotonic() - began), 0.01)
+            solver.parameters.num_workers = max(1, workers or usable_cores())
+        else:  # several workers tell each other what they find when they find it
+            solver.parameters.max_number_of_conflicts = iterations
+            solver.parameters.num_workers = 1
+        solver.parameters.catch_sigint_signal = False
+        solver.parameters.random_seed = seed
+        status, stopped = _run(solver, stated.model, began, budget_s, given, progress)
+        reached = f"{size}, {time.monotonic() - began:.1f} s"
+        if status == cp.INFEASIBLE:
+            raise misfit(costs, num_ranks, recompute)
+        bound_ms = max(0.0, float(solver.best_objective_bound)) * unit_ms
+        if status in (cp.OPTIMAL, cp.FEASIBLE):
+            plan = _read(solver, stated, costs, num_ranks, num_micro_batches)
+            timeline = simulate(plan, costs) if not plan.problems() else None
+            least = given.step_ms if given is not None and given.fits else math.inf
+            if timeline is not None and timeline.fits and timeline.step_ms <= least:
+                plan, timeline = _joined(plan, timeline, costs)
+                return _solved(plan, timeline, bound_ms, time.monotonic() - began, stopped)
+    except OutOfTime as error:
+        reached = str(error)
+    if start is not None and given is not None and given.fits:
+        return _solved(start, given, bound_ms, time.monotonic() - began, stopped)
+    spent, more = f"{budget_s:g} s", "a longer --budget"
+    if iterations is not None:
+        spent, more = f"{iterations} conflicts", "more --iterations"
+    raise OctoPipeError(
+        f"exact: CP-SAT found no plan for {costs.model} ({costs.num_layers} layers, pp {num_ranks}, "
+        f"{num_micro_batches} micro-batches) in {spent} ({reached}); it is for small cases: use --method best, "
+        f"or {more}"
+    )
+
+
+def _run(
+    solver: Any, model: Any, began: float, budget_s: float, given: Timeline | None, progress: Callback | None
+) -> tuple[Any, bool]:
+    """Solve in a thread of its own, so that this one can report and end it; (status, ended early)."""
+    status: list[Any] = []
+    worker = threading.Thread(target=lambda: status.append(solver.solve(model)), daemon=True)
+    worker.start()
+    stopped = False
+    try:
+        while worker.is_alive():
+            worker.join(POLL_S)
+            if progress is None or stopped:
+                continue
+            best = given.step_ms if given is not None and given.fits else math.inf
+            if progress(Progress(time.monotonic() - began, budget_s, 0, "schedule", best, 0.0, {}, None)) is True:
+                stopped = True
+                solver.stop_search()
+    except KeyboardInterrupt:
+        stopped = True
+        solver.stop_search()
+        worker.join()
+    return status[0], stopped
+
+
+def _quick_plan(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, iterations: int | None, recompute: bool
+) -> Plan | None:
+    """What Algorithm 1 comes to in a moment: a bound from above for the solver."""
+    try:
+        search = IterativeSearch(
+            costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
+            settings=Settings(patience=QUICK_PATIENCE), iterations=iterations and min(iterations, QUICK_MOVES),
+        )  # fmt: skip
+        return search.run().plan
+    except DoesNotFitError:
+        return None
+
+
+def _solved(plan: Plan, timeline: Timeline, bound_ms: float, seconds: float, stopped: bool) -> Solved:
+    ms = timeline.step_ms
+    bound_ms = min(bound_ms, ms)
+    log = [Step(1, seconds, "schedule", "CP-SAT", ms, ms, ms)]
+    found = Found(plan=plan, timeline=timeline, iterations=1, log=log, interrupted=stopped)
+    return Solved(found, bound_ms, ms <= bound_ms * (1 + TOLERANCE))
+
+
+def _serial_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
+    """A step with one op at a time: no plan worth having is slower."""
+    slow = max(costs.slowdown(r) for r in range(num_ranks))
+    work = sum(float((costs.layer_ms * costs.factor(m)).sum()) for m in range(num_micro_batches)) * slow
+    hops = [
+        costs.network.transfer_ms(a, b, float(costs.boundary_bytes.max()))
+        for a in range(num_ranks)
+        for b in range(num_ranks)
+    ]
+    return max(work + 2 * num_micro_batches * costs.num_layers * max(hops, default=0.0), 1e-9)
+
+
+def _hint(stated: Model, costs: CostTable, plan: Plan, timeline: Timeline, unit_ms: float) -> None:
+    """Where the given plan puts layers and ops."""
+    for stage in plan.stages:
+        for layer in range(stage.first, stage.stop):
+            for r, here in enumerate(stated.on[layer]):
+                stated.model.add_hint(here, int(r == stage.rank))
+    s = timeline.spans
+    for span in range(s.rank.size):
+        op = timeline.op(span)
+        if op.kind in "FIW":
+            stage, at = plan.stages[op.stage], float(s.start_ms[span])
+            times = costs.layer_times(op.kind) * costs.factor(op.micro_batch) * costs.slowdown(stage.rank)
+            layers = range(stage.first, stage.stop)
+            for layer in reversed(layers) if op.kind == "I" else layers:
+                stated.model.add_hint(stated.start[op.kind, layer, op.micro_batch], int(at / unit_ms))
+                at += float(times[layer])
+
+
+def _read(solver: Any, stated: Model, costs: CostTable, num_ranks: int, num_micro_batches: int) -> Plan:
+    """The solution as a plan of one stage per layer, those that recompute together joined."""
+    home = [next(r for r, here in enumerate(row) if solver.boolean_value(here)) for row in stated.on]
+    rows: list[list[tuple[tuple[int, int, int], Op]]] = [[] for _ in range(num_ranks)]
+    depth = {"F": 0, "I": 1, "W": 2}
+    for (kind, layer, m), begins in stated.start.items():
+        # Ops of no time may start together: the order of the chain breaks ties.
+        at = layer if kind == "F" else costs.num_layers - layer
+        rows[home[layer]].append(((solver.value(begins), depth[kind], at), Op(layer, kind, m)))
+    for (layer, m), again in stated.again.items():
+        if solver.boolean_value(again):
+            rows[home[layer]].append(((solver.value(stated.full[layer, m]), 1, layer), Op(layer, "R", m)))
+    drops = [bool(solver.boolean_value(x)) for x in stated.drops] or [False] * costs.num_layers
+    # A layer of which no micro-batch is run again just keeps its activations.
+    again_at = {layer for (layer, _), x in stated.again.items() if solver.boolean_value(x)}
+    stages = tuple(
+        Stage(first=k, stop=k + 1, rank=home[k], recompute=drops[k] and k in again_at) for k in range(costs.num_layers)
+    )
+    orders = tuple(tuple(op for _, op in sorted(row)) for row in rows)
+    plan = Plan(
+        model=costs.model, num_layers=costs.num_layers, num_ranks=num_ranks, num_micro_batches=num_micro_batches,
+        stages=stages, orders=orders,
+    )  # fmt: skip
+    for at in range(costs.num_layers - 1, 0, -1):
+        if stated.joined and solver.boolean_value(stated.joined[at]) and plan.stages[at].recompute:
+            plan = _join(plan, at)
+    return plan
+
+
+def _joined(plan: Plan, timeline: Timeline, costs: CostTable) -> tuple[Plan, Timeline]:
+    """Neighbouring stages of one rank joined where the step takes no longer and still fits."""
+    s = 1
+    while s < len(plan.stages):
+        if plan.stages[s - 1].rank == plan.stages[s].rank and plan.stages[s - 1].recompute == plan.stages[s].recompute:
+            fewer = _join(plan, s)
+            if not fewer.problems():
+                then = simulate(fewer, costs)
+                if then.fits and then.step_ms <= timeline.step_ms * (1 + 1e-12):
+                    plan, timeline = fewer, then
+                    continue
+        s += 1
+    return plan, timeline
+
+
+def _join(plan: Plan, at: int) -> Plan:
+    """Stages at-1 and at as one: F where the later F stood, I where the later I and W where the later W did."""
+    a, b = plan.stages[at - 1], plan.stages[at]
+    one = Stage(first=a.first, stop=b.stop, rank=a.rank, recompute=a.recompute)
+    stages = (*plan.stages[: at - 1], one, *plan.stages[at + 1 :])
+    orders = []
+    for order in plan.orders:
+        seen: set[tuple[str, int]] = set()
+        row = []
+        for op in order:
+            if op.stage not in (at - 1, at):
+                row.append(Op(op.stage - (op.stage > at), op.kind, op.micro_batch))
+            elif (op.kind, op.micro_batch) in seen:
+                row.append(Op(at - 1, op.kind, op.micro_batch))
+            else:
+                seen.add((op.kind, op.micro_batch))
+        orders.append(tuple(row))
+    return Plan(
+        model=plan.model, num_layers=plan.num_layers, num_ranks=plan.num_ranks,
+        num_micro_batches=plan.num_micro_batches, stages=stages, orders=tuple(orders), extra=plan.extra,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""A split judged without a simulation: step time, memory and recomputation of 1F1B, plain or interleaved, and what
+tuning may come to.
+
+Knows: the closed forms of (interleaved) 1F1B over the even partition, and how evenly layers can be dealt to ranks. Does
+not know: how splits are enumerated (`splits.py`) or tuned (`search.py`). The simulator has the last word; this ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from octopipe.costs.table import CostTable
+from octopipe.search.recompute import Price
+from octopipe.search.systems.shapes import even_sizes
+from octopipe.simulation.timeline import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a split would give."""
+
+    step_ms: float
+    tuned_ms: float
+    """The same with layers dealt to ranks as evenly as their sizes allow: what a tuned plan comes near to."""
+    peak_gib: float
+    """Of the fullest rank."""
+    limit_gib: float
+    bubble: float
+    fits: bool
+    recompute: str
+    """none, selective, partial (some whole layers, the rest selectively) or full."""
+    recomputed_share: float = 0.0
+    """Of all layers, those run again whole."""
+
+
+def estimate(
+    price: Price, pp: int, chunks: int, micro_batches: int, *, modes: tuple[str, ...] = ("none", "selective", "full")
+) -> Estimate:
+    """The least recomputation that fits, and what the step then takes; the leanest where nothing fits."""
+    if "full" in modes and len(modes) > 1:
+        # Most splits of a large model do not fit at all: ask the leanest first.
+        leanest = _under(price("full"), "full", pp, chunks, micro_batches)
+        if not leanest.fits:
+            return leanest
+    best: Estimate | None = None
+    for mode in modes:
+        best = _under(price(mode), mode, pp, chunks, micro_batches)
+        if best.fits:
+            break
+    assert best is not None
+    if best.fits and best.recompute == "full" and len(modes) > 1:
+        # Between selective and all layers, memory and time are taken as straight lines.
+        lean = _under(price("selective"), "selective", pp, chunks, micro_batches)
+        if lean.peak_gib > best.limit_gib > best.peak_gib:
+            share = min(1.0, (lean.peak_gib - best.limit_gib) / (lean.peak_gib - best.peak_gib) + 1.0 / (1 + chunks))
+            if share < 1.0:
+                step, tuned, peak = (
+                    getattr(lean, name) + share * (getattr(best, name) - getattr(lean, name))
+                    for name in ("step_ms", "tuned_ms", "peak_gib")
+                )
+                best = replace(
+                    best, step_ms=step, tuned_ms=tuned, peak_gib=peak, recompute="partial", recomputed_share=share
+                )
+    return best
+
+
+def in_flight(rank: int, pp: int, chunks: int, micro_batches: int) -> int:
+    """Chunks whose activations a rank holds at most."""
+    if chunks == 1:
+        return min(micro_batches, pp - rank)
+    return min(micro_batches * chunks, 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1)
+
+
+def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
+    """The busiest rank's time where the largest layers are dealt first, each to the rank that is done with it first."""
+    ranks = [(0.0, r) for r in range(len(slowdowns))]
+    if slowdowns.min() == slowdowns.max():
+        for ms in sorted(layer_ms * slowdowns[0], reverse=True):
+            heapq.heapreplace(ranks, (ranks[0][0] + float(ms), ranks[0][1]))
+        return max(ranks)[0]
+    loads = np.zeros(len(slowdowns))
+    for ms in sorted(layer_ms, reverse=True):
+        rank = int(np.argmin(loads + ms * slowdowns))
+        loads[rank] += ms * slowdowns[rank]
+    return float(loads.max())
+
+
+def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int) -> Estimate:
+    sizes = np.array(even_sizes(costs, pp * chunks))
+    edges = np.concatenate(([0], np.cumsum(sizes)))
+    rank_of = np.arange(pp * chunks) % pp
+
+    def per_stage(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values, edges[:-1])
+
+    def per_rank(values: np.ndarray) -> np.ndarray:
+        return np.bincount(rank_of, weights=per_stage(values), minlength=pp)
+
+    slow = np.array([costs.slowdown(r) for r in range(pp)])
+    forward = per_stage(costs.forward_ms) * slow[rank_of]
+    backward = per_stage(costs.input_ms + costs.weight_ms) * slow[rank_of]
+    limit = np.array([costs.capacity_bytes(r) for r in range(pp)])
+    held, boundary = per_rank(costs.activation_bytes), float(costs.boundary_bytes.max(initial=0.0))
+    flight = np.array([in_flight(r, pp, chunks, m) for r in range(pp)], float)
+    space = np.maximum.reduceat(costs.workspace_bytes, edges[:-1])
+    fixed = per_rank(costs.static_bytes) + np.array([space[rank_of == r].max() for r in range(pp)]) + 2 * boundary
+    mean_held = held / chunks
+    peak = fixed + flight * mean_held
+    work = np.bincount(rank_of, weights=forward + backward, minlength=pp)
+    hop = 0.0
+    if pp > 1:
+        hop = float(np.mean([costs.network.transfer_ms(r, (r + 1) % pp, boundary) for r in range(pp)]))
+    stage = forward + backward
+    if chunks == 1:
+        makespan = float(stage.sum() + (m - 1) * stage.max() + 2 * (pp - 1) * hop)
+    else:
+        makespan = float(m * work.max() + (pp - 1) * (stage.mean() + 2 * hop))
+    after = per_rank(costs.optimizer_ms) * slow
+    if costs.data_parallel > 1:
+        n = costs.data_parallel
+        after = after + 2 * (n - 1) / n * per_rank(costs.gradient_bytes) * costs.reduction.ms_per_byte
+    step = makespan + float(after.max())
+    fill = (pp - 1) * (float(stage.mean()) + 2 * hop)
+    tuned = m * evenest_ms(costs.layer_ms, slow) + fill + float(after.max())
+    return Estimate(
+        step_ms=step,
+        tuned_ms=min(step, tuned),
+        peak_gib=float(peak.max()) / GIB,
+        limit_gib=float(limit[int(np.argmax(peak))]) / GIB,
+        bubble=1.0 - float(m * work.mean()) / step if step > 0 else 0.0,
+        fits=bool(np.all(peak <= limit * (1 + 1e-12))),
+        recompute=mode,
+    )

@@ -1,0 +1,90 @@
+"""What is kept of a search beside its plan: the splits, and the best one on fewer and on more GPUs.
+
+Knows: which numbers a picture of a cluster's plan needs. Does not know: how it is drawn (report/cluster.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.spec import ModelSpec
+from octopipe.search.planner.search import Candidate, Found, Pricer, judge, modes_of
+from octopipe.search.planner.splits import RUNTIMES, Runtime, splits
+
+MOST_ROWS = 12
+STEPS = (0.25, 0.5, 2.0, 4.0)
+"""Numbers of GPUs beside the one that was asked for, as shares of it."""
+
+
+def record_of(found: Found, *, model: str, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
+    """The record that a plan carries and that the panel draws, best first."""
+    rows = [*found.ranked[: MOST_ROWS - 1]]
+    out = [row_of(c) for c in rows]
+    if found.today is not None:
+        out.append(row_of(found.today, "today"))
+    setup = found.best.setup
+    return {
+        "title": f"{model} on {setup.words()}",
+        "gpus": setup.num_gpus,
+        "global_batch": setup.global_batch,
+        "words": words,
+        "candidates": out,
+        "scaling": scaling,
+    }
+
+
+def row_of(candidate: Candidate, how: str = "") -> dict[str, Any]:
+    names = ("tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits", "recompute")
+    return {
+        "split": candidate.split.words(),
+        "how": how or candidate.how,
+        **{name: getattr(candidate, name) for name in names},
+    }
+
+
+def scaled(
+    spec: ModelSpec,
+    base: Setup,
+    found: Found,
+    *,
+    global_batch: int,
+    fixed: Mapping[str, int] | None = None,
+    runtime: Runtime = RUNTIMES["any"],
+    budget_s: float = 8.0,
+) -> list[dict[str, Any]]:
+    """The best split by estimate, then simulated, on a quarter to four times as many GPUs with the same batch; unequal
+    nodes stay as they are."""
+    gpus, best = found.best.setup.num_gpus, found.best
+    rows = [_point(gpus, best)]
+    if base.nodes:
+        return rows
+    open_ones = {k: v for k, v in (fixed or {}).items() if k not in ("dp", "pp")}
+    until = time.monotonic() + budget_s
+    for share in STEPS:
+        count = int(gpus * share)
+        if count < 1 or count == gpus or time.monotonic() > until:
+            continue
+        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
+        every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
+        modes = modes_of("auto", runtime)
+        kept, *_ = judge(pricer, every, modes, lambda words: None, cpu_s=budget_s / (2 * len(STEPS)))
+        if not kept:
+            rows.append({"gpus": count, "fits": False})
+            continue
+        rows.append(_point(count, pricer.simulated(kept[0].split)))
+    return sorted(rows, key=lambda row: row["gpus"])
+
+
+def _point(gpus: int, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "gpus": gpus,
+        "tokens_per_second": candidate.tokens_per_gpu_per_second * gpus,
+        "tokens_per_gpu_per_second": candidate.tokens_per_gpu_per_second,
+        "split": candidate.split.words(),
+        "peak_gib": candidate.peak_gib,
+        "limit_gib": candidate.limit_gib,
+        "fits": candidate.fits,
+    }

@@ -1,0 +1,130 @@
+"""What a search returns and what it reports on the way.
+
+Knows: the records. Does not know: how any of them came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from octopipe.base.display import one_line
+from octopipe.plans.plan import Plan
+from octopipe.simulation.bounds.bounds import PlanClass
+from octopipe.simulation.timeline import Timeline
+
+
+def gap_of(step_ms: float, bound_ms: float) -> float:
+    """How far above a bound, as a share of it; a rounding error below a bound that is met counts as met.
+
+    >>> gap_of(85.0 - 1e-12, 85.0), gap_of(110.0, 100.0) > 0.0999
+    (0.0, True)
+    """
+    gap = step_ms / bound_ms - 1.0 if bound_ms > 0 else 0.0
+    return 0.0 if abs(gap) < 1e-9 else gap
+
+
+class Step(NamedTuple):
+    """One iteration of a search: when, in which phase, which move, and the step time before and after it."""
+
+    iteration: int
+    seconds: float
+    phase: str
+    """partition, placement, schedule, recompute, or start."""
+    move: str
+    before_ms: float
+    after_ms: float
+    """Infinite where the move did not lead to a plan that runs and fits."""
+    best_ms: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: infinite times become None."""
+        return {k: None if isinstance(v, float) and v == float("inf") else v for k, v in self._asdict().items()}
+
+
+class Progress(NamedTuple):
+    """What a callback sees while a search runs."""
+
+    seconds: float
+    budget_s: float
+    iterations: int
+    phase: str
+    best_ms: float
+    lower_bound_ms: float
+    bubbles: dict[str, float]
+    """Share of all rank time per kind of idle time: boundary, communication, imbalance, residual."""
+    plan: Plan | None = None
+    """The best plan gathered so far (it may lag behind best_ms by a moment)."""
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, as a share of it."""
+        return gap_of(self.best_ms, self.lower_bound_ms)
+
+
+Callback = Callable[[Progress], object]
+"""Called a few times a second; a returned True ends the search with the best plan so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search hands back."""
+
+    plan: Plan
+    timeline: Timeline
+    iterations: int
+    log: list[Step]
+    interrupted: bool
+    phase_iterations: dict[str, int] = field(default_factory=dict)
+    finalists: list[Plan] = field(default_factory=list)
+    """Plans that fit and are close to the best; what a robust choice is made from."""
+    systems: dict[str, float] = field(default_factory=dict)
+    """Step times of the published systems whose plans were built on the way; infinite where they do not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """The best plan found, how good it is, and how it was found."""
+
+    plan: Plan
+    step_ms: float
+    """As `simulate(plan, costs).step_ms` says."""
+    lower_bound_ms: float
+    """No plan of the class `plans` is faster."""
+    bound_name: str
+    """Which argument gives that bound."""
+    method: str
+    seconds: float
+    iterations: int
+    """Moves judged, over all workers."""
+    log: tuple[Step, ...]
+    """Algorithm 1 and random search: every iteration. `best`: every improvement."""
+    explanation: str
+    interrupted: bool = False
+    optimal: bool = False
+    """The exact method proved that no plan of the class `plans` is faster."""
+    plans: PlanClass = field(default_factory=PlanClass)
+    """Which plans were searched, and which the bound and `optimal` speak of."""
+    mean_jittered_ms: float | None = None
+    """With robust: the mean step time over jittered layer times."""
+    phase_iterations: dict[str, int] = field(default_factory=dict)
+    """How many iterations each phase got."""
+    systems: dict[str, float] = field(default_factory=dict)
+    """Step times of published systems in this setting, as far as the search built them (infinite: does not fit)."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of the setting: a default that was decided by what the costs lack."""
+    hidden_share: float = 1.0
+    """Sends and receives that run wholly behind their rank's computation, as a share of all."""
+    overlappable_share: float = 1.0
+    """The same as the paper counts: those that run behind computation at least in part."""
+
+    def __repr__(self) -> str:
+        plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"
+        found = f"method {self.method} in {self.seconds:.1f} s"
+        return one_line("TuneResult", f"{self.step_ms:.2f} ms, {self.gap:.2%} above the bound", plan, found)
+
+    @property
+    def gap(self) -> float:
+        """How far above the proven bound, as a share of it."""
+        return gap_of(self.step_ms, self.lower_bound_ms)

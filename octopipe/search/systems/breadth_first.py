@@ -1,0 +1,78 @@
+"""Breadth-first looped pipeline: every micro-batch passes a chunk before the next chunk begins.
+
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023.
+Rule: stage s on rank s mod p; a rank runs all micro-batches of its first chunk, then of its second, and so on;
+the backward goes through the chunks in reverse. Bubble (p-1)(F+b)/v, peak m*v chunks of activations.
+Simplified: its sharded data parallelism and the overlap of that with compute are left out.
+"""
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
+from octopipe.search.systems.closed_forms import ClosedForm, bubble_ms, even_layers, on_timeline, peak_of_rank
+from octopipe.search.systems.registry import Setting, require, system
+from octopipe.search.systems.shapes import even_sizes, loop, make_plan, stages_from_sizes
+from octopipe.simulation.simulator import simulate
+
+MOST_CHUNKS = 8
+
+
+@system(
+    name="breadth-first",
+    title="Breadth-first looped",
+    paper="Lamy-Poirier, MLSys 2023",
+    year=2023,
+    tunes=("placement",),
+    constraint="at least 2 layers a rank",
+)
+def breadth_first(setting: Setting) -> Plan:
+    """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
+    p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
+    chunks = setting.option("chunks", None)
+    if chunks is not None:
+        if not isinstance(chunks, int) or chunks < 1:
+            raise OctoPipeError(f"breadth-first: chunks is {chunks}; give a whole number of stages per rank")
+        return breadth_first_plan(costs, p, m, chunks)
+    most = min(MOST_CHUNKS, costs.num_layers // p)
+    require(most >= 2, "breadth-first", f"{costs.num_layers} layers give pp {p} no second stage per rank")
+    plans = [breadth_first_plan(costs, p, m, v) for v in range(2, most + 1)]
+    timelines = [simulate(plan, costs) for plan in plans]
+    best = min(range(len(plans)), key=lambda k: (not timelines[k].fits, timelines[k].step_ms))
+    return plans[best]
+
+
+def breadth_first_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:
+    """v stages per rank."""
+    orders = []
+    for rank in range(p):
+        mine = range(rank, p * v, p)
+        forward = [Op(s, "F", k) for s in mine for k in range(m)]
+        orders.append(forward + [Op(s, "B", k) for s in reversed(mine) for k in range(m)])
+    stages = stages_from_sizes(even_sizes(costs, p * v), loop(p * v, p))
+    return make_plan(costs, p, m, stages, orders)
+
+
+def closed_forms() -> list[ClosedForm]:
+    forms = []
+    for p, m, v in ((4, 8, 2), (4, 4, 3), (8, 16, 2)):
+        f, b = 1.0, 2.0
+        case, costs = f"p={p} m={m} v={v} F={v * f:g} b={v * b:g}", even_layers(p * v, f, b)
+        forms += [
+            ClosedForm(
+                system="breadth-first",
+                case=case,
+                quantity="bubble",
+                formula="(p-1)(F+b)/v",
+                expected=(p - 1) * (f + b),
+                simulate=on_timeline("breadth-first", costs, p, m, bubble_ms, chunks=v),
+            ),
+            ClosedForm(
+                system="breadth-first",
+                case=case,
+                quantity="peak of rank 0, chunks",
+                formula="mv",
+                expected=float(m * v),
+                simulate=on_timeline("breadth-first", costs, p, m, peak_of_rank(0), chunks=v),
+            ),
+        ]
+    return forms

@@ -1,0 +1,195 @@
+"""DualPipe: micro-batches enter from both ends; forwards of one direction pair with backwards of the other.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024. Rule: p even, m even, m >= 2p; direction 0 has stage r on
+rank r, direction 1 stage p-1-r, so the weights are there twice. Eight steps per rank (see `dual_order`), in
+which phase 0 is the direction that enters from the rank's nearer end.
+Bubble (p/2-1)(F&B + B - 3W) for F = I, with B the full backward I + W and F&B the time of an overlapped pair;
+activations p+1 micro-batches.
+
+Simplified: a rank here has one compute lane, so an overlapped pair F&B runs as F and then B, and F&B = F + B;
+what the real system hides inside a pair is communication, which the simulator hides on its own lanes. The
+forward's result travels when the forward is done, not when the pair is, so the simulated bubble is smaller
+than the published one; `paired_idle_ms` replays the order with pairs as blocks and gives the published one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
+from octopipe.search.systems.bidirectional import bidirectional_plan, micro_batch_of, stage_on
+from octopipe.search.systems.registry import Setting, build_plan, require, system
+
+if TYPE_CHECKING:
+    from octopipe.search.systems.closed_forms import ClosedForm
+
+Block = tuple[Op, ...]
+
+
+@system(
+    name="dualpipe",
+    title="DualPipe",
+    paper="DeepSeek-AI, 2024",
+    year=2024,
+    tunes=("placement",),
+    constraint="even pp, even micro-batches >= 2 pp; weights held twice",
+)
+def dualpipe(setting: Setting) -> Plan:
+    p, m = setting.num_ranks, setting.num_micro_batches
+    require(p % 2 == 0, "dualpipe", f"pp {p} is odd; two directions pair up an even number of ranks")
+    require(m % 2 == 0, "dualpipe", f"{m} micro-batches cannot be shared evenly by two directions")
+    require(m >= 2 * p, "dualpipe", f"{m} micro-batches are fewer than 2 pp = {2 * p}")
+    orders = [[op for block in blocks for op in block] for blocks in dualpipe_blocks(p, m)]
+    return bidirectional_plan(setting.costs, p, m, orders)
+
+
+def dualpipe_blocks(p: int, m: int) -> list[list[Block]]:
+    """Per rank, its ops in order, an overlapped pair F&B together in one block."""
+    ranks = []
+    for rank in range(p):
+        # Phase 0 enters from the rank's nearer end: direction 0 on the first half of the ranks.
+        flip = int(rank >= p // 2)
+        ranks.append(
+            [
+                tuple(
+                    Op(stage_on(rank, phase ^ flip, p), kind, micro_batch_of(index, phase ^ flip))
+                    for phase, kind, index in block
+                )
+                for block in dual_order(p // 2, min(rank, p - 1 - rank), m // 2 - p)
+            ]
+        )
+    return ranks
+
+
+def dual_order(half: int, h: int, surplus: int) -> list[tuple[tuple[int, str, int], ...]]:
+    """The eight steps of a rank that is `h` ranks from its end of a pipeline of `half` ranks.
+
+    Each entry is (phase, kind, index of the micro-batch within its phase), an overlapped pair is one block of
+    two entries. `surplus` is how many micro-batches per phase there are beyond those the ends need: K - p, or
+    m - 2p in the V form.
+    """
+    out: list[tuple[tuple[int, str, int], ...]] = []
+    taken = {(phase, kind): 0 for phase in (0, 1) for kind in "FB"}
+    waiting: list[tuple[int, int]] = []
+
+    def next_of(phase: int, kind: str) -> int:
+        taken[phase, kind] += 1
+        return taken[phase, kind] - 1
+
+    def forward(phase: int) -> None:
+        out.append(((phase, "F", next_of(phase, "F")),))
+
+    def backward(phase: int, defer: bool = False) -> None:
+        index = next_of(phase, "B")
+        out.append(((phase, "I" if defer else "B", index),))
+        if defer:
+            waiting.append((phase, index))
+
+    def pair(phase: int) -> None:
+        out.append(((phase, "F", next_of(phase, "F")), (1 - phase, "B", next_of(1 - phase, "B"))))
+
+    def weight() -> None:
+        phase, index = waiting.pop(0)
+        out.append(((phase, "W", index),))
+
+    rest = half - h - 1
+    for _ in range(2 * rest):  # 1: fill
+        forward(0)
+    for _ in range(h + 1):  # 2: both directions
+        forward(0)
+        forward(1)
+    for _ in range(rest):  # 3: the first gradients come back, weights at once
+        backward(1, defer=True)
+        weight()
+        forward(1)
+    for i in range(surplus + h + 1):  # 4: the steady state, overlapped pairs
+        if i == 0 and rest == 0:  # kept apart in the middle: the neighbour has the forward's result sooner
+            forward(0)
+            backward(1)
+        else:
+            pair(0)
+        pair(1)
+    for _ in range(rest):  # 5: phase 0 has no forwards left
+        backward(1)
+        pair(1)
+    for i in range(h + 1):  # 6: drain both, weights deferred in the second half
+        second = i > (h + 1) // 2
+        middle = i == (h + 1) // 2
+        backward(1, defer=second or (middle and h % 2 == 1))
+        backward(0, defer=second or middle)
+    for _ in range(rest):  # 7: weights fill the wait for the last gradients
+        weight()
+        backward(0, defer=True)
+    for _ in range(h + 1):  # 8: the remaining weights
+        weight()
+    return out
+
+
+def paired_idle_ms(plan: Plan, ranks: list[list[Block]], block_ms: Callable[[Block], float]) -> float:
+    """The longest idle time of a rank when a pair is one block, as the published formula has it.
+
+    A block needs all its inputs to start and gives its results at its end, whereas the simulator hands on a
+    forward's result as soon as that forward is done, and so idles less.
+    """
+    block_of = {op: (r, k) for r, row in enumerate(ranks) for k, block in enumerate(row) for op in block}
+    done: dict[tuple[int, int], float] = {}
+    left = sum(map(len, ranks))
+    head, clock = [0] * len(ranks), [0.0] * len(ranks)
+    while left:
+        before = left
+        for r, blocks in enumerate(ranks):
+            while head[r] < len(blocks):
+                here = (r, head[r])
+                needed = {block_of[q] for op in blocks[here[1]] for q in plan.predecessors(op)} - {here}
+                if not needed <= done.keys():
+                    break
+                begin = max([clock[r], *(done[n] for n in needed)])
+                clock[r] = done[here] = begin + block_ms(blocks[here[1]])
+                head[r] += 1
+                left -= 1
+        assert left < before, "the blocks wait for each other"
+    busy = [sum(map(block_ms, blocks)) for blocks in ranks]
+    return max(clock) - min(busy)
+
+
+def closed_forms() -> list[ClosedForm]:
+    """The published bubble, with pairs as blocks, and the activations."""
+    from octopipe.search.systems.closed_forms import ClosedForm, highest_peak, on_timeline
+
+    forms = []
+    for p, m, weight, pace in ((4, 8, 1.0, 1.0), (8, 16, 0.5, 1.0), (8, 32, 1.0, 0.8), (16, 32, 0.5, 0.9)):
+        costs = CostTable.uniform(num_layers=p, weight_ms=weight, activation_bytes=1.0)
+        case = f"p={p} m={m} F=1 B={1 + weight:g} W={weight:g} F&B={pace * (2 + weight):g}"
+        forms += [
+            ClosedForm(
+                system="dualpipe",
+                case=case,
+                quantity="idle of the idlest rank",
+                formula="(p/2-1)(F&B+B-3W)",
+                expected=(p / 2 - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
+                simulate=published_idle("dualpipe", dualpipe_blocks, costs, p, m, pace),
+            ),
+            ClosedForm(
+                system="dualpipe",
+                case=case,
+                quantity="highest peak, micro-batches",
+                formula="p+1",
+                expected=p + 1.0,
+                simulate=on_timeline("dualpipe", costs, p, m, highest_peak),
+            ),
+        ]
+    return forms
+
+
+def published_idle(
+    name: str, blocks: Callable[[int, int], list[list[Block]]], costs: CostTable, p: int, m: int, pace: float
+) -> Callable[[], float]:
+    """Idle time on equal layers when an overlapped pair takes `pace` times F + B."""
+
+    def block_ms(block: Block) -> float:
+        alone = sum(float(costs.layer_times(op.kind)[0]) for op in block)
+        return alone * (pace if len(block) > 1 else 1.0)
+
+    return lambda: paired_idle_ms(build_plan(name, costs, p, m), blocks(p, m), block_ms)

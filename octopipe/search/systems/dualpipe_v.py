@@ -1,0 +1,80 @@
+"""DualPipeV: DualPipe folded in half, so that each rank holds two stages and the weights are there once.
+
+DeepSeek-AI, "DualPipe", public code release, 2025 ("cut-in-half" after Sea AI Lab's proposal). Rule: stages r
+and 2p-1-r on rank r; the eight steps of DualPipe with p in the place of p/2, r in the place of h, and
+m-2p+r+1 steady iterations; phase 0 is the way down, phase 1 the way up. m >= 2p.
+Bubble (p-1)(F&B + B - 3W) in times of one of the 2p stages; activations 2p+1 stages.
+
+Simplified as in DualPipe: an overlapped pair runs as F and then B.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
+from octopipe.search.systems.dualpipe import Block, dual_order, published_idle
+from octopipe.search.systems.registry import Setting, require, system
+from octopipe.search.systems.shapes import even_sizes, make_plan, stages_from_sizes, wave
+
+if TYPE_CHECKING:
+    from octopipe.search.systems.closed_forms import ClosedForm
+
+
+@system(
+    name="dualpipev",
+    title="DualPipeV",
+    paper="DeepSeek-AI, 2025",
+    year=2025,
+    tunes=("placement",),
+    constraint="micro-batches >= 2 pp; at least 2 layers a rank",
+)
+def dualpipe_v(setting: Setting) -> Plan:
+    p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
+    require(m >= 2 * p, "dualpipev", f"{m} micro-batches are fewer than 2 pp = {2 * p}")
+    layers = costs.num_layers
+    require(layers >= 2 * p, "dualpipev", f"{layers} layers do not fill 2 stages on each of pp {p}")
+    stages = stages_from_sizes(even_sizes(costs, 2 * p), wave(2 * p, p))
+    orders = [[op for block in blocks for op in block] for blocks in dualpipe_v_blocks(p, m)]
+    return make_plan(costs, p, m, stages, orders)
+
+
+def dualpipe_v_blocks(p: int, m: int) -> list[list[Block]]:
+    """Per rank, its ops in order, an overlapped pair F&B together in one block."""
+    return [
+        [
+            tuple(Op(rank if phase == 0 else 2 * p - 1 - rank, kind, k) for phase, kind, k in block)
+            for block in dual_order(p, rank, m - 2 * p)
+        ]
+        for rank in range(p)
+    ]
+
+
+def closed_forms() -> list[ClosedForm]:
+    """DualPipe's bubble with 2p stages in the place of p, with pairs as blocks, and the activations."""
+    from octopipe.search.systems.closed_forms import ClosedForm, highest_peak, on_timeline
+
+    forms = []
+    for p, m, weight, pace in ((2, 8, 1.0, 1.0), (4, 16, 0.5, 0.9), (8, 32, 0.5, 0.8)):
+        costs = CostTable.uniform(num_layers=2 * p, weight_ms=weight, activation_bytes=1.0)
+        case = f"p={p} m={m} per stage F=1 B={1 + weight:g} W={weight:g} F&B={pace * (2 + weight):g}"
+        forms += [
+            ClosedForm(
+                system="dualpipev",
+                case=case,
+                quantity="idle of the idlest rank",
+                formula="(p-1)(F&B+B-3W)",
+                expected=(p - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
+                simulate=published_idle("dualpipev", dualpipe_v_blocks, costs, p, m, pace),
+            ),
+            ClosedForm(
+                system="dualpipev",
+                case=case,
+                quantity="highest peak, stages",
+                formula="2p+1",
+                expected=2 * p + 1.0,
+                simulate=on_timeline("dualpipev", costs, p, m, highest_peak),
+            ),
+        ]
+    return forms

@@ -1,0 +1,171 @@
+"""The registry of pipeline systems: name -> policy that turns costs into a Plan.
+
+Knows: how a policy is declared, found (entry points of other packages included) and run. Does not know:
+any policy; each has its own file beside this one.
+
+A policy of your own is one small file:
+
+    from octopipe.search.systems import Setting, system
+
+    @system(name="mine", title="My schedule", paper="none yet", year=2026, tunes=("scheduling",))
+    def mine(setting: Setting) -> Plan: ...
+
+and, to ship it in a package, an entry point in the group `octopipe.search.systems` that names the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from octopipe.base.errors import NotApplicableError, OctoPipeError
+from octopipe.base.limits import refuse_too_large
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+
+BUILT_IN = (
+    "gpipe",
+    "one_f_one_b",
+    "interleaved",
+    "breadth_first",
+    "bpipe",
+    "alpa",
+    "dapple",
+    "adapipe",
+    "metis",
+    "mist",
+    "zb_h1",
+    "zb_h2",
+    "zb_heuristic",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "chimera",
+    "hanayo",
+    "dualpipe",
+    "dualpipe_v",
+    "tessel",
+    "dynapipe",
+    "mario",
+)
+"""Modules of this package that declare policies, in the order `octopipe systems` lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a policy may look at."""
+
+    costs: CostTable
+    num_ranks: int
+    num_micro_batches: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of one policy (`chunks` of interleaved systems, a solver's time limit, ...)."""
+    asked: set[str] = field(default_factory=set, compare=False)
+    """Options the policy has looked at."""
+
+    def option(self, name: str, default: Any) -> Any:
+        self.asked.add(name)
+        return self.options.get(name, default)
+
+
+Policy = Callable[[Setting], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A policy and what `octopipe systems` says about it."""
+
+    name: str
+    title: str
+    paper: str
+    year: int
+    tunes: tuple[str, ...]
+    """Of partitioning, placement, scheduling: the columns of the paper's Table I."""
+    constraint: str
+    """What must hold, in words; empty when it always applies."""
+    policy: Policy
+
+
+_REGISTERED: dict[str, System] = {}
+
+
+def system(
+    *, name: str, title: str, paper: str, year: int, tunes: tuple[str, ...] = (), constraint: str = ""
+) -> Callable[[Policy], Policy]:
+    """Declare a policy under a name."""
+
+    def register(policy: Policy) -> Policy:
+        _REGISTERED[name] = System(
+            name=name, title=title, paper=paper, year=year, tunes=tunes, constraint=constraint, policy=policy
+        )
+        return policy
+
+    return register
+
+
+@cache
+def _load_all() -> None:
+    for module in BUILT_IN:
+        importlib.import_module(f"octopipe.search.systems.{module}")
+    for point in entry_points(group="octopipe.systems"):
+        try:
+            point.load()
+        except Exception as error:
+            raise OctoPipeError(
+                f"the systems plug-in {point.name} ({point.value}) fails to load: {error}; mend or uninstall it"
+            ) from error
+
+
+def systems() -> dict[str, System]:
+    """Every known system by name."""
+    _load_all()
+    return dict(_REGISTERED)
+
+
+def get_system(name: str) -> System:
+    known = systems()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; `octopipe systems` lists them"
+        raise OctoPipeError(f"unknown system {name[:60]!r}{hint}")
+    return known[name]
+
+
+def build_plan(
+    name: str,
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    split_backward: bool | None = None,
+    **options: Any,
+) -> Plan:
+    """The checked plan of a system. `split_backward` True splits B into I and W where the system does not."""
+    if num_ranks < 1 or num_micro_batches < 1:
+        raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
+    if num_ranks > costs.num_layers:
+        raise OctoPipeError(
+            f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
+        )
+    refuse_too_large(num_ranks, num_micro_batches)
+    entry = get_system(name)
+    setting = Setting(costs=costs, num_ranks=num_ranks, num_micro_batches=num_micro_batches, options=options)
+    plan = entry.policy(setting)
+    if idle := sorted(set(options) - setting.asked):
+        raise OctoPipeError(f"{name} has no option {idle[0]}; leave it out, it would change nothing")
+    if split_backward and not plan.splits_backward:
+        from octopipe.search.systems.split import split_backward as split
+
+        plan = split(plan, costs)
+    return plan.with_extra(system=name).check(name)
+
+
+def require(condition: bool, name: str, reason: str) -> None:
+    """Raise NotApplicableError with the reason unless a system's constraint holds."""
+    if not condition:
+        raise NotApplicableError(f"{name}: {reason}")

@@ -1,0 +1,214 @@
+"""The tuner: partition, placement and order decided together, under a memory limit and a time budget.
+
+    result = octopipe.tune(costs, num_ranks=8, num_micro_batches=16, budget_s=30)
+    result.plan, result.step_ms, result.gap, result.explanation
+
+Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves, phases drawn by
+lot) and `exact` (CP-SAT, small cases).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
+from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
+from octopipe.costs.table import CostTable
+from octopipe.base.errors import OctoPipeError
+from octopipe.search.exact import solve
+from octopipe.search.explain import explain
+from octopipe.simulation.hide_transfers import hide_transfers
+from octopipe.base.limits import checked_seed, refuse_too_large
+from octopipe.plans.plan import Plan
+from octopipe.search.restricted import TARGETS, FixedSchedules, Target
+from octopipe.search.result import Callback, Found, Progress, Step, TuneResult
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
+from octopipe.search.tuner.robust import mean_jittered_ms, most_robust
+from octopipe.search.tuner.search import Search
+from octopipe.search.tuner.settings import SETTINGS
+from octopipe.search.tuner.warm import compile_kernels
+
+Method = Literal["best", "octopipe", "random", "exact"]
+METHODS: tuple[Method, ...] = ("best", "octopipe", "random", "exact")
+
+__all__ = [
+    "METHODS", "PHASES", "TARGETS", "Method", "PlanClass", "Progress", "Step", "Target", "TuneResult", "tune",
+]  # fmt: skip
+
+
+def tune(
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    method: Method = "best",
+    start: Plan | None = None,
+    robust: bool = False,
+    workers: int | None = None,
+    iterations: int | None = None,
+    progress: Callback | None = None,
+    recompute: bool = True,
+    copies: bool | None = None,
+    phases: Sequence[str] = PHASES,
+    target: Target = "octopipe",
+) -> TuneResult:
+    """The fastest plan found within the budget; it always fits in memory.
+
+    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")? Left
+    open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
+    are on (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only
+    what it can run is searched (see restricted.py), with method "best". `TuneResult.plans` says which plans the bound
+    and `optimal` speak of. `iterations` (moves per lane; of method "exact" the solver's conflicts) instead of time
+    makes the plan, to its last byte on disk, depend on the seed alone: on any machine, with any number of workers.
+    """
+    _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
+    checked_seed(seed)
+    if tuple(phases) != PHASES and method not in ("octopipe", "random"):
+        raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
+    notes = []
+    if target != "octopipe":
+        if target not in TARGETS or method != "best" or robust:
+            known = f"one of {', '.join(TARGETS)}"
+            raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
+        recompute, copies = False, False
+    if copies is None:
+        copies = bool(costs.static_bytes.any())
+        if not copies and method == "best":
+            notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
+    compile_kernels(method)
+    setting = (costs, num_ranks, num_micro_batches)
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best")
+    bound_name, bound = lower_bound(*setting, *plans)
+    began = time.monotonic()
+    optimal = False
+    common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
+    common["progress"] = progress
+    found: Found
+    if method == "exact":
+        solved = solve(*setting, workers=workers, iterations=iterations, **common)
+        found, optimal = solved.found, solved.optimal
+        if solved.lower_bound_ms > bound and not plans.copies:
+            bound_name, bound = "CP-SAT", solved.lower_bound_ms
+    elif target == "megatron":
+        del common["recompute"]
+        found = FixedSchedules(*setting, iterations=iterations, lower_bound_ms=bound, **common).run()
+    elif method == "best":
+        jitter = SETTINGS.jitter if robust else 0.0
+        found = Search(
+            *setting, workers=workers, iterations=iterations, copies=copies, lower_bound_ms=bound, jitter=jitter,
+            **common,
+        ).run()  # fmt: skip
+    else:
+        search = IterativeSearch if method == "octopipe" else RandomSearch
+        found = search(*setting, iterations=iterations, lower_bound_ms=bound, phases=phases, **common).run()
+    chosen, mean_ms = found.plan, None
+    if robust:
+        chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
+    timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
+    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops
+    if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
+        hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
+        if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
+            chosen, timeline, mean_ms = hidden, after, hidden_ms
+    step_ms = timeline.step_ms
+    if (reached := _class_of(chosen, plans)) != plans:
+        plans = reached
+        bound_name, bound = lower_bound(*setting, *plans)
+    plan = chosen.with_extra(
+        system="octopipe",
+        step_ms=step_ms,
+        lower_bound_ms=bound,
+        bound_of=plans.words,
+        method=method,
+        seed=seed,
+        costs=costs.digest(),
+        search=[_row(step, counted=iterations is not None) for step in found.log],
+    )
+    return TuneResult(
+        plan=plan,
+        step_ms=step_ms,
+        lower_bound_ms=bound,
+        bound_name=bound_name,
+        method=method,
+        seconds=time.monotonic() - began,
+        iterations=found.iterations,
+        log=tuple(found.log),
+        explanation=explain(chosen, costs, timeline, bound, bound_name, plans),
+        plans=plans,
+        systems=dict(found.systems),
+        notes=tuple(notes),
+        interrupted=found.interrupted,
+        optimal=optimal,
+        mean_jittered_ms=mean_ms,
+        phase_iterations=found.phase_iterations,
+        hidden_share=timeline.overlap.rate,
+        overlappable_share=timeline.overlap.overlappable_rate,
+    )
+
+
+def _hide(
+    plan: Plan, before: Timeline, costs: CostTable, budget_s: float, iterations: int | None, seed: int
+) -> tuple[Plan, Timeline]:
+    """The plan with transfers behind computation where that costs nothing, and its timeline."""
+    seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
+    try:
+        if iterations is not None:
+            better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
+        else:
+            better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
+    except KeyboardInterrupt:
+        return plan, before
+    after = simulate(better, costs)
+    return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
+
+
+def _row(step: Step, *, counted: bool) -> dict[str, Any]:
+    """A line of the search as a plan keeps it; where moves are counted, when it was made says nothing about it."""
+    row = step.as_dict()
+    if counted:
+        del row["seconds"]
+    return row
+
+
+def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
+    """The class, widened to hold this plan."""
+    recomputes = any(s.recompute for s in plan.stages)
+    return PlanClass(recompute=plans.recompute or recomputes, copies=plans.copies or bool(plan.replicas()))
+
+
+def _check(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, budget_s: float, method: str, start: Plan | None
+) -> None:
+    if method not in METHODS:
+        raise OctoPipeError(f"unknown method {str(method)[:40]!r}; one of {', '.join(METHODS)}")
+    if num_ranks < 1 or num_micro_batches < 1:
+        raise OctoPipeError(f"pp {num_ranks} and {num_micro_batches} micro-batches; both must be at least 1")
+    if num_ranks > costs.num_layers:
+        raise OctoPipeError(
+            f"pp {num_ranks} is larger than the {costs.num_layers} layers of {costs.model}; use a smaller --pp"
+        )
+    refuse_too_large(num_ranks, num_micro_batches)
+    if not budget_s > 0:
+        raise OctoPipeError(f"budget {budget_s} s; give more than 0 seconds")
+    for name, given in (("rank speeds", costs.rank_slowdown), ("memory sizes", costs.rank_memory_bytes)):
+        if len(given) > (1 if name == "memory sizes" else 0) and len(given) < num_ranks:
+            raise OctoPipeError(f"{len(given)} {name} for {num_ranks} ranks; give one per rank")
+    factor = costs.micro_batch_factor
+    if factor is not None and factor.shape[0] < num_micro_batches:
+        raise OctoPipeError(f"sizes of {factor.shape[0]} micro-batches for {num_micro_batches}; give one each")
+    if start is not None and (start.num_ranks, start.num_micro_batches, start.num_layers) != (
+        num_ranks,
+        num_micro_batches,
+        costs.num_layers,
+    ):
+        raise OctoPipeError(
+            f"the start has {start.num_layers} layers, {start.num_ranks} ranks, "
+            f"{start.num_micro_batches} micro-batches; "
+            f"this setting has {costs.num_layers}, {num_ranks}, {num_micro_batches}: give a plan for it"
+        )

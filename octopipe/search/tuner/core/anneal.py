@@ -1,0 +1,281 @@
+"""Annealing of structures whose keys are bred along the way, and of partitions on their balance alone.
+
+Knows: the loop that proposes, judges, accepts or rolls back, and logs. Does not know: time, threads or plans.
+
+Judged under one fixed vector of keys most changes of a structure look bad, because the keys suit the structure as it
+was. Here a changed structure is judged under the best keys and a child of the population, and where it is accepted, the
+population is judged again and bred a little on it. What counts is not the step time alone but a score that also sees
+progress the step time hides: when ranks finish on average, and whether one is so full that the others' gains lead
+nowhere. The threshold of a move is drawn before it is judged, so a move dies at its work bound, or as soon as a
+schedule falls behind the pace of the present one: most moves cost a fraction of a full schedule.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octopipe.base.compile import njit
+from octopipe.search.tuner.core.decode import LAPS, NUM_KEYS, decode
+from octopipe.search.tuner.core.keys import (
+    count_of, draw_keys, keep_keys, make_child, set_flight, vary_keys, way_back,
+)  # fmt: skip
+from octopipe.search.tuner.core.moves import change, migrate, repair, shift
+from octopipe.search.tuner.core.problem import (
+    ACTIVATION, BOUNDARY, BOUNDS, CAPACITY, FORWARD, INPUT, LAYERS, LENGTH, MICRO_BATCHES, OWED, RANK, RANKS, REDO,
+    SIZE, STASH, STATIC, UNIT, below, uniform, work_bound,
+)  # fmt: skip
+from octopipe.search.tuner.settings import SETTINGS
+
+KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, NUM_TASKS = range(7)
+"""What `walk` is asked for: keys of the population to be judged, variants of them, keys to be drawn and to be bred;
+then so many moves."""
+HEAT, STEP_MS, SCORE, BEST_MS, WORK_MS, LIMIT_MS, NUM_VALUES = range(7)
+"""What `walk` reads and writes: temperature as a share of the score, the member's step time and score, the best step
+time seen, the least load possible, and a step time beyond which keys are not worth judging."""
+
+TRIES, REJUDGED, BRED_AGAIN, PROMISING = SETTINGS.tries, SETTINGS.rejudged, SETTINGS.bred_again, SETTINGS.promising
+NEAR, BEHIND, ROOM, COMPOUND = SETTINGS.near, SETTINGS.behind, SETTINGS.room, SETTINGS.compound
+MEAN, EARLIER, SLACK, FULL_RACE = SETTINGS.mean_weight, SETTINGS.earlier, SETTINGS.slack, SETTINGS.full_race
+FULL_LOAD, RELIEF, RELIEF_OFTEN = SETTINGS.full, SETTINGS.relief, SETTINGS.relief_often
+LITTLE, MEMORY_WEIGHT = SETTINGS.little, SETTINGS.memory_weight
+BALANCE_HOT, BALANCE_MIGRATE = SETTINGS.balance_hot, SETTINGS.balance_migrate
+
+
+@njit
+def threshold(value, temperature, rng):  # type: ignore[no-untyped-def]
+    """What a move may come to: the value plus an exponential number of this mean."""
+    return value - temperature * np.log(max(uniform(rng), 1e-300))
+
+
+@njit
+def write_line(log, lines, i, move, before, after):  # type: ignore[no-untyped-def]
+    """Log an improvement, while there is room; returns how many lines there are."""
+    if lines == log.shape[0]:
+        return lines
+    log[lines, 0] = i
+    log[lines, 1] = move
+    log[lines, 2] = before
+    log[lines, 3] = after
+    return lines + 1
+
+
+@njit
+def room(step_ms, work):  # type: ignore[no-untyped-def]
+    """How busy a rank may be without making the others' orders pointless."""
+    return work + ROOM * max(step_ms - work, 0.0)
+
+
+@njit
+def rate(step_ms, pace, ranks, load, work):  # type: ignore[no-untyped-def]
+    """A score: the step time, a little of the ranks' mean finish as seen after nine tenths of the ops, and by how much
+    the busiest rank's `load` exceeds what there is room for (`work`: the least load possible)."""
+    mean = min(pace[LAPS - 2] / ranks, step_ms)
+    return (1.0 - MEAN) * step_ms + MEAN * mean + max(load - room(step_ms, work), 0.0)
+
+
+@njit
+def judge(p, st, keys, cutoff, pace_limit, sc):  # type: ignore[no-untyped-def]
+    set_flight(p, st, keys)
+    return decode(p, st, keys, cutoff, pace_limit, sc)
+
+
+@njit
+def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, value, log):  # type: ignore[no-untyped-def]
+    """Breed keys on a structure, judge it, then anneal it; returns (schedules judged, lines of `log`).
+
+    The structure, its population and its pace change in place; `best` and `best_keys` receive what is better than
+    value[BEST_MS]. `back` is room. The scratch is left with the orders of the best keys.
+    """
+    keys, chosen = np.zeros(NUM_KEYS), np.zeros(NUM_KEYS)
+    limit = np.full(LAPS, np.inf)
+    ranks, work = p.count[RANKS], value[WORK_MS]
+    judged, lines = 0, 0
+    # -- keys
+    known, last = task[KNOWN], values.size - 1
+    fresh = known + task[NEAR_KNOWN]
+    for i in range(fresh + task[DRAWN] + task[BRED]):
+        if i == known and known > 0:
+            sort_keys(population, values)
+        if i < known:
+            keys[:] = population[i]
+        elif i < fresh:
+            keys[:] = population[below(rng, known)]
+            vary_keys(p, keys, rng)
+        elif i < fresh + task[DRAWN]:
+            draw_keys(p, keys, rng)
+        else:
+            make_child(p, population, count_of(values), keys, rng)
+        then = judge(p, st, keys, min(values[last], value[LIMIT_MS]), limit, sc)
+        judged += 1
+        if i < known:
+            values[i] = then
+        else:
+            keep_keys(population, values, keys, then)
+    if known > 0:
+        sort_keys(population, values)
+    # -- the structure as it is
+    load = work_bound(p, st, sc)
+    if task[MOVES] == 0:
+        keys[:] = population[0]
+        value[STEP_MS] = judge(p, st, keys, np.inf, limit, sc)
+        value[SCORE] = rate(value[STEP_MS], sc.pace, ranks, load, work)
+        pace[:] = sc.pace
+        return judged + 1, 0
+    # -- moves
+    critical = -1
+    step_ms, score = value[STEP_MS], value[SCORE]
+    for i in range(task[MOVES]):
+        back[:] = st
+        move = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
+        while uniform(rng) < COMPOUND:
+            more = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
+            if move < 0:
+                move = more
+        if move < 0:
+            st[:] = back
+            continue
+        cutoff = threshold(score, value[HEAT] * score, rng)
+        # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
+        limit_ms = (cutoff - MEAN * (1.0 - EARLIER) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
+        target = room(limit_ms, work)
+        if step_ms <= load * (1.0 + FULL_LOAD) and uniform(rng) < RELIEF_OFTEN:
+            target = step_ms * (1.0 - RELIEF * uniform(rng))
+        found = np.inf
+        busiest = repair(p, st, rng, target, sc)
+        if busiest <= limit_ms:
+            late = ranks * (cutoff - score + SLACK * score)
+            if uniform(rng) < FULL_RACE:
+                late = np.inf
+            for lap in range(LAPS):
+                limit[lap] = pace[lap] + late
+            for t in range(TRIES):
+                if t == 0:
+                    keys[:] = population[0]
+                elif found <= cutoff or sc.pace[PROMISING] == np.inf:
+                    break
+                else:
+                    make_child(p, population, count_of(values), keys, rng)
+                then_ms = judge(p, st, keys, limit_ms, limit, sc)
+                then = rate(then_ms, sc.pace, ranks, busiest, work)
+                judged += 1
+                if then < found:
+                    found = then
+                    chosen[:] = keys
+        if not found <= cutoff:
+            st[:] = back
+            continue
+        load = busiest
+        step_ms, score, critical = renew(p, st, population, values, chosen, sc, rng, pace, limit, load, work)
+        judged += 1 + REJUDGED + BRED_AGAIN
+        if step_ms < value[BEST_MS] - 1e-9:
+            lines = write_line(log, lines, i, move, value[BEST_MS], step_ms)
+            value[BEST_MS] = step_ms
+            best[:] = st
+            best_keys[:] = population[0]
+    value[STEP_MS], value[SCORE] = step_ms, score
+    return judged, lines
+
+
+@njit
+def sort_keys(population, values):  # type: ignore[no-untyped-def]
+    """A population by its step times."""
+    keys = np.zeros(NUM_KEYS)
+    for i in range(1, values.size):
+        value = values[i]
+        keys[:] = population[i]
+        j = i
+        while j > 0 and values[j - 1] > value:
+            values[j] = values[j - 1]
+            population[j] = population[j - 1]
+            j -= 1
+        values[j] = value
+        population[j] = keys
+
+
+@njit
+def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  # type: ignore[no-untyped-def]
+    """Judge the best of a population again, on a structure that was accepted under `keys`, and breed it a little.
+
+    The others remain as parents behind them: to judge all of them every time took longer than the walk itself. Returns
+    step time and score under the best keys and the rank that finishes last; `pace` becomes theirs.
+    """
+    ranks = p.count[RANKS]
+    before = population.copy()
+    values[:] = np.inf
+    limit[:] = np.inf
+    value = judge(p, st, keys, np.inf, limit, sc)
+    score, critical = rate(value, sc.pace, ranks, load, work), sc.place[LENGTH, ranks]
+    pace[:] = sc.pace
+    keep_keys(population, values, keys, value)
+    other = np.zeros(NUM_KEYS)
+    for i in range(REJUDGED + BRED_AGAIN):
+        if i == REJUDGED:
+            count = count_of(values)
+            for j in range(REJUDGED, min(before.shape[0], REJUDGED + values.size - count)):
+                population[count] = before[j]
+                values[count] = value * NEAR * (1.0 + 1e-9 * j)
+                count += 1
+        if i < REJUDGED:
+            other[:] = before[i]
+        else:
+            make_child(p, population, count_of(values), other, rng)
+        for lap in range(LAPS):
+            limit[lap] = pace[lap] + ranks * BEHIND * value
+        then = judge(p, st, other, min(value * NEAR, values[values.size - 1]), limit, sc)
+        if then < values[0]:
+            score, critical = rate(then, sc.pace, ranks, load, work), sc.place[LENGTH, ranks]
+            pace[:] = sc.pace
+        keep_keys(population, values, other, then)
+    return values[0], score, critical
+
+
+# -- partitions --------------------------------------------------------------------------------------------
+
+
+@njit
+def imbalance(p, st, sc, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
+    """The work bound, plus what memory exceeds, plus a little for uneven stages.
+
+    Memory after Little's law: a stage holds as many micro-batches as pass while one goes from its F to its I.
+    """
+    value = work_bound(p, st, sc)
+    uneven = 0.0
+    last, M = p.count[LAYERS], float(p.count[MICRO_BATCHES])
+    for r in range(p.count[RANKS]):
+        sc.mine[r, OWED] = 0.0
+    for s in range(st[SIZE, 0]):
+        a, z = st[BOUNDS, s], st[BOUNDS, s + 1]
+        flight = min(1.0 + LITTLE * way_back(p, a, last) / p.number[UNIT] if rising else float(p.count[RANKS]), M)
+        hold = p.layer[BOUNDARY, 0, a] if st[REDO, s] else p.layer[ACTIVATION, 0, z] - p.layer[ACTIVATION, 0, a]
+        held = hold * flight + p.layer[STASH, 0, z] - p.layer[STASH, 0, a]
+        sc.mine[st[RANK, s], OWED] += p.whole[STATIC, z] - p.whole[STATIC, a] + held
+        took = p.layer[FORWARD, 0, z] - p.layer[FORWARD, 0, a] + tilt * (p.layer[INPUT, 0, z] - p.layer[INPUT, 0, a])
+        uneven += took * took / wanted[s]
+    for r in range(p.count[RANKS]):
+        if sc.mine[r, OWED] > p.rank[CAPACITY, r]:
+            value *= 1.0 + (sc.mine[r, OWED] / p.rank[CAPACITY, r] - 1.0) * MEMORY_WEIGHT
+    whole = p.layer[FORWARD, 0, last] + tilt * p.layer[INPUT, 0, last]
+    return value * (1.0 + even * (np.sqrt(uneven) / max(whole, 1e-12) - 1.0))
+
+
+@njit
+def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # type: ignore[no-untyped-def]
+    """Anneal the boundaries on the imbalance; stages keep their ranks. `back` is room."""
+    current = best = imbalance(p, st, sc, even, tilt, rising, wanted)
+    kept = st.copy()
+    for i in range(iterations):
+        back[:] = st
+        moved = False
+        for _ in range(1 + below(rng, 2)):
+            moved = (migrate(st, rng, -1) if uniform(rng) < BALANCE_MIGRATE else shift(st, rng)) or moved
+        if not moved:
+            continue
+        value = imbalance(p, st, sc, even, tilt, rising, wanted)
+        if value <= threshold(current, best * BALANCE_HOT * (1.0 - i / iterations) ** 2, rng):
+            current = value
+            if value < best:
+                best = value
+                kept[:] = st
+        else:
+            st[:] = back
+    st[:] = kept

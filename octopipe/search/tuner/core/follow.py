@@ -1,0 +1,378 @@
+"""Orders timed as they stand, and annealed: the partition, the placement and the sequence of every rank, step by step.
+
+Knows: how to time given sequences exactly (`follow`), also over several routes (plans that hold layers more than once)
+and under jitter, and how to change them. Does not know: where they came from or what a plan is.
+
+List scheduling finds good sequences fast but is chaotic: move one layer and half the decisions change. Here the
+sequences stay as they are, so a small change has a small effect, and judging one costs a fraction of building it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from octopipe.base.compile import njit
+from octopipe.search.tuner.core.anneal import threshold, write_line
+from octopipe.search.tuner.core.moves import pick, slide
+from octopipe.search.tuner.core.problem import (
+    CLOCK, ENTRY, F_MS, FREE, FULL, HAS_EXTRAS, HOLD, HOP_F, HOP_I, I_MS, KIND_BITS, KIND_F, KIND_I, KIND_R, KIND_W,
+    LEFT, LENGTH, LIMIT, MASK, MICRO_BATCHES, RANK, RANKS, REDO, ROUTES, SIZE, STAGE_BITS, TAIL, USED, VARIANTS, W_MS,
+    Problem, below, extras_end, pack, price, uniform, work_bound,
+)  # fmt: skip
+from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS
+
+MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, SWAP, ADVANCE, MOVE_OP = range(len(ORDER_MOVES))
+REACH_OF_MOVE = tuple(float(x) for x in np.cumsum([weight for _, _, weight in ORDER_MOVES]))
+JUMP, REACH, REACH_W, ON_CRITICAL = SETTINGS.advance, SETTINGS.reach, SETTINGS.reach_w, SETTINGS.on_critical
+COMPOUND, LONGEST_RUN = SETTINGS.polish_compound, SETTINGS.longest_run
+RAN, RESTORED = -1.0, -2.0
+"""In place of an arrival, where a stage recomputes: its F has run; its R has."""
+
+
+class Orders(NamedTuple):
+    """Sequences of all ranks, packed as in Scratch."""
+
+    seq: Any
+    length: Any
+
+
+class Times(NamedTuple):
+    """What is known of the current orders' timing, refreshed whenever a move is taken."""
+
+    end: Any
+    """[4, S, M]: when each op ends."""
+    where: Any
+    """[4, S, M]: the position of each op on its rank."""
+    path: Any
+    """[2, ops]: rank and position of the critical ops, last first."""
+    spare: Any
+    """[ops]: room for a sequence being rebuilt."""
+
+
+def make_orders(problem: Problem, max_stages: int) -> Orders:
+    ops = 4 * max_stages * problem.micro_batches
+    return Orders(np.zeros((problem.ranks, ops), np.int32), np.zeros(problem.ranks + 1, np.int64))
+
+
+def make_times(problem: Problem, max_stages: int) -> Times:
+    shape = (4, max_stages, problem.micro_batches)
+    ops = 4 * max_stages * problem.micro_batches
+    return Times(np.zeros(shape), np.zeros(shape, np.int64), np.zeros((2, ops), np.int64), np.zeros(ops, np.int32))
+
+
+@njit
+def copy_orders(to, of):  # type: ignore[no-untyped-def]
+    for r in range(of.length.size):
+        n = of.length[r]
+        to.length[r] = n
+        if r < of.seq.shape[0]:
+            for i in range(n):
+                to.seq[r, i] = of.seq[r, i]
+
+
+@njit
+def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped-def]
+    """Step time of fixed orders; infinite on deadlock, lack of memory, or beyond the cutoff. Fills sc.end.
+
+    `draw` >= 0: every op's and transfer's time is scaled by that draw of `factors`; optimizer and reductions are not.
+    """
+    size, routes, ranks, M, inf = st[SIZE, 0], st[ROUTES, 0], p.count[RANKS], p.count[MICRO_BATCHES], np.inf
+    cost, mine, channel, arrive = sc.price, sc.mine, sc.channel, sc.arrive
+    if not price(p, st, sc):
+        return inf
+    vary = 1 if p.count[VARIANTS] > 1 else 0
+    left = 0
+    for s in range(size * routes):
+        for m in range(M):
+            arrive[0, s, m] = 0.0 if s % size == 0 else inf
+            arrive[1, s, m] = inf
+    for r in range(ranks):
+        mine[r, CLOCK] = 0.0
+        sc.place[LENGTH, r] = 0
+        left += orders.length[r]
+        if routes > 1 or draw >= 0:
+            mine[r, LEFT] = 0.0  # no more than that is known without adding up
+        for q in range(ranks):
+            channel[r, q] = 0.0
+    factor = carried = 1.0
+    while left > 0:
+        moved = False
+        for r in range(ranks):
+            t = mine[r, CLOCK]
+            i = sc.place[LENGTH, r]
+            first = i
+            while i < orders.length[r]:
+                code = orders.seq[r, i]
+                kind, s, m = code >> KIND_BITS, (code >> STAGE_BITS) & MASK, code & MASK
+                v = st[ENTRY, m] * vary
+                if draw >= 0:
+                    factor, carried = factors[draw, 0, kind, s, m], factors[draw, 1, kind, s, m]
+                ms = cost[F_MS, s, v]
+                if kind == KIND_F:
+                    at = arrive[0, s, m]
+                    if at == inf:
+                        break
+                    mine[r, USED] += cost[HOLD, s, v]
+                    t = max(t, at) + ms * factor
+                    if st[REDO, s]:
+                        arrive[0, s, m] = RAN
+                    if (s + 1) % size != 0:
+                        q = st[RANK, s + 1]
+                        at = t
+                        if q != r:
+                            at = max(at, channel[r, q]) + cost[HOP_F, s, v] * carried
+                            channel[r, q] = at
+                        arrive[0, s + 1, m] = at
+                    else:
+                        arrive[1, s, m] = t
+                elif kind == KIND_I:
+                    at = arrive[1, s, m]
+                    if at == inf:
+                        break
+                    if st[REDO, s] and arrive[0, s, m] != RESTORED:
+                        # Not restored by an R: only right after its own forward may it do without.
+                        if i == 0 or orders.seq[r, i - 1] != pack(KIND_F, s, m):
+                            return inf
+                        mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
+                        if mine[r, USED] > mine[r, LIMIT]:
+                            return inf
+                    ms = cost[I_MS, s, v]
+                    t = max(t, at) + ms * factor
+                    mine[r, USED] += cost[TAIL, s, v] - cost[FULL, s, v]
+                    # A negative arrival marks what is done; W looks for it.
+                    arrive[1, s, m] = -1.0 - at
+                    if s % size != 0:
+                        q = st[RANK, s - 1]
+                        at = t
+                        if q != r:
+                            at = max(at, channel[r, q]) + cost[HOP_I, s, v] * carried
+                            channel[r, q] = at
+                        arrive[1, s - 1, m] = at
+                elif kind == KIND_W:
+                    if arrive[1, s, m] >= 0.0:
+                        return inf
+                    ms = cost[W_MS, s, v]
+                    t += ms * factor
+                    mine[r, USED] -= cost[TAIL, s, v]
+                    sc.done[s] = t
+                else:
+                    # R after its own F, which stands before it on this rank or nowhere.
+                    if arrive[0, s, m] != RAN or arrive[1, s, m] < 0.0:
+                        return inf
+                    arrive[0, s, m] = RESTORED
+                    mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
+                    t += ms * factor
+                    if (s + 1) % size == 0:
+                        ms = 0.0  # the work bound leaves the last stage's R out
+                if kind <= KIND_R and mine[r, USED] > mine[r, LIMIT]:
+                    return inf
+                mine[r, LEFT] -= ms
+                sc.end[r, i] = t
+                i += 1
+                if draw < 0 and t + max(mine[r, LEFT], 0.0) > cutoff:
+                    return inf
+            if i > first:
+                moved = True
+                left -= i - first
+                sc.place[LENGTH, r] = i
+                mine[r, CLOCK] = t
+        if not moved:
+            return inf
+    last = 0.0
+    for r in range(ranks):
+        mine[r, FREE] = mine[r, CLOCK]
+        if mine[r, CLOCK] > last:
+            last = mine[r, CLOCK]
+            sc.place[LENGTH, ranks] = r
+    if p.count[HAS_EXTRAS] > 0 or routes > 1:
+        last = max(last, extras_end(p, st, sc))
+    return last
+
+
+@njit
+def value_of(p, st, orders, cutoff, factors, sc):  # type: ignore[no-untyped-def]
+    """What orders are judged by: their step time, or its mean over all draws of `factors`."""
+    if st[ROUTES, 0] == 1 and work_bound(p, st, sc) > cutoff:
+        return np.inf
+    value = follow(p, st, orders, cutoff, factors, -1, sc)
+    if factors.shape[0] == 0 or not value <= cutoff:  # the mean is hardly ever below the time without jitter
+        return value
+    total = 0.0
+    for draw in range(factors.shape[0]):
+        total += follow(p, st, orders, np.inf, factors, draw, sc)
+    return total / factors.shape[0]
+
+
+@njit
+def read_times(p, st, orders, factors, sc, times):  # type: ignore[no-untyped-def]
+    """Every op's end, and the critical path; returns the path's length. Times the orders again where they jittered."""
+    size, ranks = st[SIZE, 0], p.count[RANKS]
+    if factors.shape[0] > 0:
+        follow(p, st, orders, np.inf, factors, -1, sc)
+    vary = 1 if p.count[VARIANTS] > 1 else 0
+    for r in range(ranks):
+        for i in range(orders.length[r]):
+            code = orders.seq[r, i]
+            kind, s, m = code >> KIND_BITS, (code >> STAGE_BITS) & MASK, code & MASK
+            times.end[kind, s, m] = sc.end[r, i]
+            times.where[kind, s, m] = i
+    r = sc.place[LENGTH, ranks]
+    i = orders.length[r] - 1
+    found = 0
+    while i >= 0 and found < times.path.shape[1]:
+        times.path[0, found] = r
+        times.path[1, found] = i
+        found += 1
+        code = orders.seq[r, i]
+        kind, s, m = code >> KIND_BITS, (code >> STAGE_BITS) & MASK, code & MASK
+        v = st[ENTRY, m] * vary
+        ms = sc.price[F_MS, s, v]
+        if kind == KIND_I:
+            ms = sc.price[I_MS, s, v]
+        elif kind == KIND_W:
+            ms = sc.price[W_MS, s, v]
+        if i > 0 and sc.end[r, i - 1] >= sc.end[r, i] - ms - 1e-9:
+            i -= 1
+            continue
+        if kind == KIND_F and s % size != 0:
+            s -= 1
+        elif kind == KIND_I and (s + 1) % size != 0:
+            s += 1
+        else:
+            break
+        r = st[RANK, s]
+        i = times.where[kind, s, m]
+    return found
+
+
+@njit
+def jump(orders, r, at, to):  # type: ignore[no-untyped-def]
+    """Take the op at one position of a rank's sequence and put it at another."""
+    code = orders.seq[r, at]
+    step = 1 if to > at else -1
+    i = at
+    while i != to:
+        orders.seq[r, i] = orders.seq[r, i + step]
+        i += step
+    orders.seq[r, to] = code
+
+
+@njit
+def hand_stage(st, orders, times, s, to):  # type: ignore[no-untyped-def]
+    """Move a stage to another rank; its ops are merged into that rank's sequence by their present ends."""
+    of = st[RANK, s]
+    kept = moved = 0
+    for i in range(orders.length[of]):
+        code = orders.seq[of, i]
+        if (code >> STAGE_BITS) & MASK == s:
+            times.spare[moved] = code
+            moved += 1
+        else:
+            orders.seq[of, kept] = code
+            kept += 1
+    orders.length[of] = kept
+    # Merge from the back, in place.
+    i, j, k = orders.length[to] - 1, moved - 1, orders.length[to] + moved - 1
+    orders.length[to] += moved
+    while j >= 0:
+        b = times.spare[j]
+        a = orders.seq[to, max(i, 0)]
+        after = times.end[a >> KIND_BITS, (a >> STAGE_BITS) & MASK, a & MASK]
+        if i >= 0 and after > times.end[b >> KIND_BITS, (b >> STAGE_BITS) & MASK, b & MASK]:
+            orders.seq[to, k] = a
+            i -= 1
+        else:
+            orders.seq[to, k] = b
+            j -= 1
+        k -= 1
+    st[RANK, s] = to
+
+
+@njit
+def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped-def]
+    """One random move in place; returns its number in ORDER_MOVES, or -1."""
+    n = st[SIZE, 0]
+    u = uniform(rng)
+    move = 0
+    while move < MOVE_OP and u >= REACH_OF_MOVE[move]:
+        move += 1
+    if move <= SHIFT:
+        s = pick(st, rng, critical) + below(rng, 2)
+        e = s if move == MIGRATE else min(s + 1 + below(rng, LONGEST_RUN), n - 1)
+        return move if e >= s and slide(st, s, e, 1 if uniform(rng) < 0.5 else -1) else -1
+    if move <= EXCHANGE:
+        s = pick(st, rng, critical)
+        e = below(rng, n)
+        a, b = st[RANK, s], st[RANK, e]
+        if move == MOVE_STAGE:
+            b = below(rng, p.count[RANKS])
+        if a == b or st[ROUTES, 0] > 1:  # copies of a layer stay on the ranks they were given
+            return -1
+        hand_stage(st, orders, times, s, b)
+        if move == EXCHANGE:
+            hand_stage(st, orders, times, e, a)
+        return move
+    if move <= ADVANCE and path > 1:
+        # A critical op before the op that ran just before it, or some before.
+        k = below(rng, path)
+        r, i = times.path[0, k], times.path[1, k]
+        if i == 0 or i >= orders.length[r]:  # a stage may have left the rank since the path was read
+            return -1
+        jump(orders, r, i, i - 1 if move == SWAP else max(0, i - 1 - below(rng, JUMP)))
+        return move
+    r = critical if uniform(rng) < ON_CRITICAL else below(rng, p.count[RANKS])
+    length = orders.length[r]
+    if length < 2:
+        return -1
+    i = below(rng, length)
+    far = REACH_W if orders.seq[r, i] >> KIND_BITS == KIND_W else REACH
+    to = min(max(i + below(rng, 2 * far) - far, 0), length - 1)
+    if to == i:
+        return -1
+    jump(orders, r, i, to)
+    return MOVE_OP
+
+
+@njit
+def polish(p, st, orders, best, best_orders, back, back_orders, sc, times, rng, moves, heat, best_ms, log, factors):  # type: ignore[no-untyped-def]
+    """`moves` moves on fixed orders at temperature `heat` (a share of the step time); returns (step time of the
+    orders, the best, lines of `log`). `best_ms` infinite: begin with the orders as they are.
+
+    With `factors` [draws, op or transfer, kind, stage, micro-batch] the mean under them is what counts.
+    """
+    lines = 0
+    current = value_of(p, st, orders, np.inf, factors, sc)
+    if current == np.inf:
+        return current, best_ms, 0
+    if best_ms == np.inf:
+        best_ms = current
+        best[:] = st
+        copy_orders(best_orders, orders)
+    path = read_times(p, st, orders, factors, sc, times)
+    critical = sc.place[LENGTH, p.count[RANKS]]
+    for i in range(moves):
+        back[:] = st
+        copy_orders(back_orders, orders)
+        move = alter(p, st, orders, times, path, rng, critical)
+        while uniform(rng) < COMPOUND:
+            more = alter(p, st, orders, times, path, rng, critical)
+            if move < 0:
+                move = more
+        value = cutoff = threshold(current, heat * best_ms, rng)
+        if move >= 0:
+            value = value_of(p, st, orders, cutoff, factors, sc)
+        if move < 0 or not value <= cutoff:
+            st[:] = back
+            copy_orders(orders, back_orders)
+            continue
+        current = value
+        path = read_times(p, st, orders, factors, sc, times)
+        critical = sc.place[LENGTH, p.count[RANKS]]
+        if value < best_ms - 1e-9:
+            lines = write_line(log, lines, i, move, best_ms, value)
+            best_ms = value
+            best[:] = st
+            copy_orders(best_orders, orders)
+    return current, best_ms, lines

@@ -1,0 +1,202 @@
+"""Keys, the priorities of list scheduling, as vectors that are drawn, varied, crossed and kept in populations.
+
+Knows: the ranges in which good keys were seen, and how one vector is made from others. Does not know: searches or time.
+
+Keys know no single stage or op, so they fit any structure and carry over from one to the next: a few hundred vectors
+bred on a structure come within one or two percent of the best order known for it. Their ranges stand in settings.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octopipe.base.compile import njit
+from octopipe.search.tuner.core.decode import (
+    A_F, A_I, B_F, B_I, BANK, C_I, LOOK, NUM_KEYS, RHO, RULE, RULE_MORE, RULE_SLACK, W_OVER,
+)  # fmt: skip
+from octopipe.search.tuner.core.problem import (
+    ACTIVATION, BOUNDARY, BOUNDS, CAPACITY, FLIGHT, FORWARD, HAS_LIMIT, INPUT, LAYERS, MICRO_BATCHES, RANK, RANKS,
+    REDO, SIZE, STATIC, UNIT, bell, below, uniform,
+)  # fmt: skip
+from octopipe.search.tuner.settings import SETTINGS
+
+FREE_RULE, SAME_RULE, SHARE_RULE, LITTLE_RULE = range(4)
+"""Micro-batches in flight: no limit; the same for all stages; as many as fill a share of each rank's memory; Little's
+law (time from F to I over the time per micro-batch)."""
+FIRST_I = -1e3
+"""C_I from which any I goes before any F."""
+HALVINGS, WIDEST = 12, 4.0
+"""Of the interval in which a share of memory is looked for, and its upper end in full pipelines."""
+K = SETTINGS.keys
+CROSSED, FRESH, VARIED, MOST_VARIED = SETTINGS.crossed, SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
+
+
+@njit
+def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
+    """Priorities, limits and tolerances from the ranges in which good ones were seen."""
+    r = float(p.count[RANKS])
+    limited = p.count[HAS_LIMIT] > 0
+    keys[A_F] = 10.0 ** (K.decades * (2.0 * uniform(rng) - 1.0))
+    keys[A_I] = 10.0 ** (K.decades * (2.0 * uniform(rng) - 1.0))
+    keys[B_F] = (K.slope_width * uniform(rng) + K.slope_from) * r
+    keys[B_I] = (K.slope_width * uniform(rng) + K.slope_from) * r
+    keys[C_I] = FIRST_I if uniform(rng) < K.i_first else (K.i_width * uniform(rng) + K.i_from) * r
+    far = K.look_long
+    keys[LOOK] = 0.0
+    if uniform(rng) >= K.no_look:
+        keys[LOOK] = uniform(rng)
+        if uniform(rng) < K.short_look:
+            far = K.look_short
+        keys[LOOK] *= far
+    keys[RHO] = 1.0 if uniform(rng) < K.whole_reserve else uniform(rng)
+    keys[W_OVER] = K.w_never if uniform(rng) < K.w_last else K.w_over * uniform(rng)
+    keys[BANK] = 0.0 if not limited or uniform(rng) < K.no_bank else uniform(rng)
+    u = uniform(rng)
+    keys[RULE_MORE] = 0.0
+    if not limited and u < K.free_rule:
+        keys[RULE], keys[RULE_SLACK] = FREE_RULE, 0.0
+    elif u < K.same_rule:
+        keys[RULE], keys[RULE_SLACK] = SAME_RULE, r + below(rng, K.same_width) + K.same_from
+    elif u < K.share_rule and limited:
+        keys[RULE], keys[RULE_SLACK] = SHARE_RULE, K.share_from + K.share_width * uniform(rng)
+    else:
+        keys[RULE], keys[RULE_SLACK] = LITTLE_RULE, 10.0 ** (K.little_decades * uniform(rng))
+        keys[RULE_MORE] = K.more_from + K.more_width * uniform(rng)
+
+
+@njit
+def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
+    """Change a few of the numbers."""
+    step = K.slope_step * p.count[RANKS]
+    for _ in range(1 + below(rng, MOST_VARIED)):
+        k = below(rng, 9)
+        if k <= 1:
+            keys[A_F if k == 0 else A_I] *= 10.0 ** (K.weight_step * bell(rng))
+        elif k <= 3:
+            keys[B_F if k == 2 else B_I] += step * bell(rng)
+        elif k == 4:
+            if keys[C_I] < 0.9 * FIRST_I:
+                keys[C_I] = (K.i_width * uniform(rng) + K.i_from) * p.count[RANKS]
+            else:
+                keys[C_I] += step * bell(rng)
+        elif k == 5:
+            keys[LOOK] = 0.0 if uniform(rng) < K.look_off else abs(keys[LOOK] + K.look_step * bell(rng))
+        elif k == 6:
+            keys[RHO] = min(max(keys[RHO] + K.reserve_step * bell(rng), 0.0), 1.0)
+        elif k == 7:
+            keys[W_OVER] = K.w_never if uniform(rng) < K.w_last_again else K.w_over * uniform(rng)
+        elif keys[RULE] == SAME_RULE:
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + (1.0 if uniform(rng) < 0.5 else -1.0), 1.0)
+        elif keys[RULE] == SHARE_RULE:
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.share_step * bell(rng), K.least_slack)
+        elif keys[RULE] == LITTLE_RULE:
+            keys[RULE_SLACK] = max(keys[RULE_SLACK] + K.little_step * bell(rng), K.least_slack)
+            keys[RULE_MORE] += K.more_step * bell(rng)
+
+
+@njit
+def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
+    """New keys from the first `count` of a population, the best of them most often."""
+    if count == 0 or uniform(rng) < FRESH:
+        draw_keys(p, keys, rng)
+        return
+    keys[:] = population[min(int(uniform(rng) ** 2 * count), count - 1)]
+    if uniform(rng) < CROSSED:
+        other = below(rng, count)
+        for k in range(RULE):
+            if uniform(rng) < 0.5:
+                keys[k] = population[other, k]
+        if uniform(rng) < 0.5:
+            for k in range(RULE, NUM_KEYS):
+                keys[k] = population[other, k]
+    if uniform(rng) < VARIED:
+        vary_keys(p, keys, rng)
+
+
+@njit
+def keep_keys(population, values, keys, value):  # type: ignore[no-untyped-def]
+    """Sort keys into a population by the step time they gave, unless it is as good already or has such a one."""
+    last = values.size - 1
+    if not value < values[last]:
+        return
+    for i in range(values.size):
+        if values[i] == value:
+            return
+    i = last
+    while i > 0 and values[i - 1] > value:
+        values[i] = values[i - 1]
+        population[i] = population[i - 1]
+        i -= 1
+    values[i] = value
+    population[i] = keys
+
+
+@njit
+def count_of(values):  # type: ignore[no-untyped-def]
+    """How many members a population has."""
+    count = values.size
+    while count > 0 and values[count - 1] == np.inf:
+        count -= 1
+    return count
+
+
+@njit
+def set_flight(p, st, keys):  # type: ignore[no-untyped-def]
+    """Set a structure's micro-batches in flight by the keys' rule."""
+    n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
+    rule, slack, more = keys[RULE], keys[RULE_SLACK], keys[RULE_MORE]
+    if rule == SHARE_RULE:
+        for rank in range(p.count[RANKS]):
+            fill_memory(p, st, rank, slack)
+        return
+    for s in range(n):
+        flight = M
+        if rule == SAME_RULE:
+            flight = int(slack)
+        elif rule == LITTLE_RULE:
+            flight = int(more + slack * way_back(p, st[BOUNDS, s], last) / p.number[UNIT])
+        st[FLIGHT, s] = min(max(flight, 1), M)
+
+
+@njit
+def way_back(p, a, last):  # type: ignore[no-untyped-def]
+    """Time from the F of a stage that begins at layer `a` to its I, if nothing waits."""
+    return p.layer[FORWARD, 0, last] - p.layer[FORWARD, 0, a] + p.layer[INPUT, 0, last] - p.layer[INPUT, 0, a]
+
+
+@njit
+def fill_memory(p, st, rank, share):  # type: ignore[no-untyped-def]
+    """Let a rank's stages keep as many micro-batches in flight as fill this share of its memory.
+
+    In proportion to the way from a stage's F to its I (Little's law), so that no stage takes the memory that the later
+    ones of its rank need for the same micro-batches.
+    """
+    n, M, last = st[SIZE, 0], p.count[MICRO_BATCHES], p.count[LAYERS]
+    room = p.rank[CAPACITY, rank]
+    most = 0.0
+    for s in range(n):
+        if st[RANK, s] == rank:
+            a = st[BOUNDS, s]
+            room -= p.whole[STATIC, st[BOUNDS, s + 1]] - p.whole[STATIC, a]
+            most = max(most, way_back(p, a, last))
+    room *= share
+    low, high = 0.0, WIDEST * max(M * p.number[UNIT] / max(most, 1e-9), 1.0)
+    if room == np.inf:
+        low = high
+    for _ in range(HALVINGS):
+        if low == high:
+            break
+        slack = 0.5 * (low + high)
+        held = 0.0
+        for s in range(n):
+            if st[RANK, s] == rank:
+                a, z = st[BOUNDS, s], st[BOUNDS, s + 1]
+                hold = p.layer[BOUNDARY, 0, a] if st[REDO, s] else p.layer[ACTIVATION, 0, z] - p.layer[ACTIVATION, 0, a]
+                held += hold * min(int(1.5 + slack * way_back(p, a, last) / p.number[UNIT]), M)
+        if held <= room:
+            low = slack
+        else:
+            high = slack
+    for s in range(n):
+        if st[RANK, s] == rank:
+            st[FLIGHT, s] = min(int(1.5 + low * way_back(p, st[BOUNDS, s], last) / p.number[UNIT]), M)

@@ -1,0 +1,208 @@
+"""One lane of the search, on a thread of its own: draws starts, anneals populations of them, polishes orders.
+
+Knows: what a lane does with its share of the budget. Does not know: the other lanes, plans or the simulator; search.py
+lets the lanes meet and judges what they found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from octopipe.search.tuner.core.problem import Problem, make_rng
+from octopipe.search.tuner.polish import Polisher
+from octopipe.search.tuner.population import Judge, Population, Start
+from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS, STRUCTURE_MOVES
+from octopipe.search.tuner.starts import Starts
+
+Note = Callable[[int, str, str, float, float], None]
+"""Told of moves made (phase "" for those), or of phase, move, step time before and after an improvement."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """A lane's time or moves; `share` says how much of it is spent. Stopped, it stays at 1.0."""
+
+    seconds: float
+    """End of the search, in seconds since `began`."""
+    began: float
+    moves: int | None = None
+    """Instead of time: moves this lane makes, however long they take."""
+    made: int = 0
+    stopped: Callable[[], bool] = lambda: False
+
+    def share(self) -> float:
+        if self.stopped():
+            return 1.0
+        if self.moves is not None:
+            return self.made / self.moves
+        return (time.monotonic() - self.began) / self.seconds
+
+
+class Lane:
+    """The search of one thread."""
+
+    def __init__(
+        self, problem: Problem, max_stages: int, work_ms: float, may_recompute: bool, seed: tuple[int, int],
+        budget: Budget, note: Note,
+    ) -> None:  # fmt: skip
+        self.problem, self.max_stages, self.may_recompute = problem, max_stages, may_recompute
+        self.budget, self.note, self.number = budget, note, seed[1]
+        self.judge = Judge(problem, max_stages, make_rng(*seed, 1), work_ms, may_recompute)
+        self.starts = Starts(self.judge, seed)
+        self.dice = np.random.default_rng((*seed, 2))
+        self.polish_rng = make_rng(*seed, 3)
+        self.inbox: list[tuple[str, np.ndarray]] = []
+        """Structures from outside, by name; others may append at any time."""
+        self.population: Population | None = None
+        self.populations = 1
+        self.found: list[Start] = []
+        """What populations came to, the best of each size first."""
+        self.polishers: list[Polisher] = []
+        ops = 3 * problem.micro_batches * min(problem.layers, 2 * problem.ranks)
+        self.heat = max(SETTINGS.few_ops / ops, 1.0) ** 2
+
+    def best(self) -> list[Start]:
+        """The best structure with keys so far, if any."""
+        candidates = [*self.found[:1], *self.starts.kept[:1]]
+        if self.population is not None and self.population.best is not None:
+            candidates.append(self.population.best)
+        return sorted(candidates, key=lambda s: s.step_ms)[:1]
+
+    # -- phases ----------------------------------------------------------------------------------------
+
+    def begin(self, shapes: list[tuple[float, bool]], until: float) -> None:
+        """Even loops and waves: something that fits, at once; with recomputation where nothing fits without."""
+        for recompute in (False, True) if self.may_recompute else (False,):
+            for rounds, wave in shapes:
+                if self.starts.kept and self.budget.share() >= until:
+                    return
+                self.starts.first(rounds, wave, recompute)
+                self.budget.made += SETTINGS.moves_per_draw
+            if self.starts.kept or self.budget.stopped():
+                return
+
+    def draw(self, until: float) -> None:
+        """Draw starts until this share of the budget is spent."""
+        first = self.starts.draws
+        while self.budget.share() < until:
+            while self.inbox:
+                self.starts.keyed(*self.inbox.pop(0))
+            misfits = not self.starts.kept and not self.found and self.starts.draws - first >= SETTINGS.misfits
+            self.starts.draw(self.may_recompute and misfits)
+            self.budget.made += SETTINGS.moves_per_draw
+            self.note(SETTINGS.moves_per_draw, "", "", np.inf, np.inf)
+
+    def anneal(self, until: float, number: int, rounds: int) -> None:
+        """Anneal a population of the best starts until this share of the budget is spent.
+
+        This is one of so many rounds, between which lanes exchange members. Some lanes begin anew halfway, if time
+        allows.
+        """
+        if number == 0:
+            plenty = self.judgeable(until) * rounds > 2 * SETTINGS.members * SETTINGS.judged_each
+            self.populations = SETTINGS.populations[self.number % len(SETTINGS.populations)] if plenty else 1
+        each = -(-rounds // self.populations)
+        if number % each == 0 or self.population is None or not self.population.members:
+            self.settle()
+            if number > 0:
+                self.draw(min(self.budget.share() + SETTINGS.draw_again, until))
+            self.population = self._gather(until, min(each, rounds - number))
+        population, first = self.population, self.budget.share()
+        if not population.members:  # nothing fits yet: go on looking
+            self.draw(until)
+            return
+        begin, end = (number % each) / each, (number % each + 1) / each
+        cells = self.problem.ranks * self.problem.micro_batches
+        hot = self.heat * min(1.0, SETTINGS.hot_cells / cells) * SETTINGS.hot[self.number % len(SETTINGS.hot)]
+        steps = max(round(SETTINGS.temperatures * (end - begin)), 1)
+        for step in range(steps):
+            heat = hot * SETTINGS.cool ** (begin + (end - begin) * step / steps)
+            stop = first + (until - first) * (step + 1) / steps
+            for k, member in enumerate(population.members):
+                now = self.budget.share()
+                turn = now + (stop - now) / (len(population.members) - k)
+                while self.budget.share() < turn:
+                    judged, lines = population.run(member, SETTINGS.chunk, heat)
+                    self.budget.made += max(judged, 1)
+                    self._tell(lines, STRUCTURE_MOVES, SETTINGS.chunk)
+            population.resample(heat, self.dice)
+
+    def _gather(self, until: float, rounds: int) -> Population:
+        """As many of the best starts as there is time for, in so many rounds as long as the one until then."""
+        population = Population(self.judge)
+        enough = rounds * self.judgeable(until) / SETTINGS.judged_each
+        chosen = self.starts.take()[: min(max(int(enough), 1), SETTINGS.members)]
+        for start in chosen:
+            if self.budget.share() < until:
+                self.budget.made += population.add(start, min(enough, 1.0))
+        if not population.members:
+            self.found += chosen
+        return population
+
+    def settle(self) -> None:
+        """End the population; what it came to is kept, and so are starts that were never walked from."""
+        if self.population is not None:
+            self.found = sorted([*self.found, *self.population.results()], key=lambda s: s.step_ms)
+            self.population = None
+
+    def polish(self, polishers: list[Polisher]) -> None:
+        """Anneal orders as they are: each for a while, then the best for the rest of the budget."""
+        self.polishers += polishers
+        first = self.budget.share()
+        trials = (1.0 - first) * SETTINGS.trials / max(len(polishers), 1)
+        for polisher in polishers:
+            self._anneal_orders(polisher, min(self.budget.share() + trials, 1.0), self.heat)
+        if polishers:
+            self._anneal_orders(min(polishers, key=lambda q: q.best_ms), 1.0, 0.5 * self.heat)
+
+    # -- pieces ----------------------------------------------------------------------------------------
+
+    def judgeable(self, until: float) -> float:
+        """How many schedules like that of the best start can be judged until this share of the budget is spent."""
+        left = until - self.budget.share()
+        if self.budget.moves is not None:
+            return left * self.budget.moves
+        best = self.best()
+        if not best:
+            return 0.0
+        took = []
+        for _ in range(SETTINGS.timed):
+            began = time.perf_counter()
+            self.judge.step_ms(best[0])
+            took.append(time.perf_counter() - began)
+        return left * self.budget.seconds / min(took)
+
+    def _anneal_orders(self, polisher: Polisher, until: float, heat: float) -> None:
+        first, chunk = self.budget.share(), SETTINGS.polish_chunk
+        hot, cold = heat * SETTINGS.polish_hot, heat * SETTINGS.polish_cold
+        while (now := self.budget.share()) < until:
+            clock = time.monotonic()
+            lines = polisher.run(chunk, hot * (cold / hot) ** ((now - first) / max(until - first, 1e-9)))
+            self.budget.made += chunk
+            self._tell(lines, ORDER_MOVES, chunk)
+            if self.budget.moves is None:
+                took = max(time.monotonic() - clock, 1e-6)
+                least, most = SETTINGS.polish_chunk_least, SETTINGS.polish_chunk_most
+                chunk = int(min(max(chunk * SETTINGS.polish_chunk_s / took, least), most))
+
+    def _tell(self, lines: np.ndarray, moves: tuple[tuple[str, str, float], ...], made: int) -> None:
+        for i, move, before, after in lines:
+            name, phase, _ = moves[int(move)]
+            self.note(int(i), phase, name, before, after)
+        self.note(made, "", "", np.inf, np.inf)
+
+    def rejudge(self) -> None:
+        """After more memory was reserved: judge everything again, drop what does not fit. No thread may be running."""
+        for group in (self.found, self.starts.kept):
+            again = [s._replace(step_ms=self.judge.step_ms(s)) for s in group]
+            group[:] = sorted((s for s in again if s.step_ms < np.inf), key=lambda s: s.step_ms)
+        if self.population is not None:
+            self.population.rejudge()
+
+    def candidates(self) -> list[Start]:
+        """What is worth polishing, the best first."""
+        return sorted({s.step_ms: s for s in (*self.found, *self.best())}.values(), key=lambda s: s.step_ms)

@@ -1,0 +1,32 @@
+"""The robust choice: of the plans a search ends with, the one with the best mean over jittered layer times.
+
+Knows: the finalists and how to jitter them alike. Does not know: how they were found. A robust search walks on nominal
+times and then polishes the best orders for their mean under a few draws of jitter (polish.py); finalists are those, and
+what the lanes found close to the best. Here they meet many draws that no search has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octopipe.costs.table import CostTable
+from octopipe.simulation.lowering import lower
+from octopipe.plans.plan import Plan
+from octopipe.simulation.simulator import jitter_ms, simulate
+from octopipe.search.tuner.settings import SETTINGS
+
+
+def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
+    """Mean step time over jittered times; the same seed gives every plan its own but repeatable draw. Reductions and
+    the optimizer, which follow the pipeline, are not jittered: they add what they add without jitter."""
+    program = lower(plan, costs)
+    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=SETTINGS.jitter_runs, seed=seed & 0x7FFFFFFF)
+    timeline = simulate(program, costs)
+    return float(runs.mean()) + timeline.step_ms - timeline.makespan_ms
+
+
+def most_robust(plans: Sequence[Plan], costs: CostTable, *, seed: int) -> tuple[Plan, float]:
+    """The finalist with the smallest mean, and that mean."""
+    means = [mean_jittered_ms(plan, costs, seed=seed) for plan in plans]
+    best = min(range(len(plans)), key=means.__getitem__)
+    return plans[best], means[best]

@@ -1,0 +1,1 @@
+"""Programs, their exact times and memory, timelines and bounds."""

@@ -1,0 +1,136 @@
+"""Prediction for ranks that share a device: an op runs faster while its neighbours rest.
+
+Knows: how long ops take when all ranks work and when one works alone, and what follows for a program. Does not
+know: where the two were measured (`runtime/profiler.py`).
+
+Ranks that share one GPU (MPS) or one machine's memory slow each other down, so an op of a plan full of bubbles is
+faster than the same op of a dense plan. With k ranks at work an op advances at the speed measured for k (between
+measured numbers: in proportion); k changes while the op runs, so time advances from event to event.
+
+Without such times this is `simulate`, event by event.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import B, Plan
+from octopipe.plans.price import op_durations
+from octopipe.simulation.lowering import Channel, Program, lower
+from octopipe.simulation.simulator import after_pipeline, memory_curves
+from octopipe.simulation.timeline import Spans, Timeline, Transfers
+
+Floats = NDArray[np.float64]
+
+
+def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "directed", label: str = "") -> Timeline:
+    """The Timeline that a profile promises for a plan on the ranks it was measured on."""
+    costs = profile.costs
+    program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel)
+    plan = program.plan
+    known = {k: op_durations(plan, table) for k, table in profile.partial.items() if k < plan.num_ranks}
+    known[plan.num_ranks] = op_durations(plan, costs)
+    t = plan.table()
+    factor = np.where(t.kind == B, profile.fused_factor, 1.0)
+    start, end, binding = advance(program, _levels(known, plan.num_ranks) * factor + profile.op_overhead_ms)
+    n = t.stage.size
+    # What an op costs beside its layers passes after it, before the next op starts and its tensor leaves.
+    ended = np.maximum(end[:n] - profile.op_overhead_ms, start[:n])
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], ended)
+    transfers = Transfers(
+        program.source,
+        program.target,
+        t.rank[program.source],
+        t.rank[program.target],
+        start[n:],
+        end[n:],
+        program.nbytes,
+    )
+    return Timeline(
+        num_ranks=plan.num_ranks,
+        spans=spans,
+        transfers=transfers,
+        memory=memory_curves(program, costs, spans, transfers),
+        extras=after_pipeline(plan, costs, spans),
+        capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
+        binding=binding,
+        label=label or str(plan.extra.get("system", "")),
+        model=costs.model,
+    )
+
+
+def _levels(known: dict[int, Floats], ranks: int) -> Floats:
+    """Durations [k - 1, op] for every number k of ranks at work, in proportion between the known ones."""
+    at = sorted(known)
+    table = np.stack([known[k] for k in at])
+    out = np.empty((ranks, table.shape[1]))
+    for k in range(1, ranks + 1):
+        right = int(np.searchsorted(at, k))
+        if right == 0 or at[right] == k:
+            out[k - 1] = table[right]
+        else:
+            part = (k - at[right - 1]) / (at[right] - at[right - 1])
+            out[k - 1] = (1 - part) * table[right - 1] + part * table[right]
+    return out
+
+
+def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArray[np.int32]]:
+    """Start, end and last-ending predecessor of every op and transfer; `durations[k - 1, op]` with k ranks at work."""
+    preds = program.preds
+    ranks, computes = durations.shape
+    nodes = preds.shape[0]
+    followers: list[list[int]] = [[] for _ in range(nodes)]
+    missing = np.zeros(nodes, np.int64)
+    for node in range(nodes):
+        for p in {int(p) for p in preds[node] if p >= 0}:
+            followers[p].append(node)
+            missing[node] += 1
+    start, end = np.zeros(nodes), np.zeros(nodes)
+    binding = np.full(nodes, -1, np.int32)
+    left: dict[int, float] = {}
+    """Ops at work and the part of each that is still to do."""
+    flying: list[tuple[float, int]] = []
+    now = 0.0
+    fresh = [n for n in range(nodes) if missing[n] == 0]
+    while fresh or left or flying:
+        while fresh:
+            node = fresh.pop()
+            start[node] = now
+            if node < computes:
+                left[node] = 1.0
+            else:
+                heapq.heappush(flying, (now + float(program.transfer_ms[node - computes]), node))
+        speed = durations[min(max(len(left), 1), ranks) - 1]
+        took = {n: float(speed[n]) for n in left}
+        step = min((part * took[n] for n, part in left.items()), default=np.inf)
+        if flying:
+            step = min(step, max(0.0, flying[0][0] - now))
+        ended = []
+        for n in left:
+            rest = left[n] * took[n] - step
+            if rest <= 1e-9:
+                ended.append(n)
+            else:
+                left[n] = rest / took[n]
+        now += step
+        while flying and flying[0][0] <= now + 1e-12:
+            ended.append(heapq.heappop(flying)[1])
+        for n in ended:
+            left.pop(n, None)
+            end[n] = now
+            for f in followers[n]:
+                missing[f] -= 1
+                if missing[f] == 0:
+                    binding[f] = n
+                    fresh.append(f)
+    return start, end, binding
+
+
+def full_load(costs: CostTable) -> Profile:
+    """Costs without a measurement behind them, as a profile whose ranks share nothing."""
+    return Profile(costs=costs)

@@ -1,0 +1,218 @@
+"""The simulator's hot loops, compiled.
+
+Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or words; simulator.py and
+lowering.py build the arrays and give the results their names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.base.compile import njit
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+AT_ONCE = 1 << 20
+"""Jittered durations that are drawn at a time."""
+
+
+@njit
+def longest_path(order, preds, duration):  # type: ignore[no-untyped-def]
+    """Start and end of every node when each starts as soon as its predecessors have ended.
+
+    `binding` is the predecessor that ended last (ties: the first column), or -1 at time zero.
+    """
+    nodes, width = preds.shape
+    start = np.zeros(nodes)
+    end = np.zeros(nodes)
+    binding = np.full(nodes, -1, np.int32)
+    for i in range(order.size):
+        node = order[i]
+        latest = 0.0
+        because = -1
+        for k in range(width):
+            p = preds[node, k]
+            if p >= 0 and (because < 0 or end[p] > latest):
+                latest = end[p]
+                because = p
+        start[node] = latest
+        end[node] = latest + duration[node]
+        binding[node] = because
+    return start, end, binding
+
+
+def makespans(order: Ints, preds: Ints, duration: Floats, sigma: float, runs: int, seed: int) -> Floats:
+    """Makespans of `runs` trials in which every duration is scaled by a log-normal of mean 1."""
+    draws = np.random.RandomState(seed & 0xFFFFFFFF)
+    nodes = order[duration[order] > 0.0] if sigma > 0.0 else order[:0]
+    out = np.empty(runs)
+    at_once = max(1, AT_ONCE // max(duration.size, 1))
+    for first in range(0, runs, at_once):
+        count = min(at_once, runs - first)
+        scaled = np.tile(duration, (count, 1))
+        scaled[:, nodes] *= np.exp(draws.normal(-0.5 * sigma * sigma, sigma, (count, nodes.size)))
+        out[first : first + count] = _ends(order, preds, scaled)
+    return out
+
+
+@njit
+def _ends(order, preds, duration):  # type: ignore[no-untyped-def]
+    """When the last node ends, for every row of durations."""
+    runs, nodes = duration.shape
+    width = preds.shape[1]
+    end = np.zeros(nodes)
+    out = np.empty(runs)
+    for run in range(runs):
+        makespan = 0.0
+        for i in range(order.size):
+            node = order[i]
+            latest = 0.0
+            for k in range(width):
+                p = preds[node, k]
+                if p >= 0 and end[p] > latest:
+                    latest = end[p]
+            end[node] = latest + duration[run, node]
+            if end[node] > makespan:
+                makespan = end[node]
+        out[run] = makespan
+    return out
+
+
+@njit
+def program_predecessors(  # type: ignore[no-untyped-def]
+    compute_preds, transfer_of, rank_of, source, target, instr_offsets, instr_kind, instr_id, mode, ranks
+):
+    """Predecessors of the rendezvous graph: compute ops are nodes 0..C-1, transfers C..C+T-1.
+
+    compute_preds[c, k] is a data predecessor and transfer_of[c, k] the transfer that carries it (or -1).
+    instr_* list each rank's program: kind 0 compute, 1 send, 2 receive; id is the op or the transfer.
+    mode 0 directed, 1 pair, 2 single, 3 blocking.
+    Columns of a transfer: producer, last compute before the send, last compute before the receive, the
+    transfer before it in the sender's queue and in the receiver's queue. A compute op: the op before it,
+    its data predecessors (through their transfers), and in blocking mode the instruction before it.
+    """
+    computes, width = compute_preds.shape
+    transfers = source.size
+    preds = np.full((computes + transfers, max(width + 1, 5)), -1, np.int32)
+    for c in range(computes):
+        for k in range(width):
+            if transfer_of[c, k] >= 0:
+                preds[c, k + 1] = computes + transfer_of[c, k]
+            else:
+                preds[c, k + 1] = compute_preds[c, k]
+    if mode == 3:
+        for r in range(ranks):
+            previous = -1
+            for i in range(instr_offsets[r], instr_offsets[r + 1]):
+                if instr_kind[i] == 0:
+                    preds[instr_id[i], 0] = previous
+                    previous = instr_id[i]
+                else:
+                    t = instr_id[i]
+                    preds[computes + t, 0] = source[t]
+                    preds[computes + t, instr_kind[i]] = previous
+                    previous = computes + t
+        return preds
+    last = np.full((2, ranks), -1, np.int32)
+    for r in range(ranks):
+        last[:] = -1
+        single = -1
+        previous = -1
+        for i in range(instr_offsets[r], instr_offsets[r + 1]):
+            if instr_kind[i] == 0:
+                preds[instr_id[i], 0] = previous
+                previous = instr_id[i]
+                continue
+            t = instr_id[i]
+            sending = instr_kind[i] == 1
+            node = computes + t
+            preds[node, 0] = source[t]
+            preds[node, instr_kind[i]] = previous
+            peer = rank_of[target[t]] if sending else rank_of[source[t]]
+            side = 1 if sending and mode == 0 else 0
+            before = single if mode == 2 else last[side, peer]
+            preds[node, 3 if sending else 4] = before
+            if mode == 2:
+                single = node
+            else:
+                last[side, peer] = node
+    return preds
+
+
+@njit
+def evaluate(  # type: ignore[no-untyped-def]
+    offsets, stage, kind, micro_batch, duration, before, after, route, stage_rank, forward_ms, gradient_ms
+):
+    """Makespan of orders under the directed channel model, straight from the op arrays; -1 on deadlock.
+
+    forward_ms[stage, m] is the transfer time of the stage's output to the next stage's rank, gradient_ms of
+    its input gradient to the stage before. Equals lowering and simulating the plan, without building either.
+    """
+    ranks = offsets.size - 1
+    stages = stage_rank.size
+    micro_batches = route.size
+    forward_at = np.full((stages, micro_batches), -1.0)
+    gradient_at = np.full((stages, micro_batches), -1.0)
+    channel = np.zeros((ranks, ranks))
+    clock = np.zeros(ranks)
+    head = offsets[:-1].copy()
+    left = stage.size
+    while left > 0:
+        moved = False
+        for r in range(ranks):
+            now = clock[r]
+            i = head[r]
+            stop = offsets[r + 1]
+            while i < stop:
+                s = stage[i]
+                m = micro_batch[i]
+                k = kind[i]
+                if k == 0:
+                    b = before[route[m], s]
+                    if b >= 0:
+                        ready = forward_at[b, m]
+                        if ready < 0.0:
+                            break
+                        if ready > now:
+                            now = ready
+                    now += duration[i]
+                    a = after[route[m], s]
+                    arrived = now
+                    if a >= 0:
+                        to = stage_rank[a]
+                        if to != r:
+                            if channel[r, to] > arrived:
+                                arrived = channel[r, to]
+                            arrived += forward_ms[s, m]
+                            channel[r, to] = arrived
+                    forward_at[s, m] = arrived
+                elif k == 2 or k == 4:
+                    a = after[route[m], s]
+                    if a >= 0:
+                        ready = gradient_at[a, m]
+                        if ready < 0.0:
+                            break
+                        if ready > now:
+                            now = ready
+                    now += duration[i]
+                    b = before[route[m], s]
+                    arrived = now
+                    if b >= 0:
+                        to = stage_rank[b]
+                        if to != r:
+                            if channel[r, to] > arrived:
+                                arrived = channel[r, to]
+                            arrived += gradient_ms[s, m]
+                            channel[r, to] = arrived
+                    gradient_at[s, m] = arrived
+                else:
+                    now += duration[i]
+                i += 1
+                moved = True
+            left -= i - head[r]
+            head[r] = i
+            clock[r] = now
+        if not moved:
+            return -1.0
+    return clock.max()

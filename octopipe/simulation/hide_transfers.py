@@ -1,0 +1,92 @@
+"""Hiding transfers: of plans that take the same time, one whose ranks compute while their tensors travel.
+
+Knows: small changes of a rank's order, and that none may cost memory, or time beyond what is allowed. Does not know:
+how plans are searched (`tuner/`). A search that minimises the step leaves the order open wherever there is slack; a
+transfer that happens to lie in a gap there costs nothing as predicted, and is the first to cost something on a link
+that is slower.
+
+>>> from octopipe.search.systems import build_plan
+>>> costs = CostTable.uniform(num_layers=8, p2p_ms=0.2)
+>>> plan = build_plan("zb-v", costs, 4, 8)
+>>> better = hide_transfers(plan, costs, moves=300)
+>>> simulate(better, costs).makespan_ms <= simulate(plan, costs).makespan_ms
+True
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.plans.price import prices_kept
+from octopipe.simulation.simulator import makespan_ms, simulate
+from octopipe.simulation.timeline import Timeline
+
+ROUNDING = 1e-9
+REACH = (1, 1, 1, 2, 3)
+"""By how many places an op moves; mostly by one."""
+
+
+def hide_transfers(
+    plan: Plan,
+    costs: CostTable,
+    *,
+    budget_s: float | None = None,
+    moves: int | None = None,
+    slack: float = 0.0,
+    seed: int = 0,
+) -> Plan:
+    """The plan with as many sends and receives behind computation as a walk through orders of no longer step time
+    (longer by `slack`, a share, at most) finds, within a time or a number of moves."""
+    if (budget_s is None) == (moves is None):
+        raise OctoPipeError("hide_transfers takes a budget in seconds or a number of moves; give one of the two")
+    end = None if budget_s is None else time.monotonic() + budget_s
+    with prices_kept():
+        return _walked(plan, costs, end, moves, slack, random.Random(seed))
+
+
+def _walked(
+    plan: Plan, costs: CostTable, end: float | None, moves: int | None, slack: float, dice: random.Random
+) -> Plan:
+    best, now = plan, _value(simulate(plan, costs))
+    limit_ms = -now[1] * (1.0 + slack)
+    tried = 0
+    while (end is None or time.monotonic() < end) and (moves is None or tried < moves):
+        tried += 1
+        other = _moved(best, dice)
+        if other is None:
+            continue
+        try:
+            # Most moves cost time; timing the orders alone tells sooner than a whole timeline.
+            if makespan_ms(other, costs) > limit_ms * (1.0 + ROUNDING):
+                continue
+            timeline = simulate(other, costs)
+        except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
+            continue
+        value = _value(timeline)
+        # Equal ones are taken too: the walk crosses plateaus.
+        if value >= now and timeline.makespan_ms <= limit_ms and timeline.fits:
+            best, now = other, value
+    return best
+
+
+def _value(timeline: Timeline) -> tuple[float, float]:
+    return timeline.overlap.rate, -timeline.makespan_ms
+
+
+def _moved(plan: Plan, dice: random.Random) -> Plan | None:
+    """One op of one rank a few places earlier or later."""
+    rank = dice.randrange(plan.num_ranks)
+    order = list(plan.orders[rank])
+    if len(order) < 2:
+        return None
+    here = dice.randrange(len(order))
+    there = here + dice.choice(REACH) * dice.choice((-1, 1))
+    if not 0 <= there < len(order):
+        return None
+    order.insert(there, order.pop(here))
+    return replace(plan, orders=(*plan.orders[:rank], tuple(order), *plan.orders[rank + 1 :]))

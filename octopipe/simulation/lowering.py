@@ -1,0 +1,341 @@
+"""Lowering: Plan -> Program, the exact instruction list the simulator times and the executor runs.
+
+Knows: where sends and receives go so that no channel model can deadlock and transfers hide behind compute.
+Does not know: what happens on a device. The plan's compute order is never changed.
+
+How it works (paper, section VII). An unconstrained simulation gives every op an interval, and so every
+transfer a window: from the end of its producer to the start of its consumer. A transfer gets one key inside
+its window; each rank's program is its ops (keyed by their end) and its sends and receives merged by key.
+*Proof of deadlock freedom:* every edge of the rendezvous graph (compute order, queue order, producer ->
+transfer -> consumer, instruction before a posted send or receive) leads from a smaller key to a larger one,
+so there is no cycle. `prove_deadlock_free` checks the finished program again, from its instructions alone.
+
+Near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.base.compile import njit
+from octopipe.base.display import one_line
+from octopipe.base.errors import DeadlockError, OctoPipeError
+from octopipe.base.graph import find_cycle, topological_order
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import F, Op, OpTable, Plan, with_rank_order
+from octopipe.plans.price import boundary_bytes, match, op_durations
+from octopipe.simulation import engine as _engine
+from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
+
+Channel = Literal["directed", "pair", "single", "blocking"]
+CHANNELS: tuple[Channel, ...] = ("directed", "pair", "single", "blocking")
+"""One in-order queue per direction of a rank pair; per rank pair; per rank; no queue at all (inline)."""
+PREFETCH = 2
+"""How many compute ops before its window a directed receive is posted: slack for real-life jitter."""
+COMPUTE, SEND, RECEIVE = range(3)
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+
+class Instruction(NamedTuple):
+    """One line of a rank's program: run `op`, or send / receive the tensor `op` made for `consumer`."""
+
+    kind: Literal["compute", "send", "receive"]
+    op: Op
+    consumer: Op | None = None
+    peer: int = -1
+    transfer: int = -1
+
+    def __str__(self) -> str:
+        if self.kind == "compute":
+            return str(self.op)
+        arrow = "->" if self.kind == "send" else "<-"
+        return f"{self.kind}[{self.op} {arrow} rank {self.peer}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """Per rank: compute ops, sends and receives in order. Arrays inside, `instructions` for people."""
+
+    plan: Plan
+    channel: Channel
+    source: Ints
+    """Producer op of every transfer."""
+    target: Ints
+    """Consumer op of every transfer."""
+    nbytes: Floats
+    transfer_ms: Floats
+    transfer_of: Ints
+    """transfer_of[op, k]: the transfer that carries data predecessor k of the op, or -1."""
+    instr_offsets: Ints
+    instr_kind: Ints
+    instr_id: Ints
+    preds: Ints
+    """The rendezvous graph: ops first, then transfers."""
+    mismatched: int
+    """Transfers whose naive position (receive right before use) disagrees between the two ends."""
+
+    def __repr__(self) -> str:
+        ops = self.plan.table().stage.size
+        plan = f"{self.plan.num_ranks} ranks, {ops} ops, {self.num_transfers} transfers"
+        return one_line("Program", str(self.plan.extra.get("system") or ""), plan, f"{self.channel} channels")
+
+    @property
+    def num_transfers(self) -> int:
+        return int(self.source.size)
+
+    def instructions(self, rank: int) -> tuple[Instruction, ...]:
+        return tuple(self._walk(rank))
+
+    def _walk(self, rank: int) -> Iterator[Instruction]:
+        t = self.plan.table()
+        for i in range(self.instr_offsets[rank], self.instr_offsets[rank + 1]):
+            kind, number = int(self.instr_kind[i]), int(self.instr_id[i])
+            if kind == COMPUTE:
+                yield Instruction("compute", self.plan.op(number))
+                continue
+            a, b = int(self.source[number]), int(self.target[number])
+            peer = int(t.rank[b] if kind == SEND else t.rank[a])
+            name = cast(Literal["send", "receive"], "send" if kind == SEND else "receive")
+            yield Instruction(name, self.plan.op(a), self.plan.op(b), peer, number)
+
+    def describe(self, node: int) -> str:
+        """A node of the rendezvous graph in words."""
+        t = self.plan.table()
+        if node < t.stage.size:
+            return f"{self.plan.op(node)} (rank {t.rank[node]})"
+        k = node - t.stage.size
+        a, b = int(self.source[k]), int(self.target[k])
+        return f"transfer of {self.plan.op(a)} (rank {t.rank[a]} -> {t.rank[b]})"
+
+
+def lower(
+    plan: Plan, costs: CostTable, *, channel: Channel = "directed", naive: bool = False, check: bool = True
+) -> Program:
+    """The deadlock-free, overlap-aware program of a plan; the proof is part of making it.
+
+    `check` looks at the plan first; leave it out where that was done before. `naive` places every receive right
+    before its use and every send right after its producer, whatever deadlocks that brings: what the paper's
+    figure 4 warns of, kept for comparison and tests. Only there does `check=False` leave out the proof, too.
+    """
+    if channel not in CHANNELS:
+        raise OctoPipeError(f"unknown channel model {channel!r}; one of {', '.join(CHANNELS)}")
+    if check:
+        plan.check()
+    match(plan, costs)
+    t = plan.table()
+    data = plan.predecessor_table()
+    computes = t.stage.size
+    crossing = (data >= 0) & (t.rank[np.maximum(data, 0)] != t.rank[:, None])
+    target, column = (x.astype(np.int32) for x in np.nonzero(crossing))
+    source = data[target, column]
+    transfer_of = np.full(data.shape, -1, np.int32)
+    transfer_of[target, column] = np.arange(source.size, dtype=np.int32)
+    nbytes, transfer_ms = _transfer_prices(plan, costs, source, target)
+    duration = op_durations(plan, costs)
+
+    # Times when only a rank pair's own direction queues: the windows come from here.
+    graph = with_rank_order(t, data)
+    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
+    free[:computes] = graph
+    free[target, column] = computes + np.arange(source.size, dtype=np.int32)
+    free[computes:, 0] = source
+    free[computes:, 1] = _before_in_direction(t, source, target)
+    order = topological_order(free)
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size)
+    start, end, _ = _engine.longest_path(order, free, np.concatenate((duration, transfer_ms)))
+
+    def program(sorting: tuple[NDArray[np.float64], ...]) -> Program:
+        return program_of(*_instructions(t, source, target, sorting))
+
+    def program_of(kinds: Ints, ids: Ints, offsets: Ints) -> Program:
+        preds = _rendezvous(plan, channel, source, target, transfer_of, offsets, kinds, ids)
+        return Program(
+            plan=plan,
+            channel=channel,
+            source=source,
+            target=target,
+            nbytes=nbytes,
+            transfer_ms=transfer_ms,
+            transfer_of=transfer_of,
+            instr_offsets=offsets,
+            instr_kind=kinds,
+            instr_id=ids,
+            preds=preds,
+            mismatched=_count_mismatches(t, source, target),
+        )
+
+    def by_key(key: Floats) -> Program:
+        return program(_sorted_by_key(key, end[:computes], place, source))
+
+    ready, need = end[source], start[target]
+    if naive:
+        best = program(_sorted_naively(t, source, target))
+    elif channel == "directed":
+        best = program(_sorted_by_readiness(t, source, target, ready, end[:computes]))
+    elif channel == "blocking":
+        chosen = cheapest_positions(
+            t.rank, t.offsets, source, target, ready, need, transfer_ms, start[:computes], end[:computes], CANDIDATES
+        )
+        met = meetings(t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks)
+        candidates = [by_key(ready), by_key(chosen), program_of(*met)]
+        best = min(candidates, key=lambda p: _makespan(p, duration))
+    else:
+        # An in-order queue delays what stands behind a late transfer; re-keying by the delayed times of the
+        # first program often finds a better common order. Both are safe; keep the faster.
+        first = by_key(ready)
+        delayed = _simulate_nodes(first, duration)[1][source]
+        second = by_key(np.clip(delayed, ready, np.maximum(need, ready)))
+        best = min((first, second), key=lambda p: _makespan(p, duration))
+    if check or not naive:
+        prove_deadlock_free(best)
+    return best
+
+
+_MODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}
+
+
+def _rendezvous(
+    plan: Plan, channel: Channel, source: Ints, target: Ints, transfer_of: Ints, offsets: Ints, kinds: Ints, ids: Ints
+) -> Ints:
+    """The rendezvous graph of these instructions, as a predecessor table."""
+    data, rank = plan.predecessor_table(), plan.table().rank
+    return _engine.program_predecessors(
+        data, transfer_of, rank, source, target, offsets, kinds, ids, _MODES[channel], plan.num_ranks
+    )
+
+
+def with_instructions(program: Program, kinds: Ints, ids: Ints, offsets: Ints) -> Program:
+    """The same transfers under other instruction lists (another rank's lowering, say); not proven."""
+    graph = _rendezvous(
+        program.plan, program.channel, program.source, program.target, program.transfer_of, offsets, kinds, ids
+    )
+    return replace(program, instr_kind=kinds, instr_id=ids, instr_offsets=offsets, preds=graph)
+
+
+def prove_deadlock_free(program: Program) -> None:
+    """Raise DeadlockError with the cycle unless the program's rendezvous graph is acyclic.
+
+    Each send/receive pair is one node; edges are compute order, queue order at both ends and data
+    dependencies, all read off the finished instruction lists.
+    """
+    p = program
+    cycle = find_cycle(
+        _rendezvous(p.plan, p.channel, p.source, p.target, p.transfer_of, p.instr_offsets, p.instr_kind, p.instr_id)
+    )
+    if cycle:
+        words = tuple(program.describe(n) for n in cycle)
+        shown = " waits for ".join([*words[:12], "..." if len(words) > 12 else words[0]])
+        raise DeadlockError(f"deadlock under the {program.channel} channel model: {shown}", words)
+
+
+def _transfer_prices(plan: Plan, costs: CostTable, source: Ints, target: Ints) -> tuple[Floats, Floats]:
+    t = plan.table()
+    out_bytes, gradient_bytes = boundary_bytes(plan, costs)
+    forward = t.kind[source] == F
+    stage, micro_batch = t.stage[source], t.micro_batch[source]
+    nbytes = np.where(forward, out_bytes[stage, micro_batch], gradient_bytes[stage, micro_batch])
+    latency, per_byte = np.zeros(source.size), np.zeros(source.size)
+    a, b = t.rank[source], t.rank[target]
+    for x, y in {(int(p), int(q)) for p, q in zip(a, b)}:
+        link = costs.network.link(x, y)
+        mine = (a == x) & (b == y)
+        latency[mine], per_byte[mine] = link.latency_ms, link.ms_per_byte
+    return nbytes, latency + nbytes * per_byte
+
+
+def _simulate_nodes(program: Program, duration: Floats) -> tuple[Floats, Floats, Ints]:
+    order = topological_order(program.preds)
+    return _engine.longest_path(order, program.preds, np.concatenate((duration, program.transfer_ms)))
+
+
+def _makespan(program: Program, duration: Floats) -> float:
+    return float(_simulate_nodes(program, duration)[1].max())
+
+
+def _instructions(
+    t: OpTable, source: Ints, target: Ints, sorting: tuple[NDArray[np.float64], ...]
+) -> tuple[Ints, Ints, Ints]:
+    """Programs of all ranks: ops, sends and receives (in this numbering) sorted within their rank."""
+    computes, transfers = t.rank.size, source.size
+    lane = np.concatenate((t.rank, t.rank[source], t.rank[target]))
+    kinds = np.repeat(np.array([COMPUTE, SEND, RECEIVE], np.int32), [computes, transfers, transfers])
+    ids = np.concatenate((np.arange(computes), np.arange(transfers), np.arange(transfers))).astype(np.int32)
+    columns: list[NDArray[Any]] = [ids, *reversed(sorting), lane]
+    order = np.lexsort(columns)
+    sizes = np.bincount(lane, minlength=t.offsets.size - 1)
+    return kinds[order], ids[order], np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+
+
+def _sorted_by_key(key: Floats, end: Floats, place: NDArray[np.int64], source: Ints) -> tuple[NDArray[np.float64], ...]:
+    """Ops by their end, transfers by their key; ties by topological place, a transfer after its producer."""
+    made = place[source] + 0.5
+    return np.concatenate((end, key, key)), np.concatenate((place[: end.size], made, made)).astype(float)
+
+
+def _sorted_by_readiness(
+    t: OpTable, source: Ints, target: Ints, ready: Floats, end: Floats
+) -> tuple[NDArray[np.float64], ...]:
+    """Directed queues: sends follow their producer; receives are posted before their data can be ready.
+
+    A receive stands after the ops its rank has finished by then, less PREFETCH ops of slack; a later
+    receive of the same direction never stands before an earlier one (the queue's order is the sender's).
+    """
+    position = np.arange(t.rank.size) - t.offsets[t.rank]
+    slot = _receive_slots(t.rank, t.offsets, source, target, ready, end, PREFETCH, _by_direction(t, source, target))
+    slots = np.concatenate((position + 0.5, position[source] + 1.0, slot))
+    return slots, np.concatenate((position, source, source)).astype(float)
+
+
+def _sorted_naively(t: OpTable, source: Ints, target: Ints) -> tuple[NDArray[np.float64], ...]:
+    """Send right after producing, receive right before using."""
+    position = np.arange(t.rank.size) - t.offsets[t.rank]
+    slots = np.concatenate((position + 0.5, position[source] + 1.0, position[target] + 0.0))
+    after_sends = np.concatenate((np.zeros(t.rank.size + source.size), np.ones(target.size)))
+    return slots, after_sends
+
+
+def _by_direction(t: OpTable, source: Ints, target: Ints) -> NDArray[np.int64]:
+    """Transfers sorted by (source rank, target rank) and then by the sender's order."""
+    return np.lexsort((target, source, t.rank[target], t.rank[source]))
+
+
+def _before_in_direction(t: OpTable, source: Ints, target: Ints) -> Ints:
+    """The transfer (as a graph node) before each one in its direction's queue, or -1."""
+    queue = _by_direction(t, source, target)
+    a, b = t.rank[source][queue], t.rank[target][queue]
+    out = np.full(source.size, -1, np.int32)
+    same = (a[1:] == a[:-1]) & (b[1:] == b[:-1])
+    out[queue[1:][same]] = t.rank.size + queue[:-1][same]
+    return out
+
+
+@njit
+def _receive_slots(rank, offsets, source, target, ready, end, prefetch, queue):  # type: ignore[no-untyped-def]
+    out = np.empty(source.size)
+    for k in range(queue.size - 1, -1, -1):
+        i = queue[k]
+        r = rank[target[i]]
+        done = np.searchsorted(end[offsets[r] : offsets[r + 1]], ready[i], side="right")
+        slot = max(min(done, target[i] - offsets[r]) - prefetch, 0)
+        if k + 1 < queue.size:
+            j = queue[k + 1]
+            if rank[source[j]] == rank[source[i]] and rank[target[j]] == r:
+                slot = min(slot, out[j])
+        out[i] = slot
+    return out
+
+
+def _count_mismatches(t: OpTable, source: Ints, target: Ints) -> int:
+    """Transfers used in another order than they were sent in: naive positions would disagree there."""
+    queue = _by_direction(t, source, target)
+    a, b, used = t.rank[source][queue], t.rank[target][queue], target[queue]
+    same = (a[1:] == a[:-1]) & (b[1:] == b[:-1])
+    return int(np.count_nonzero(same & (used[1:] < used[:-1])))

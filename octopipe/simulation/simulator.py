@@ -1,0 +1,218 @@
+"""The simulator: Program + CostTable -> Timeline, exact to the last event.
+
+Knows: when every op and transfer of a program starts and ends, what each rank holds in memory meanwhile, and
+what follows the pipeline (gradient reduction, optimizer). Does not know: where a plan came from.
+
+A program is a graph (see lower.py): every op and transfer starts when its predecessors have ended, so one
+topological pass gives exact times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.graph import topological_order
+from octopipe.base.limits import checked_seed
+from octopipe.costs.cluster.hardware import Link
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS, B, F, I, Plan, R, W, route_neighbours
+from octopipe.plans.price import (
+    boundary_bytes,
+    hop_times,
+    match,
+    op_durations,
+    stage_memory,
+    static_bytes,
+    workspace_bytes,
+)
+from octopipe.simulation import engine as _engine
+from octopipe.simulation.lowering import Channel, Program, lower, prove_deadlock_free
+from octopipe.simulation.timeline import Extra, MemoryCurve, Spans, Timeline, Transfers
+
+Floats = NDArray[np.float64]
+
+
+def simulate(
+    plan: Plan | Program, costs: CostTable, *, channel: Channel = "directed", label: str = "", check: bool = True
+) -> Timeline:
+    """The predicted Timeline of a plan (lowered for `channel`) or of a program as it is."""
+    lowered_here = not isinstance(plan, Program)
+    program = plan if isinstance(plan, Program) else lower(plan, costs, channel=channel, check=check)
+    plan = program.plan
+    match(plan, costs)
+    if check and not lowered_here:  # lowering has proven its own
+        prove_deadlock_free(program)
+    t = plan.table()
+    computes = t.stage.size
+    duration = np.concatenate((op_durations(plan, costs), program.transfer_ms))
+    start, end, binding = _engine.longest_path(topological_order(program.preds), program.preds, duration)
+    spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], end[:computes])
+    transfers = Transfers(
+        program.source,
+        program.target,
+        t.rank[program.source],
+        t.rank[program.target],
+        start[computes:],
+        end[computes:],
+        program.nbytes,
+    )
+    return Timeline(
+        num_ranks=plan.num_ranks,
+        spans=spans,
+        transfers=transfers,
+        memory=memory_curves(program, costs, spans, transfers),
+        extras=after_pipeline(plan, costs, spans),
+        capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
+        binding=binding,
+        label=label or str(plan.extra.get("system", "")),
+        model=costs.model,
+    )
+
+
+def makespan_ms(plan: Plan, costs: CostTable) -> float:
+    """The makespan under directed channels, without building a program or a timeline (no check either)."""
+    t = plan.table()
+    before, after = route_neighbours(plan)
+    forward, gradient = hop_times(plan, costs)
+    result = _engine.evaluate(
+        t.offsets,
+        t.stage,
+        t.kind,
+        t.micro_batch,
+        op_durations(plan, costs),
+        before,
+        after,
+        np.asarray(plan.route_of_micro_batch, np.int32),
+        np.array([s.rank for s in plan.stages], np.int32),
+        forward,
+        gradient,
+    )
+    if result < 0:
+        plan.check()
+        raise OctoPipeError("the orders wait for each other; run check on the plan")
+    return float(result)
+
+
+def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: int = 1000, seed: int = 0) -> Floats:
+    """Makespans of `runs` trials with every op and transfer scaled by a log-normal of mean 1 and width sigma.
+
+    With data parallelism the step waits for its slowest pipeline: take the maximum of `data_parallel` trials.
+    """
+    if not (0 <= sigma < 10) or runs < 1:
+        raise OctoPipeError(f"jitter sigma {sigma} with {runs} runs; give 0 <= sigma < 10 and at least one run")
+    duration = np.concatenate((op_durations(program.plan, costs), program.transfer_ms))
+    return _engine.makespans(topological_order(program.preds), program.preds, duration, sigma, runs, checked_seed(seed))
+
+
+def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: Transfers) -> tuple[MemoryCurve, ...]:
+    """Bytes in use on every rank over time, for predicted or measured spans of a program.
+
+    F holds its activation (or what recomputation keeps) until I, W's part until W; R restores what F dropped.
+    A tensor between stages lives from its producer's end to its transfer's end on the sending rank, and from
+    its transfer's start to its consumer's start on the other (a gradient: to its consumer's end).
+    """
+    plan = program.plan
+    t = plan.table()
+    memory = stage_memory(plan, costs)
+    cell = (t.stage, t.micro_batch)
+    recomputes = t.index[R][cell] >= 0
+    activation, kept, stash = memory.activation[cell], memory.kept[cell], memory.stash[cell]
+    at_start, at_end = np.zeros(t.stage.size), np.zeros(t.stage.size)
+    is_f, is_r, is_i, is_w, is_b = (t.kind == k for k in (F, R, I, W, B))
+    at_start[is_f] = np.where(recomputes, kept, activation)[is_f]
+    at_start[is_r] = (activation - kept)[is_r]
+    at_end[is_i] = (stash - activation)[is_i]
+    at_end[is_w] = -stash[is_w]
+    at_end[is_b] = -activation[is_b]
+    scratch = workspace_bytes(plan, costs)[t.stage]
+    at_start += scratch
+    at_end -= scratch
+
+    rank, time, delta = [t.rank, t.rank], [spans.start_ms, spans.end_ms], [at_start, at_end]
+
+    def add(on: NDArray[np.int32], when: Floats, change: Floats) -> None:
+        rank.append(on)
+        time.append(when)
+        delta.append(change)
+
+    out_bytes, gradient_bytes = boundary_bytes(plan, costs)
+    data = plan.predecessor_table()
+    for column, kind in ((0, F), (2, None)):
+        consumer = np.flatnonzero((data[:, column] >= 0) & ((t.kind == F) if kind == F else (is_i | is_b)))
+        producer = data[consumer, column]
+        size = (out_bytes if kind == F else gradient_bytes)[t.stage[producer], t.micro_batch[producer]]
+        carried = program.transfer_of[consumer, column]
+        local = carried < 0
+        add(t.rank[producer], spans.end_ms[producer], size)
+        add(t.rank[consumer], spans.start_ms[consumer] if kind == F else spans.end_ms[consumer], -size)
+        moved = carried[~local]
+        add(transfers.source[moved], transfers.end_ms[moved], -size[~local])
+        add(transfers.destination[moved], transfers.start_ms[moved], size[~local])
+    ranks, times, deltas = np.concatenate(rank), np.concatenate(time), np.concatenate(delta)
+    by = np.lexsort((times, ranks))
+    ranks, times, deltas = ranks[by], times[by], deltas[by]
+    static = static_bytes(plan, costs)
+    bounds = np.searchsorted(ranks, np.arange(plan.num_ranks + 1))
+    curves = []
+    for r in range(plan.num_ranks):
+        mine = slice(bounds[r], bounds[r + 1])
+        used = static[r] + np.cumsum(deltas[mine])
+        # Rounding of sums of large byte counts can leave a hair below the static level at the end.
+        used = np.maximum(used, static[r])
+        when = times[mine]
+        # What exists for no time at all (freed and taken in one instant) is no state of the memory.
+        lasting = np.append(when[1:] > when[:-1], True)[: when.size]
+        curves.append(MemoryCurve(when[lasting], used[lasting], float(static[r])))
+    return tuple(curves)
+
+
+def _all_reduce_ms(nbytes: float, members: int, link: Link) -> float:
+    """Ring all-reduce: every byte crosses the link 2(n-1)/n times; latency grows with the tree depth."""
+    if members <= 1 or nbytes <= 0:
+        return 0.0
+    return 2 * math.ceil(math.log2(members)) * link.latency_ms + 2 * (members - 1) / members * nbytes * link.ms_per_byte
+
+
+def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, ...]:
+    """Reductions of each stage's gradients as soon as its last weight gradient is there, then the optimizer."""
+    done = np.zeros(len(plan.stages))
+    weights = (spans.kind == W) | (spans.kind == B)
+    np.maximum.at(done, spans.stage[weights], spans.end_ms[weights])
+    replicas = plan.replicas()
+    # A replicated stage is ready when all its copies are; sorting by that gives every holder the same order.
+    ready_at = done.copy()
+    first, stop = (np.array([getattr(stage, name) for stage in plan.stages]) for name in ("first", "stop"))
+    for s, stage in enumerate(plan.stages if replicas else ()):
+        ready_at[s] = done[(first < stage.stop) & (stage.first < stop)].max()
+    held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
+    for s, stage in enumerate(plan.stages):
+        held[stage.rank].append(s)
+    extras = []
+    for rank in range(plan.num_ranks):
+        clock = 0.0
+        mine = sorted(held[rank], key=lambda s: (ready_at[s], plan.stages[s].first))
+        for s in mine:
+            stage = plan.stages[s]
+            nbytes = float(costs.gradient_bytes[stage.first : stage.stop].sum())
+            holders = replicas.get(stage.first, (rank,))
+            ready, took = ready_at[s], 0.0
+            if len(holders) > 1:
+                other = next(h for h in holders if h != rank)
+                took += _all_reduce_ms(nbytes, len(holders), costs.network.link(rank, other))
+            took += _all_reduce_ms(nbytes, costs.data_parallel, costs.reduction)
+            if took > 0:
+                begin = max(clock, ready)
+                clock = begin + took
+                extras.append(Extra(f"reduce stage {s}", rank, begin, clock))
+        update = sum(float(costs.optimizer_ms[plan.stages[s].first : plan.stages[s].stop].sum()) for s in mine)
+        if update > 0:
+            begin = max([clock, *(float(done[s]) for s in mine)])
+            extras.append(Extra("optimizer", rank, begin, begin + update * costs.slowdown(rank)))
+    return tuple(extras)
+
+
+__all__ = ["KINDS", "jitter_ms", "makespan_ms", "memory_curves", "simulate"]

@@ -1,0 +1,1 @@
+"""What people look at: exports, the report, the reproduction of the paper."""

@@ -1,0 +1,161 @@
+"""A plan's partition and placement as Megatron-LM's layout strings.
+
+Knows: which plans `--pipeline-model-parallel-layout` (transformers) and `--hybrid-layer-pattern` (hybrids) can
+say: stage i lies on rank i mod pp, stages may be empty, the embedding is in the first stage and the loss in the
+last. Placements that are not round robin are said with empty stages and, where that saves some, with ranks
+renamed. Does not know: orders; Megatron keeps its own (interleaved) 1F1B with these flags
+(`octopipe.megatron.forward_backward_func` brings the plan's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.plans.readers.megatron_text import MegatronText, read_hybrid
+
+BLOCKS = {"E": "E", "T": "t", "t": "t", "X": "t", "x": "t", "g": "t", "G": "t", "P": "m", "L": "L"}
+HYBRID = {"M": "M", "D": "G", "*": "*", "@": "+", "-": "-", "#": "E"}
+_MOST_TRIED_RANKS = 8
+"""Up to here every renaming of ranks is tried (720 of them)."""
+_OTHERWISE = "`octopipe.megatron.forward_backward_func` runs any plan"
+
+Piece = tuple[int, int, int]
+"""First layer, layer behind the last, rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronLayout:
+    """A plan in Megatron's flags."""
+
+    pp: int
+    text: MegatronText
+    ranks: tuple[int, ...]
+    """ranks[r]: the plan's rank that Megatron's rank r stands for."""
+    notes: tuple[str, ...]
+
+    @property
+    def arguments(self) -> str:
+        """The command-line arguments."""
+        flag = "--pipeline-model-parallel-layout" if self.text.kind == "layout" else "--hybrid-layer-pattern"
+        return f'--pipeline-model-parallel-size {self.pp} {flag} "{self.text.text()}"'
+
+
+def megatron_arguments(plan: Plan, symbols: str) -> str:
+    """The command-line arguments that give Megatron-LM this partition."""
+    return megatron_layout(plan, symbols).arguments
+
+
+def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
+    """The plan in Megatron's flags, or one line about why they cannot say it."""
+    if len(symbols) != plan.num_layers:
+        raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
+    if len(plan.routes) > 1:
+        raise OctoPipeError(f"Megatron-LM knows one chain of stages; this plan has {len(plan.routes)} routes")
+    pp, pieces = plan.num_ranks, _merged(plan)
+    notes = []
+    if len(pieces) < len(plan.stages):
+        notes.append(f"{len(plan.stages)} stages became {len(pieces)}: neighbours on one rank are one")
+    if pp > 1 and pieces[0][2] == pieces[-1][2]:
+        raise OctoPipeError(
+            f"embedding and loss are both on rank {pieces[0][2]}; Megatron-LM's strings put them on its first and its "
+            f"last rank: {_OTHERWISE}"
+        )
+    ranks, slots = _fewest_slots([p[2] for p in pieces], pp)
+    cells = [""] * (slots[-1] + 1)
+    text = _text(plan, symbols, pieces, slots, cells)
+    empty = sum(not cell for cell in cells) if text.kind == "layout" else sum(not s for s in text.stages)
+    if empty:
+        notes.append(f"{empty} of {len(cells)} stages are empty: they carry a placement that is not round robin")
+    if ranks != tuple(range(pp)):
+        notes.append(f"ranks renamed: Megatron's ranks 0..{pp - 1} are the plan's {', '.join(map(str, ranks))}")
+    _check_predictions(text, pp)
+    notes.append(
+        f"the order is Megatron's own {'1F1B' if len(cells) == pp else 'interleaved 1F1B'}; {_OTHERWISE} in its own"
+    )
+    return MegatronLayout(pp=pp, text=text, ranks=ranks, notes=tuple(notes))
+
+
+def _merged(plan: Plan) -> list[Piece]:
+    """The chain of stages, neighbours on one rank joined."""
+    out: list[Piece] = []
+    for number in plan.routes[0]:
+        stage = plan.stages[number]
+        if out and out[-1][2] == stage.rank:
+            out[-1] = (out[-1][0], stage.stop, stage.rank)
+        else:
+            out.append((stage.first, stage.stop, stage.rank))
+    return out
+
+
+def _fewest_slots(chain: Sequence[int], pp: int) -> tuple[tuple[int, ...], list[int]]:
+    """Megatron's ranks as the plan's, and the place of every stage among Megatron's, with fewest empty ones."""
+    if pp == 1:
+        return (0,), [0] * len(chain)
+    first, last = chain[0], chain[-1]
+    middle = [r for r in dict.fromkeys([*chain, *range(pp)]) if r not in (first, last)]
+    tried: Iterable[Sequence[int]] = (
+        permutations(sorted(middle)) if pp <= _MOST_TRIED_RANKS else [sorted(middle), middle]
+    )
+    best: tuple[tuple[int, ...], list[int]] | None = None
+    for inner in tried:
+        ranks = (first, *inner, last)
+        place = {rank: k for k, rank in enumerate(ranks)}
+        slots, at = [], -1
+        for rank in chain:
+            at += 1 + (place[rank] - at - 1) % pp
+            slots.append(at)
+        if best is None or slots[-1] < best[1][-1]:
+            best = ranks, slots
+    assert best is not None
+    return best
+
+
+def _text(plan: Plan, symbols: str, pieces: Sequence[Piece], slots: Sequence[int], cells: list[str]) -> MegatronText:
+    for (first, stop, _), slot in zip(pieces, slots):
+        cells[slot] += symbols[first:stop]
+    if set(symbols) <= set(BLOCKS):
+        stages = tuple("".join(BLOCKS[s] for s in cell) for cell in cells)
+        return MegatronText(kind="layout", stages=stages, depths=symbols.count("P"))
+    # Embedding, prediction modules and head are not in a hybrid pattern; they belong to its first and last stage.
+    inner = symbols[1:-1].rstrip("P")
+    depths = len(symbols) - 2 - len(inner)
+    if symbols[0] != "E" or symbols[-1] != "L" or not set(inner) <= set(HYBRID):
+        unknown = sorted(set(inner) - set(HYBRID) - set(BLOCKS))
+        raise OctoPipeError(
+            f"Megatron-LM's layout strings have no word for layers {' '.join(unknown) or 'of both kinds together'}"
+        )
+    if "*" in inner and "@" in inner:
+        raise OctoPipeError("Megatron-LM's hybrid patterns take plain (*) or latent (+) attention, not both")
+    pattern = _depth_pattern(plan) if depths else ""
+    if depths and not all(c == "P" for c in cells[-1][-1 - depths : -1]):
+        raise OctoPipeError("Megatron-LM keeps prediction layers in a hybrid's last stage; this plan does not")
+    cells[0] = cells[0][1:]
+    cells[-1] = cells[-1][: len(cells[-1]) - 1 - depths]
+    stages = tuple("".join(HYBRID[c] for c in cell) for cell in cells)
+    return MegatronText(kind="hybrid", stages=stages, depth_pattern=pattern, depths=depths)
+
+
+def _depth_pattern(plan: Plan) -> str:
+    """The layers of a prediction depth, which only the pattern that a plan was read from says."""
+    known = plan.extra.get("megatron")
+    text = known.get("--hybrid-layer-pattern") if isinstance(known, dict) else None
+    if not isinstance(text, str):
+        raise OctoPipeError("a hybrid pattern names the layers of a prediction depth; the plan does not know them")
+    return read_hybrid(text).depth_pattern
+
+
+def _check_predictions(text: MegatronText, pp: int) -> None:
+    if text.kind != "layout" or not text.depths:
+        return
+    at = [k for k, stage in enumerate(text.stages) if "m" in stage]
+    if len(at) > 1:
+        raise OctoPipeError("Megatron-LM wants all multi-token prediction in one stage; this plan has it in two")
+    if at[0] < len(text.stages) - pp or (pp > 1 and at[0] % pp == 0):
+        raise OctoPipeError(
+            "Megatron-LM wants multi-token prediction in the last stage of its rank, and not on the first rank; "
+            f"{_OTHERWISE}"
+        )

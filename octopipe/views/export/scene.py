@@ -1,0 +1,146 @@
+"""A timeline as plain shapes: what the SVG writer draws, in the manner of pipeline papers.
+
+Knows: rows of boxes with micro-batch numbers, an axis, a legend. Does not know: file formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import KINDS
+from octopipe.simulation.timeline import Timeline
+from octopipe.views.export.style import COLOURS, NAMES, kinds_in, shade, short_number, ticks
+
+INK, QUIET, IDLE, GRID = "#17212b", "#5b6875", "#f1f3f5", "#d8dee5"
+LEFT, RIGHT, LANE, GAP, TITLE, AXIS, LEGEND = 58.0, 14.0, 22.0, 3.0, 22.0, 24.0, 28.0
+_LETTER = 0.6
+"""Width of a letter in units of its size, near enough for every font."""
+
+
+class Rect(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+
+
+class Line(NamedTuple):
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    stroke: str
+    width: float = 1.0
+
+
+class Label(NamedTuple):
+    x: float
+    y: float
+    """The baseline."""
+    text: str
+    size: float = 11.0
+    anchor: str = "start"
+    fill: str = INK
+    bold: bool = False
+
+
+Shape = Rect | Line | Label
+
+
+class Scene(NamedTuple):
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+
+
+def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, title: str = "") -> Scene:
+    """One picture of one or several timelines on a common time axis."""
+    if not timelines or all(t.spans.rank.size == 0 for t in timelines):
+        raise OctoPipeError("there is nothing to draw; the timeline has no ops")
+    if not width >= 200:
+        raise OctoPipeError(f"a picture {width:g} wide has no room; give at least 200")
+    horizon = max(t.step_ms for t in timelines) or 1.0
+    scale = (width - LEFT - RIGHT) / horizon
+    shapes: list[Shape] = []
+    y = 6.0
+    if title:
+        shapes.append(Label(LEFT, y + 14, title, 13, bold=True))
+        y += TITLE
+    for timeline in timelines:
+        if len(timelines) > 1 or timeline.label:
+            name = timeline.label or ("measured" if timeline.measured else "plan")
+            facts = f"{name}: {short_number(round(timeline.step_ms, 1))} ms, {100 * timeline.bubble_ratio:.1f} % bubble"
+            shapes.append(Label(LEFT, y + 15, facts, 11))
+            y += TITLE
+        for rank in range(timeline.num_ranks):
+            shapes += _lane(timeline, rank, y, scale, timeline.step_ms)
+            y += LANE + GAP
+        x = LEFT + timeline.step_ms * scale
+        shapes.append(Line(x, y - timeline.num_ranks * (LANE + GAP) - 2, x, y, INK, 1.0))
+        y += 4.0
+    shapes += _axis(horizon, y, scale, width)
+    y += AXIS
+    shapes += _legend(timelines, y)
+    return Scene(width, y + LEGEND, tuple(shapes))
+
+
+def _lane(timeline: Timeline, rank: int, y: float, scale: float, step_ms: float) -> list[Shape]:
+    shapes: list[Shape] = [
+        Label(LEFT - 8, y + LANE / 2 + 4, f"rank {rank}", 11, "end", QUIET),
+        Rect(LEFT, y, step_ms * scale, LANE, IDLE),
+    ]
+    s = timeline.spans
+    mine = np.flatnonzero(s.rank == rank)
+    x0, x1 = LEFT + s.start_ms[mine] * scale, LEFT + s.end_ms[mine] * scale
+    held: Rect | None = None
+    for i, a, b in zip(mine.tolist(), x0.tolist(), x1.tolist()):
+        kind, micro_batch = KINDS[s.kind[i]], int(s.micro_batch[i])
+        r, g, blue = shade(COLOURS[kind], micro_batch)
+        fill = f"#{r:02x}{g:02x}{blue:02x}"
+        wide = b - a
+        if wide < 0.4:
+            # Ops too thin to see merge with the thin one before, or a large plan makes a huge file.
+            if held is not None and a - (held.x + held.width) < 0.4 and held.width < 1.5:
+                held = held._replace(width=b - held.x)
+                shapes[-1] = held
+                continue
+            held = Rect(a, y, wide, LANE, fill)
+            shapes.append(held)
+            continue
+        held = None
+        shapes.append(Rect(a, y, wide - 0.6 if wide > 3 else wide, LANE, fill))
+        text = str(micro_batch)
+        if len(text) * 10 * _LETTER + 3 < wide:
+            shapes.append(Label((a + b) / 2, y + LANE / 2 + 3.6, text, 10, "middle"))
+    for extra in timeline.extras:
+        if extra.rank == rank:
+            a = LEFT + extra.start_ms * scale
+            shapes.append(Rect(a, y + 4, (extra.end_ms - extra.start_ms) * scale, LANE - 8, "#b9c2cc"))
+    return shapes
+
+
+def _axis(horizon: float, y: float, scale: float, width: float) -> list[Shape]:
+    shapes: list[Shape] = [Line(LEFT, y, width - RIGHT, y, GRID, 1.0)]
+    for at in ticks(0.0, horizon, max(int((width - LEFT - RIGHT) / 110), 1)):
+        x = LEFT + at * scale
+        shapes.append(Line(x, y, x, y + 4, QUIET, 1.0))
+        shapes.append(Label(x, y + 16, short_number(at), 10, "middle", QUIET))
+    shapes.append(Label(LEFT - 18, y + 16, "ms", 10, "end", QUIET))
+    return shapes
+
+
+def _legend(timelines: Sequence[Timeline], y: float) -> list[Shape]:
+    shapes: list[Shape] = []
+    used = kinds_in({int(k) for t in timelines for k in np.unique(t.spans.kind)})
+    x = LEFT
+    for kind in used:
+        shapes.append(Rect(x, y + 4, 12, 12, "#{:02x}{:02x}{:02x}".format(*COLOURS[kind])))
+        text = f"{kind} {NAMES[kind]}"
+        shapes.append(Label(x + 18, y + 14, text, 11, fill=QUIET))
+        x += 18 + len(text) * 11 * _LETTER + 14
+    return shapes

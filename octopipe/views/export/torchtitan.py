@@ -1,0 +1,84 @@
+"""A plan in torchtitan's own settings: which modules form a model part, and the schedule CSV.
+
+Knows: what torchtitan can run without a patch: stage i on rank i mod pp with as many stages on every rank, or a V of
+two stages a rank. Does not know: torch, torchtitan. Any other plan runs through `octopipe.torchtitan.pipelining_fn`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.views.export.pytorch import pytorch_csv, torch_order
+
+LOOP, V = "PipelineScheduleMulti", "ZBVZeroBubble"
+"""Names of torchtitan's schedules that place stages in a loop and in a V; the CSV brings the order."""
+_OTHERWISE = "octopipe.torchtitan.pipelining_fn runs any plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TitanSettings:
+    """What to set in a torchtitan config."""
+
+    pp: int
+    schedule: str
+    parts: tuple[tuple[str, ...], ...]
+    """`module_fqns_per_model_part`."""
+    csv: str
+    num_micro_batches: int
+    notes: tuple[str, ...]
+
+    def lines(self, csv_path: str) -> str:
+        """As lines of a config function, the CSV at this path."""
+        parts = ",\n".join("    [" + ", ".join(f'"{name}"' for name in part) + "]" for part in self.parts)
+        return (
+            f"config.parallelism.pipeline_parallel_degree = {self.pp}\n"
+            f'config.parallelism.pipeline_parallel_schedule = "{self.schedule}"\n'
+            f'config.parallelism.pipeline_parallel_schedule_csv = "{csv_path}"\n'
+            f"config.parallelism.module_fqns_per_model_part = [\n{parts},\n]\n"
+            f"# and local_batch_size = {self.num_micro_batches} x pipeline_parallel_microbatch_size\n"
+        )
+
+
+def module_names(plan: Plan, *, head: tuple[str, ...] = ("norm", "lm_head")) -> tuple[tuple[str, ...], ...]:
+    """torchtitan's modules of every stage along the chain: embedding, blocks, norm and head.
+
+    A plan's layer 0 is the embedding, layer k block k - 1, its last layer norm and head.
+    """
+    if plan.num_layers < 2:
+        raise OctoPipeError("a plan of one layer; torchtitan's models have at least an embedding and a head")
+    names = [("tok_embeddings",), *((f"layers.{k}",) for k in range(plan.num_layers - 2)), head]
+    route = plan.routes[0]
+    return tuple(
+        tuple(name for k in range(plan.stages[s].first, plan.stages[s].stop) for name in names[k]) for s in route
+    )
+
+
+def titan_settings(plan: Plan) -> TitanSettings:
+    """The plan in torchtitan's settings, or one line about why it needs the hook."""
+    order = torch_order(plan)
+    pp, ranks = plan.num_ranks, [s.rank for s in order.plan.stages]
+    count = len(ranks)
+    if count % pp:
+        raise OctoPipeError(f"{count} stages on {pp} ranks; torchtitan wants as many on every rank: {_OTHERWISE}")
+    loop = [s % pp for s in range(count)]
+    wave = [s if s < pp else 2 * pp - 1 - s for s in range(count)]
+    if ranks == loop:
+        schedule = LOOP
+    elif count == 2 * pp and ranks == wave:
+        schedule = V
+    else:
+        at = next(k for k, (a, b) in enumerate(zip(ranks, loop)) if a != b)
+        raise OctoPipeError(
+            f"torchtitan puts stage {at} on rank {loop[at]}, this plan on rank {ranks[at]}; it knows loops and V's of "
+            f"two stages a rank: {_OTHERWISE}"
+        )
+    return TitanSettings(
+        pp=pp,
+        schedule=schedule,
+        parts=module_names(order.plan),
+        csv=pytorch_csv(plan),
+        num_micro_batches=plan.num_micro_batches,
+        notes=order.notes,
+    )

@@ -1,0 +1,213 @@
+"""A cluster's plan as a panel: tokens per second against GPUs, memory against the limit, the splits in a table.
+
+Knows: how the record that `octopipe plan` keeps beside a plan is drawn, as HTML and SVG without scripts. Does not know:
+how splits are found, or pages around it (page.py, serve.py).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.views.report.page import asset, fill
+
+KEY = "cluster_plan"
+"""Of a plan's `extra`."""
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 18
+MOST_ROWS = 12
+STYLE = """
+.plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }
+.plan-charts svg { width: 100%; height: auto; display: block; }
+.plan-charts text { font-size: 12px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
+.plan-charts text { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
+.plan-charts text.strong { fill: var(--text); font-weight: 600; }
+.plan-charts h3 { font-size: 13px; margin: 0 0 4px; font-weight: 600; }
+.plan-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 12px; }
+.plan-table th { text-align: right; color: var(--quiet); font-weight: 500; font-size: 12px; padding: 3px 8px; }
+.plan-table td { text-align: right; padding: 4px 8px; border-top: 1px solid var(--line); white-space: nowrap; }
+.plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; }
+.plan-table tr.best td { font-weight: 650; color: var(--accent); }
+.plan-table tr.today td { color: var(--loss); }
+.plan-scroll { overflow-x: auto; }
+.plan-scroll .note { margin: 8px 0 0; }
+.cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
+"""
+
+
+def panel(record: object) -> str:
+    """The panel's HTML; empty where there is no record."""
+    if not isinstance(record, Mapping):
+        return ""
+    try:
+        rows = [row for row in record["candidates"] if isinstance(row, Mapping)][:MOST_ROWS]
+        scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)]
+        words = [str(w) for w in record.get("words", ())]
+        charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
+        table = _table(rows)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        why = " ".join(str(error).split())[:80]
+        raise OctoPipeError(f"the plan's {KEY} cannot be drawn ({why}); plan again, or remove the key") from None
+    title = html.escape(str(record.get("title", "The cluster")))
+    said = "".join(f'<p class="note">{html.escape(w)}</p>' for w in words)
+    return (
+        f'<section class="card" id="cluster" aria-labelledby="cluster-title"><h2 id="cluster-title">{title}</h2>{said}'
+        f'<div class="plan-charts">{"".join(charts)}</div><div class="plan-scroll">{table}</div></section>'
+    )
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The panel as a page of its own."""
+    parts = {
+        "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
+        "style": asset("report.css") + STYLE,
+        "panel": panel(record),
+    }
+    return fill(asset("cluster.html"), parts)
+
+
+def _nice(most: float) -> float:
+    """A round number a little above."""
+    if not most > 0 or not math.isfinite(most):
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(most))
+    return next(step * power for step in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0) if step * power >= most)
+
+
+def _number(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _scaling(rows: Sequence[Mapping[str, Any]], gpus: int) -> str:
+    """Tokens per second of the best split against the number of GPUs, both axes in powers, beside perfect scaling."""
+    known = sorted((int(r["gpus"]), float(r["tokens_per_second"]), str(r["split"])) for r in rows if r.get("fits"))
+    missing = [int(r["gpus"]) for r in rows if not r.get("fits")]
+    heading = "<h3>tokens per second against GPUs</h3>"
+    if not known:
+        return f'<div>{heading}<p class="note">no number of GPUs was looked at</p></div>'
+    low, high = min(k[0] for k in known), max(k[0] for k in known)
+    here = next((k for k in known if k[0] == gpus), known[0])
+    per_gpu = here[1] / here[0]
+    tops = [k[1] for k in known] + [per_gpu * high, per_gpu * low]
+    bottom, top = min(tops) / 1.5, max(tops) * 1.5
+    width, height = WIDTH - LEFT - 24, HEIGHT - TOP - BOTTOM
+
+    def x(count: float) -> float:
+        share = 0.5 if low == high else math.log(count / low) / math.log(high / low)
+        return LEFT + 30 + share * (width - 50)
+
+    def y(value: float) -> float:
+        return TOP + height - math.log(value / bottom) / math.log(top / bottom) * height
+
+    out = [_frame(heading, "Tokens per second against GPUs")]
+    power = math.floor(math.log10(bottom))
+    while 10.0**power <= top:
+        for step in (1, 2, 5):
+            value = step * 10.0**power
+            if bottom <= value <= top:
+                out.append(_line(LEFT, y(value), WIDTH - 24, y(value), "var(--line)"))
+                out.append(_text(LEFT - 8, y(value) + 4, _number(value), "end"))
+        power += 1
+    out.append(_line(x(low), y(per_gpu * low), x(high), y(per_gpu * high), "var(--quiet)", dash="4 4"))
+    for (a, av, _), (b, bv, _) in pairwise(known):
+        out.append(_line(x(a), y(av), x(b), y(bv), "var(--accent)", width=2))
+    for count, value, split in known:
+        mine = count == gpus
+        label = f"{count} GPUs: {_number(value)} tokens/s, {value / count:.0f} per GPU ({split})"
+        out.append(
+            f'<circle cx="{x(count):.1f}" cy="{y(value):.1f}" r="{7 if mine else 4.5}" fill="var(--accent)" '
+            f'stroke="var(--card)" stroke-width="2"><title>{html.escape(label)}</title></circle>'
+        )
+        out.append(_text(x(count), y(value) - 11, _number(value), "middle", strong=mine))
+        out.append(_text(x(count), HEIGHT - BOTTOM + 18, str(count), "middle", strong=mine))
+    out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 6, "GPUs, the same batch (dashed: as many tokens per GPU)", "middle"))
+    out.append("</svg>")
+    if missing:
+        out.append(f'<p class="note">nothing fits on {", ".join(map(str, missing))} GPUs</p>')
+    return "".join(out) + "</div>"
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Peak of the fullest GPU of every split against its limit."""
+    bar, gap = 18, 7
+    height = TOP + len(rows) * (bar + gap) + 30
+    most = _nice(max([float(r["limit_gib"]) for r in rows] + [float(r["peak_gib"]) for r in rows], default=1.0))
+    left = 190
+    wide = WIDTH - left - 72
+
+    def x(gib: float) -> float:
+        return left + min(gib / most, 1.0) * wide
+
+    out = [_frame("<h3>memory of the fullest GPU against its limit, GiB</h3>", "Memory against limit", height)]
+    for tick in range(5):
+        gib = most * tick / 4
+        out.append(_line(x(gib), TOP - 6, x(gib), height - 26, "var(--line)"))
+        out.append(_text(x(gib), height - 10, f"{gib:g}", "middle"))
+    for i, r in enumerate(rows):
+        top = TOP + i * (bar + gap)
+        peak, limit = float(r["peak_gib"]), float(r["limit_gib"])
+        colour = f"var(--{'loss' if r.get('how') == 'today' else 'memory'})" if r.get("fits") else "var(--over)"
+        name = str(r["split"])
+        out.append(_text(left - 8, top + bar - 5, short(name), "end", strong=i == 0))
+        out.append(
+            f'<rect x="{left}" y="{top}" width="{max(x(peak) - left, 1):.1f}" height="{bar}" rx="3" fill="{colour}">'
+            f"<title>{html.escape(name)}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
+        )
+        out.append(_line(x(limit), top - 3, x(limit), top + bar + 3, "var(--over)", width=2))
+        out.append(_text(max(x(peak), x(limit)) + 8, top + bar - 5, f"{peak:.0f} of {limit:.0f}", "start"))
+    return "".join(out) + "</svg></div>"
+
+
+def short(split: str) -> str:
+    """A split's words as a label.
+
+    >>> short("tp 2, pp 8, vp 10, dp 4, micro-batch 1, FSDP")
+    'tp2 pp8 vp10 dp4 mb1 FSDP'
+    """
+    label = re.sub(r"(\w+) (\d+)", r"\1\2", split.replace("micro-batch", "mb").replace(",", ""))
+    return label if len(label) <= 28 else label[:27] + "…"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ("split", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
+    out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
+    for i, r in enumerate(rows):
+        mfu, guessed = r.get("mfu"), r.get("how") == "estimated"
+        cells = (
+            str(r["split"]),
+            str(r.get("recompute", "")),
+            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}",
+            "" if mfu is None else f"{100 * float(mfu):.1f} %",
+            f"{100 * float(r['bubble']):.1f} %",
+            f"{float(r['peak_gib']):.0f} of {float(r['limit_gib']):.0f}",
+            str(r.get("how", "")),
+        )
+        kind = "today" if r.get("how") == "today" else "best" if i == 0 else ""
+        out.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+    note = '<p class="note">~ by a formula, not simulated: such rows are ranked behind the best that was.</p>'
+    guesses = any(r.get("how") == "estimated" for r in rows)
+    return f'<table class="plan-table">{"".join(out)}</table>' + note * guesses
+
+
+def _frame(heading: str, label: str, height: int = HEIGHT) -> str:
+    return f'<div>{heading}<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, width: float = 1, dash: str = "") -> str:
+    more = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" '
+        f'stroke-width="{width}"{more}/>'
+    )
+
+
+def _text(x: float, y: float, words: str, anchor: str, *, strong: bool = False) -> str:
+    kind = ' class="strong"' if strong else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{html.escape(words)}</text>'

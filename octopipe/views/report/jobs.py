@@ -1,0 +1,232 @@
+"""Searches that run behind the local page: one at a time, watched, cancelled, kept for download.
+
+Knows: how a request becomes a search and what can be asked of it meanwhile. Does not know: HTTP (serve.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.costs.resolve import resolve_costs
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.search.systems import build_plan, get_system
+from octopipe.simulation.simulator import simulate
+from octopipe.views.report.entry import Entry
+from octopipe.views.report.page import report_data, report_html
+
+MAX_RANKS, MAX_MICRO_BATCHES, MAX_BUDGET_S, KEPT = 128, 1024, 3600.0, 20
+Tune = Callable[..., Any]
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the form sends."""
+
+    model: str
+    pp: int
+    micro_batches: int
+    gpu: str = "h800"
+    tp: int | None = None
+    seq: int | None = None
+    memory_gib: float | None = None
+    budget_s: float = 10.0
+    systems: list[str] = []
+
+    def check(self, models: Mapping[str, str]) -> None:
+        if self.model not in models:
+            raise OctoPipeError(f"unknown model {self.model[:60]!r}; pick one from the list")
+        for name, value, most in (
+            ("pipeline ranks", self.pp, MAX_RANKS),
+            ("micro-batches", self.micro_batches, MAX_MICRO_BATCHES),
+        ):
+            if not 1 <= value <= most:
+                raise OctoPipeError(f"{name}: {value}; give a whole number from 1 to {most}")
+        if not 0 < self.budget_s <= MAX_BUDGET_S:
+            raise OctoPipeError(f"seconds to search: {self.budget_s:g}; give a number up to {MAX_BUDGET_S:g}")
+        if self.memory_gib is not None and not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
+            raise OctoPipeError(f"memory per rank: {self.memory_gib:g} GiB; give a number > 0")
+
+
+def parse_request(data: bytes) -> Request:
+    """The form's JSON, or one line about what is wrong with it."""
+    try:
+        return msgspec.json.decode(data, type=Request)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        words = " ".join(str(error).split()).replace("`", "").replace(" - at $.", ": ")
+        raise OctoPipeError(f"the form is not filled in rightly ({words[:160]})") from None
+
+
+class Job:
+    """One search: the plans it is compared with, the best plan so far, how it ended."""
+
+    def __init__(self, number: int, request: Request, model: str, tune: Tune):
+        self.number, self.request = number, request
+        self.costs: CostTable = resolve_costs(
+            model,
+            pp=request.pp,
+            gpu=request.gpu,
+            tp=request.tp,
+            seq=request.seq,
+            memory_gib=request.memory_gib,
+        )
+        self.titles = {name: get_system(name).title for name in request.systems}
+        self.notes: list[str] = []
+        """Systems that do not apply here, each with its reason."""
+        self.compared: list[Entry] = []
+        self.state, self.error = "running", ""
+        self.seconds, self.iterations, self.phase = 0.0, 0, ""
+        self.best_ms: float | None = None
+        self.lower_bound_ms: float | None = None
+        self.plan: Plan | None = None
+        self.version = 0
+        """Grows whenever there is more to draw."""
+        self.changed = threading.Condition()
+        self._stop = False
+        self._tune = tune
+        self._setting = {
+            "model": model,
+            "gpu": request.gpu,
+            "tp": request.tp,
+            "seq": request.seq,
+            "memory_gib": request.memory_gib,
+        }
+        self._drawn: tuple[int, Any] | None = None
+
+    def _compare(self) -> None:
+        """Build the systems' plans, one by one: some solve for theirs and take a while."""
+        for name, title in self.titles.items():
+            if self._stop:
+                return
+            with self.changed:
+                self.phase = title
+                self.changed.notify_all()
+            try:
+                plan = build_plan(name, self.costs, self.request.pp, self.request.micro_batches)
+            except (NotApplicableError, DoesNotFitError) as error:
+                self.notes.append(f"{error}.")
+                continue
+            entry = Entry(timeline=simulate(plan, self.costs), plan=plan, costs=self.costs, label=title)
+            with self.changed:
+                self.compared.append(entry)
+                self.version += 1
+                self.changed.notify_all()
+
+    def run(self) -> None:
+        """The search itself; call it on a thread of its own."""
+        r = self.request
+        try:
+            self._compare()
+            result = self._tune(self.costs, r.pp, r.micro_batches, budget_s=r.budget_s, progress=self._progress)
+            with self.changed:
+                self.plan, self.best_ms = result.plan, float(result.step_ms)
+                self.lower_bound_ms, self.seconds = float(result.lower_bound_ms), float(result.seconds)
+                self.iterations = max(self.iterations, int(result.iterations))
+                self.state = "stopped" if self._stop else "done"
+        except OctoPipeError as error:
+            self._fail(str(error))
+        except Exception as error:  # a fault of ours: say so in the page, and let the server live on
+            self._fail(f"the search failed: {type(error).__name__}: {error}"[:300])
+        with self.changed:
+            self.version += self.plan is not None
+            self.changed.notify_all()
+
+    def _fail(self, words: str) -> None:
+        with self.changed:
+            self.state, self.error = "failed", words
+
+    def _progress(self, seen: Any) -> bool:
+        with self.changed:
+            # Plain numbers: a search may report numpy's, which JSON does not know.
+            self.seconds, self.iterations, self.phase = float(seen.seconds), int(seen.iterations), str(seen.phase)
+            self.best_ms = float(seen.best_ms) if math.isfinite(seen.best_ms) else None
+            self.lower_bound_ms = float(seen.lower_bound_ms)
+            plan = getattr(seen, "plan", None)
+            if plan is not None and plan is not self.plan:
+                self.plan = plan
+                self.version += 1
+            self.changed.notify_all()
+        return self._stop
+
+    def cancel(self) -> None:
+        self._stop = True
+
+    def status(self) -> dict[str, Any]:
+        """What the page's progress panel shows."""
+        return {
+            "state": self.state,
+            "error": self.error,
+            "seconds": self.seconds,
+            "budget_s": self.request.budget_s,
+            "iterations": self.iterations,
+            "phase": self.phase,
+            "best_ms": self.best_ms,
+            "lower_bound_ms": self.lower_bound_ms,
+            "version": self.version,
+            "notes": list(self.notes),
+        }
+
+    def entries(self) -> list[Entry]:
+        """The systems compared with, then the best plan so far."""
+        out = list(self.compared)
+        plan = self.plan
+        if plan is not None:
+            out.append(Entry(timeline=simulate(plan, self.costs), plan=plan, costs=self.costs, label="OctoPipe"))
+        return out
+
+    def data(self) -> dict[str, Any]:
+        """The report's data, made anew only when the best plan has changed."""
+        version = self.version
+        if self._drawn is None or self._drawn[0] != version:
+            head, columns = report_data(self.entries())
+            self._drawn = (version, {"head": head, "columns": columns})
+        return self._drawn[1]
+
+    def report(self) -> str:
+        return report_html(self.entries())
+
+    def saved_plan(self) -> Plan:
+        """The plan with the setting that prices it again."""
+        if self.plan is None:
+            raise OctoPipeError("there is no plan yet; wait for the first one")
+        return self.plan.with_extra(setting={k: v for k, v in self._setting.items() if v is not None})
+
+
+class Jobs:
+    """All searches of a server; at most one runs."""
+
+    def __init__(self, models: Mapping[str, str], tune: Tune):
+        self.models = models
+        """What the form offers, and what to resolve for it (a preset's name or a file)."""
+        self._tune = tune
+        self._jobs: dict[int, Job] = {}
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def start(self, request: Request) -> Job:
+        request.check(self.models)
+        with self._lock:
+            if any(job.state == "running" for job in self._jobs.values()):
+                raise OctoPipeError("a search is running; stop it first")
+            job = Job(self._count + 1, request, self.models[request.model], self._tune)
+            self._count += 1
+            self._jobs[job.number] = job
+            for old in sorted(self._jobs)[:-KEPT]:
+                del self._jobs[old]
+        threading.Thread(target=job.run, name=f"tune-{job.number}", daemon=True).start()
+        return job
+
+    def get(self, number: int) -> Job | None:
+        return self._jobs.get(number)
+
+    def close(self) -> None:
+        """Stop whatever runs."""
+        for job in self._jobs.values():
+            with contextlib.suppress(Exception):
+                job.cancel()

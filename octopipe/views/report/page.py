@@ -1,0 +1,129 @@
+"""The report page: template, style, scripts and data in one file that needs nothing else.
+
+Knows: how the parts are put together and escaped. Does not know: what the page shows (entry.py and the
+scripts beside this file do).
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.views.export.style import BUBBLES, COLOURS, NAMES
+from octopipe.views.report.entry import Entry, entry_data
+from octopipe.views.report.pack import Packer
+
+SCRIPTS = (
+    "whatif.js", "decode.js", "words.js", "memory.js", "numbers.js", "gantt.js", "overlay.js", "pointer.js", "find.js",
+    "panels.js", "strips.js", "whatif_panel.js", "main.js",
+)  # fmt: skip
+"""In this order; page.js (or serve.js) comes last and starts things."""
+SYMBOLS: Mapping[str, str] = MappingProxyType(
+    {
+        "E": "embedding",
+        "L": "head and loss",
+        "M": "Mamba",
+        "-": "MLP",
+        "*": "attention",
+        "~": "sliding attention",
+        "@": "latent attention",
+        "#": "mixture of experts",
+        "D": "gated delta net",
+        "d": "Kimi delta attention",
+        "/": "lightning attention",
+        "P": "multi-token prediction",
+        "T": "transformer block",
+        "t": "sliding block",
+        "X": "expert block",
+        "x": "sliding expert block",
+    }
+)
+
+
+@cache
+def asset(name: str) -> str:
+    """A source file of the page."""
+    return resources.files("octopipe.views.report").joinpath(name).read_text("utf-8")
+
+
+def script(last: str) -> str:
+    """All scripts in one closure, `last` at the end."""
+    body = "\n".join(asset(name) for name in (*SCRIPTS, last))
+    return f'(() => {{\n"use strict";\n{body}\n}})();'
+
+
+def report_data(entries: Sequence[Entry]) -> tuple[dict[str, Any], str]:
+    """What the page's scripts read: the head (JSON-ready) and the packed columns."""
+    if not entries:
+        raise OctoPipeError("a report needs at least one plan or timeline")
+    pack = Packer()
+    rows = [entry_data(entry, pack) for entry in entries]
+    head = {
+        "format": "octopipe.report/1",
+        "colours": dict(COLOURS),
+        "kind_names": dict(NAMES),
+        "bubble_colours": dict(BUBBLES),
+        "symbol_names": dict(SYMBOLS),
+        "columns": pack.columns,
+        "entries": rows,
+    }
+    # A measured timeline may carry numpy's numbers, which JSON does not know.
+    return msgspec.to_builtins(head, enc_hook=float), pack.text()
+
+
+def embed(value: Any) -> str:
+    """JSON that can stand inside a script element, whatever its strings hold."""
+    text = msgspec.json.encode(value).decode()
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def report_html(entries: Sequence[Entry], *, title: str = "") -> str:
+    """The whole report as one HTML text."""
+    head, columns = report_data(entries)
+    models = list(dict.fromkeys(e.timeline.model for e in entries if e.timeline.model))
+    ranks = sorted({e.timeline.num_ranks for e in entries})
+    parts = {
+        "title": html.escape(title or f"OctoPipe: {', '.join(models) or 'timelines'}"),
+        "subtitle": html.escape(_subtitle(entries, ranks)),
+        "style": asset("report.css"),
+        "cluster": _clusters(entries),
+        "head": embed(head),
+        "columns": columns,
+        "script": script("page.js"),
+    }
+    return fill(asset("report.html"), parts)
+
+
+def _clusters(entries: Sequence[Entry]) -> str:
+    """The panels of plans that were found for a whole cluster."""
+    from octopipe.views.report.cluster import KEY, STYLE, panel
+
+    panels = [panel(e.plan.extra.get(KEY)) for e in entries if e.plan is not None]
+    shown = "".join(panels)
+    return f'<style>{STYLE}</style><div class="cluster-panels">{shown}</div>' if shown else ""
+
+
+def fill(template: str, parts: Mapping[str, str]) -> str:
+    """Replace each {{name}} once, without looking at what was filled in."""
+    out = []
+    rest = template
+    while "{{" in rest:
+        before, _, after = rest.partition("{{")
+        name, _, rest = after.partition("}}")
+        out += [before, parts[name]]
+    return "".join([*out, rest])
+
+
+def _subtitle(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
+    words = [f"{' and '.join(map(str, ranks))} ranks"]
+    micro_batches = sorted({e.plan.num_micro_batches for e in entries if e.plan is not None})
+    if micro_batches:
+        words.append(f"{' and '.join(map(str, micro_batches))} micro-batches")
+    return ", ".join(words)

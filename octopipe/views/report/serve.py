@@ -1,0 +1,279 @@
+"""The local page: a small server, standard library only, that tunes plans and shows them.
+
+Knows: paths, headers and status codes. Does not know: searches (jobs.py) or the report (page.py).
+
+It listens on this machine alone unless told otherwise, and answers only requests that name a host it listens
+on: a foreign web page cannot reach it by pointing its own name here. Whoever can reach the port can use it.
+"""
+
+from __future__ import annotations
+
+import html
+import ipaddress
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.hardware import GPUS
+from octopipe.models.zoo import PRESETS
+from octopipe.plans.file import plan_to_json
+from octopipe.search.systems import systems
+from octopipe.views.report.cluster import STYLE, panel
+from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
+from octopipe.views.report.page import asset, embed, fill, script
+
+MAX_BODY = 1 << 16
+Planner = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""(what was asked for, as names and strings) -> the record that `cluster.panel` draws."""
+_JOB = re.compile(r"/api/jobs/(\d{1,9})/(events|data|cancel|plan\.json|report\.html)")
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+class Server(ThreadingHTTPServer):
+    """Holds the searches; `url` is where to point a browser."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, jobs: Jobs, planner: Planner | None = None):
+        self.jobs, self.planner = jobs, planner
+        self.planning = threading.Lock()
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise OctoPipeError(f"cannot listen on {host}:{port} ({why}); give another --port or --host") from None
+        self.hosts = {host, "localhost", "127.0.0.1", "::1"} if _is_loopback(host) else None
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        name = str(host)
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away mid-answer is no news; anything else is."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        self.jobs.close()
+        super().server_close()
+
+
+def make_server(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    files: Sequence[str] = (),
+    tune: Tune | None = None,
+    planner: Planner | None = None,
+) -> Server:
+    """A server, bound but not yet serving; `files` are layer-times or config files offered beside the presets.
+    `planner` answers the form of the page /plan; without one there is no such page."""
+    models = {name: name for name in PRESETS}
+    for file in files:
+        if not Path(file).exists():
+            raise OctoPipeError(f"{file}: no such file; check the path")
+        models[f"{Path(file).stem} (file)"] = str(file)
+    if tune is None:
+        from octopipe.search.tuner import tune as search
+
+        tune = search
+    return Server(host, port, Jobs(models, tune), planner)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def page(models: Mapping[str, str]) -> str:
+    """The page itself, with the form's choices in it."""
+    names = list(models)
+    choices = {
+        "models": names,
+        "model": next((n for n in names if n.endswith("(file)")), "nemotron-h-8b"),
+        "gpus": list(GPUS),
+        "gpu": "h800",
+        "systems": [{"name": s.name, "title": s.title} for s in systems().values()],
+        "checked": ["1f1b"],
+    }
+    parts = {"style": asset("report.css"), "choices": embed(choices), "script": script("serve.js")}
+    return fill(asset("serve.html"), parts)
+
+
+def plan_page(models: Mapping[str, str]) -> str:
+    """The page that plans a cluster."""
+
+    def options(names: Sequence[str], chosen: str) -> str:
+        return "".join(f"<option{' selected' * (n == chosen)}>{html.escape(n)}</option>" for n in names)
+
+    parts = {
+        "style": asset("report.css") + STYLE,
+        "models": options(list(models), "llama3-70b"),
+        "gpus": options(list(GPUS), "h100"),
+    }
+    return fill(asset("plan.html"), parts)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = "octopipe"
+    sys_version = ""
+    timeout = 60
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a person watches the page, not the log."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if not self._welcome():
+            return
+        if path == "/":
+            self._send(HTTPStatus.OK, page(self.server.jobs.models).encode(), "text/html; charset=utf-8")
+            return
+        if path == "/plan" and self.server.planner is not None:
+            self._send(HTTPStatus.OK, plan_page(self.server.jobs.models).encode(), "text/html; charset=utf-8")
+            return
+        job, what = self._job(path)
+        if job is None or what == "cancel":
+            self._problem(HTTPStatus.NOT_FOUND, f"there is nothing at {path[:80]}")
+            return
+        try:
+            match what:
+                case "events":
+                    self._events(job)
+                case "data":
+                    self._send(HTTPStatus.OK, msgspec.json.encode(job.data()), "application/json")
+                case "plan.json":
+                    name = f"{job.costs.model}-pp{job.request.pp}.json"
+                    self._send(HTTPStatus.OK, plan_to_json(job.saved_plan()), "application/json", name)
+                case _:
+                    name = f"{job.costs.model}-pp{job.request.pp}.html"
+                    self._send(HTTPStatus.OK, job.report().encode(), "text/html; charset=utf-8", name)
+        except OctoPipeError as error:
+            self._problem(HTTPStatus.CONFLICT, str(error))
+
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0]
+        body = self._body()
+        if body is None or not self._welcome():
+            return
+        job, what = self._job(path)
+        if path == "/api/jobs":
+            try:
+                started = self.server.jobs.start(parse_request(body))
+            except OctoPipeError as error:
+                self._problem(HTTPStatus.BAD_REQUEST, str(error))
+                return
+            self._json(HTTPStatus.CREATED, {"id": started.number})
+        elif path == "/api/plan" and self.server.planner is not None:
+            self._plan(body, self.server.planner)
+        elif job is not None and what == "cancel":
+            job.cancel()
+            self._json(HTTPStatus.OK, job.status())
+        else:
+            self._problem(HTTPStatus.NOT_FOUND, f"there is nothing at {path[:80]}")
+
+    def _plan(self, body: bytes, planner: Planner) -> None:
+        """A cluster's plan as the panel's HTML; one search at a time."""
+        if not self.server.planning.acquire(blocking=False):
+            self._problem(HTTPStatus.CONFLICT, "another search is running; wait for its end")
+            return
+        try:
+            asked = msgspec.json.decode(body, type=dict[str, str | int | float | None])
+            if asked.get("model") not in self.server.jobs.models:
+                raise OctoPipeError("no such model on this page; choose one of the list")
+            asked["model"] = self.server.jobs.models[str(asked["model"])]
+            status, answer = HTTPStatus.OK, {"html": panel(planner(asked))}
+        except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        finally:
+            self.server.planning.release()
+        # After the release: whoever has an answer may ask again at once.
+        self._json(status, answer)
+
+    def _body(self) -> bytes | None:
+        """The request's body; None (and an answer) where it is missing, too long or no JSON."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MAX_BODY:
+            self.close_connection = True
+            self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {MAX_BODY} bytes")
+            return None
+        body = self.rfile.read(int(length))
+        # Browsers let foreign pages post forms, but not JSON.
+        if self.headers.get_content_type() != "application/json":
+            self._problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send JSON (Content-Type: application/json)")
+            return None
+        return body
+
+    def _welcome(self) -> bool:
+        host = re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]")
+        if self.server.hosts is None or host in self.server.hosts:
+            return True
+        self._problem(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
+        return False
+
+    def _job(self, path: str) -> tuple[Job | None, str]:
+        match = _JOB.fullmatch(path)
+        return (self.server.jobs.get(int(match[1])), match[2]) if match else (None, "")
+
+    def _events(self, job: Job) -> None:
+        """Server-sent events until the search has ended; the last one says how."""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        while True:
+            with job.changed:
+                now = job.status()
+            try:
+                self.wfile.write(b"data: " + msgspec.json.encode(now) + b"\n\n")
+                self.wfile.flush()
+            except OSError:
+                return  # the reader has gone
+            if now["state"] != "running":
+                return
+            with job.changed:
+                if job.state == "running":
+                    job.changed.wait(timeout=1.0)
+
+    def _json(self, status: HTTPStatus, value: Any) -> None:
+        self._send(status, msgspec.json.encode(value), "application/json")
+
+    def _problem(self, status: HTTPStatus, words: str) -> None:
+        self._json(status, {"error": words})
+
+    def _send(self, status: HTTPStatus, data: bytes, kind: str, download: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if kind.startswith("text/html") and not download:
+            self.send_header("Content-Security-Policy", _POLICY)
+        if download:
+            safe = re.sub(r"[^\w.-]+", "-", download, flags=re.ASCII)
+            self.send_header("Content-Disposition", f'attachment; filename="{safe}"')
+        self.end_headers()
+        self.wfile.write(data)

@@ -1,0 +1,35 @@
+"""One module per table or figure of the paper, each with a PART.
+
+Knows: their order, which is the paper's. Does not know: what any of them does.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from octopipe.views.reproduce.part import Part
+
+MODULES = (
+    "readings",
+    "bubbles",
+    "two_stages",
+    "deadlock",
+    "taxonomy",
+    "model_table",
+    "end_to_end",
+    "pp_sizes",
+    "communication",
+    "traces",
+    "ablation",
+    "fidelity",
+    "search",
+    "scaling",
+    "large_scale",
+    "recomputation",
+    "illustrations",
+)
+
+
+def parts() -> tuple[Part, ...]:
+    """Every part, in the paper's order after the reading on which the others stand."""
+    return tuple(importlib.import_module(f"{__name__}.{name}").PART for name in MODULES)

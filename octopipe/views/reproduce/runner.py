@@ -1,0 +1,115 @@
+"""Runs the parts of the reproduction one after another, keeps what is finished, and writes what they come to.
+
+Knows: the folder of results, what makes a finished part valid still, Markdown. Does not know: any part.
+
+A part that is finished leaves NAME.json with a digest of its options, of the files behind them and of the code; as
+long as that digest holds it is read instead of run. Pictures stand beside it as NAME-….svg.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import write_whole
+from octopipe.views.reproduce.bench import Bench, Options, code_digest, write_json
+from octopipe.views.reproduce.markdown import part_page
+from octopipe.views.reproduce.part import Part
+from octopipe.views.reproduce.row import Result, result_from
+
+FORMAT = "octopipe.reproduction/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A part and what it came to."""
+
+    part: Part
+    result: Result
+    reused: bool
+
+
+Progress = Callable[[str, int, int], None]
+"""Told what is under way, how many parts are finished, and how many there are."""
+
+
+def chosen(names: Sequence[str], parts: Sequence[Part]) -> list[Part]:
+    """The parts of these names, in the paper's order; none or "all": every one."""
+    import difflib
+
+    known = {part.name: part for part in parts}
+    for name in names:
+        if name not in known and name != "all":
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise OctoPipeError(f"unknown part {name[:60]!r}{hint} (all, or some of {', '.join(known)})")
+    wanted = set(known) if not names or "all" in names else set(names)
+    return [part for part in parts if part.name in wanted]
+
+
+def run_parts(
+    parts: Sequence[Part],
+    options: Options,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    fresh: bool = False,
+) -> list[Finished]:
+    """Every part's result; what an earlier run finished with the same options and code is read from the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options=options, shelf=folder / "plans", fresh=fresh)
+    out = []
+    for number, part in enumerate(parts):
+
+        def say(words: str, part: Part = part, number: int = number) -> None:
+            if progress is not None:
+                progress(f"{part.name}: {words}" if words else part.name, number, len(parts))
+
+        bench.say = say
+        say("")
+        result = None if fresh else _kept(part, options, folder)
+        reused = result is not None
+        if result is None:
+            result = part.run(bench)
+            _keep(part, options, folder, result)
+        out.append(Finished(part=part, result=result, reused=reused))
+    if progress is not None:
+        progress("done", len(parts), len(parts))
+    return out
+
+
+def digest_of(options: Options) -> str:
+    return f"{options.digest()}-{code_digest()}"
+
+
+def _keep(part: Part, options: Options, folder: Path, result: Result) -> None:
+    for name, svg in result.pictures.items():
+        write_whole(folder / name, svg.encode())
+    write_whole(folder / f"{part.name}.md", part_page(part, result).encode())
+    record = {"format": FORMAT, "part": part.name, "title": part.title, "digest": digest_of(options)}
+    write_json(folder / f"{part.name}.json", record | result.as_dict())
+
+
+def _kept(part: Part, options: Options, folder: Path) -> Result | None:
+    """The result of an earlier run; None where there is none that still holds, or its files are damaged."""
+    try:
+        record: dict[str, Any] = json.loads((folder / f"{part.name}.json").read_text())
+        if record["format"] != FORMAT or record["digest"] != digest_of(options):
+            return None
+        pictures = {name: (folder / name).read_text() for name in record["pictures"]}
+        return result_from(record, pictures)
+    except (OSError, ValueError, KeyError, TypeError, OctoPipeError):
+        return None
+
+
+def counted(results: Iterable[Finished]) -> dict[str, int]:
+    """How many claims got each verdict."""
+    out: dict[str, int] = {}
+    for finished in results:
+        for row in finished.result.rows:
+            out[row.verdict] = out.get(row.verdict, 0) + 1
+    return out
