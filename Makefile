@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz soak mutate package bench docs reproduce clean
+.PHONY: demo test lint types unit torch-versions fuzz soak mutate package bench docs reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -21,6 +21,10 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# The torch engine's tests on the oldest, the pinned and the newest PyTorch, each in an environment of its own.
+torch-versions: $(VENV)/.test
+	$(BIN)/python scripts/torch_versions.py $(TORCH_VERSIONS)
 
 # Damaged files for every reader, drawn and (where atheris is installed) guided by coverage; `CASES=1000000 make fuzz`
 # for longer.
