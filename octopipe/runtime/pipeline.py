@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.agreement import agreed_program
 from octopipe.runtime.batches import join, rows_of, sizes, split_batch, to_device, weights
 from octopipe.runtime.executor import Executor
@@ -85,9 +86,9 @@ class Pipeline:
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
 
-        `costs` times the lowering (default: equal layers). `mesh` has the pipeline's dimension
-        (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate, dp_shard, cp
-        and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups. Gradients
+        `costs` times the lowering (default: those that the plan carries, else equal layers). `mesh` has the pipeline's
+        dimension (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate,
+        dp_shard, cp and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups. Gradients
         and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
         parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
         parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
@@ -111,7 +112,7 @@ class Pipeline:
         self.costs = costs
         lowered_here = program is None
         if program is None:
-            times = costs or CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
+            times = lowering_costs(plan) if costs is None else costs
             program = lower(plan, times, channel=channel, check=False)
         # The strict transport exists to show what deadlocks do.
         self.program = program = agreed_program(world, program, lowered_here=lowered_here, prove=transport != "strict")
