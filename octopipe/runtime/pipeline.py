@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ class Pipeline:
 
         `costs` times the lowering (default: those that the plan carries, else equal layers). `mesh` has the pipeline's
         dimension (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate,
-        dp_shard, cp and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups. Gradients
-        and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
+        dp_shard, cp and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups.
+        Gradients and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
         parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
         parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
         (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
@@ -124,6 +125,8 @@ class Pipeline:
         """Multiplies the loss's gradient (for float16); divide it out of the gradients before the optimizer."""
         self.step_number = 0
         """Steps made; random numbers depend on it. Set it when resuming."""
+        self.resumed_from: tuple[Path, int] | None = None
+        """Folder and step of the checkpoint that was loaded, until one is saved: later ones there are another branch's."""
         self.losses: Tensor | None = None
         """The last step's losses, one per micro-batch, on every rank."""
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed)
