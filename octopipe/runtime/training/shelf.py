@@ -9,8 +9,8 @@ has not yet pushed it out. What a killed run has left half written is removed by
 checkpoint's.
 
 A run that goes on from an earlier step is a new branch of the run. When its first checkpoint appears, the later
-checkpoints of the old branch move into a folder of their own (`branch-1`, `branch-2`, ...): the newest checkpoint is the
-new branch's from then on, and the old branch can be resumed from its folder like any other run.
+checkpoints of the old branch move into a folder of their own (`branch-1`, `branch-2`, ...): the newest checkpoint is
+the new branch's from then on, and the old branch can be resumed from its folder like any other run.
 """
 
 from __future__ import annotations
