@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz soak mutate package bench docs reproduce clean
+.PHONY: demo test test-all lint types unit fuzz soak mutate package bench docs reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -13,8 +13,14 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j 2 lint types unit
 
+# Everything, the slow tier included.
+test-all: $(VENV)/.test
+	@$(MAKE) --no-print-directory -j 2 lint types
+	$(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow"
+
 lint: $(VENV)/.test
-	$(BIN)/ruff check octopipe tests benchmarks scripts
+	$(BIN)/ruff check octopipe tests benchmarks scripts examples
+	$(BIN)/ruff format --check octopipe tests benchmarks scripts examples
 
 types: $(VENV)/.test
 	$(BIN)/mypy
