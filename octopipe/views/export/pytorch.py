@@ -102,7 +102,7 @@ def pytorch_csv(plan: Plan) -> str:
 def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None, *, version: str | None = None) -> str:
     """The text for `_load_csv(path, format="compute_comms")`: our order of sends and receives, proven.
 
-    `costs` time the lowering (default: those that the plan carries). `version`: the PyTorch that is to load it (default:
+    `costs` time the lowering (default: those that the plan carries). `version`: the PyTorch that will load it (default:
     the newest).
     """
     return _text(rows_with(communicating_rows(torch_order(plan).plan, costs), actions_of_version(version)))
