@@ -41,6 +41,8 @@ class HookedParameters:
         """Parameters with hooks that run once their gradient was added."""
         self.forwards = False
         """Whether a forward hook may look at any module's output."""
+        self.backwards = False
+        """Whether a module has backward hooks."""
         self._versions: dict[str, int] = {}
 
     def look(self, parameters: Iterable[Tensor]) -> set[int]:
@@ -53,6 +55,7 @@ class HookedParameters:
         self.forwards = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks) or any(
             m._forward_hooks or m._forward_pre_hooks for top in self._modules for m in top.modules()
         )
+        self.backwards = any(m._backward_hooks or m._backward_pre_hooks for top in self._modules for m in top.modules())
         self._versions = {n: p._version for n, p in (*self._named, *self._buffers())}
         held = {id(p) for p in parameters if p.requires_grad and p.is_leaf and _references(p) > _NOBODY}
         self._after += [(n, p) for n, p in self._named if id(p) in held]
@@ -71,6 +74,11 @@ class HookedParameters:
                     "hook away and call optimizer.step() after Pipeline.step()"
                 )
 
+    def changed(self) -> str:
+        """A parameter or buffer that was changed in place since the step began."""
+        named = (*self._named, *self._buffers())
+        return next((n for n, p in named if self._versions.get(n, p._version) != p._version), "")
+
     def refuse_operand(self, error: OperandChanged) -> NoReturn:
         name = next((n for n, p in self._named if p is error.parameter), "a parameter")
         raise OctoPipeError(
@@ -80,8 +88,8 @@ class HookedParameters:
 
     def refuse_in_place(self, error: RuntimeError, first: int, last: int) -> NoReturn:
         """Autograd found something saved that has changed: say what it may be."""
-        changed = [n for n, p in (*self._named, *self._buffers()) if self._versions.get(n, p._version) != p._version]
-        what = f"{changed[0]} was changed in place in this step" if changed else "something was changed in place"
+        changed = self.changed()
+        what = f"{changed} was changed in place in this step" if changed else "something was changed in place"
         raise OctoPipeError(
             f"layers {first} to {last}: {what} after a forward and before its backward, which needs the old values "
             "(micro-batches overlap in a pipeline: another one's forward may have done it); change a copy and assign "

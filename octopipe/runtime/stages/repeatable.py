@@ -97,12 +97,18 @@ def is_noise(first: Digest, second: Digest, third: Digest) -> bool:
     return True
 
 
-def refuse_difference(layer: str) -> None:
+def refuse_difference(layer: str, changed: str) -> None:
+    """`changed`: a parameter that was changed in this step, which then is the likely cause."""
+    cause = (
+        f"{changed} was changed in place since then (by a forward, most likely)"
+        if changed
+        else "it depends on something outside its attributes, buffers and generators that changed in between (an "
+        "iterator, random numbers or a counter inside a library, a file, two tensors in one memory)"
+    )
     raise OctoPipeError(
-        f"{layer} gives another output when its forward runs again (R), so its gradients would be wrong: it depends on "
-        "something outside its attributes, buffers and generators that changed in between (an iterator, random numbers "
-        "or a counter inside a library, a file); keep that in an attribute, or say `repeatable = False` in its class "
-        "and plan without recomputation there (octopipe tune --no-recompute)"
+        f"{layer} gives another output when its forward runs again (R), so its gradients would be wrong: {cause}; keep "
+        "such state in a buffer or an attribute, or say `repeatable = False` in its class and plan without "
+        "recomputation there (octopipe tune --no-recompute)"
     )
 
 

@@ -107,10 +107,16 @@ class Kept(NamedTuple):
     """The same of inputs, by place."""
     sources: list[Source]
     host: Any
+    left: list[dict[Any, Tensor]]
+    """Box by box: the tensors with a graph that F left there, by key."""
 
     @contextmanager
     def again(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """The tensors as F got them, while all else is as F found it, too; then everything is as it was before."""
+        """The tensors as F got them, while all else is as F found it, too; then everything is as it was before.
+
+        But where F's own tensor is still the last one that a forward left in a place (an output kept for its
+        gradient), R's takes its place: that is the one which backward goes through.
+        """
         now = [(box, box.read()) for box, _ in self.boxes]
         sources, host = [Source(s.thing) for s in self.sources], host_state()
         fresh = {key: copy.clone() for key, copy in self.copies.items()}
@@ -123,7 +129,11 @@ class Kept(NamedTuple):
         try:
             yield [self.inputs[k].clone() if k in self.inputs else t for k, t in enumerate(tensors)]
         finally:
-            for box, contents in now:
+            for (box, contents), left in zip(now, self.left):
+                made = _with_graph(box.read()) if left else {}
+                for key, tensor in left.items():
+                    if key in made and _at(contents, key) is tensor:
+                        contents[key] = made[key]
                 box.write(contents)
             for source in sources:
                 source.put_back()
@@ -255,23 +265,37 @@ class Replay:
                     f"{self._place}: an input of shape {tuple(start.tensors[k].shape)} was changed in place for the "
                     "first time after forwards that left it alone, so it cannot be recomputed; change a copy"
                 )
+        boxes = [(box, contents) for box, contents in start.snapshot.boxes if _key(box) in self._watch]
         return Kept(
-            [(box, contents) for box, contents in start.snapshot.boxes if _key(box) in self._watch],
+            boxes,
             {id(held.tensor): held.copy for held in moved if held.copy is not None},
             {k: t for k, t in start.copies.items() if k in self._changed},
             start.sources,
             start.host,
+            [_with_graph(box.read()) for box, _ in boxes],
         )
 
 
 def everything_as(snapshot: Snapshot) -> Kept:
     """A snapshot with copies of its tensors, as something to run from again."""
     copies = {key: held.copy for key, held in snapshot.tensors.items() if held.copy is not None}
-    return Kept(snapshot.boxes, copies, {}, snapshot.sources, host_state())
+    return Kept(snapshot.boxes, copies, {}, snapshot.sources, host_state(), [{}] * len(snapshot.boxes))
 
 
 def _key(box: Box) -> tuple[int, str, tuple[str, ...]]:
     return id(box.thing), box.kind, box.names
+
+
+def _with_graph(contents: Any) -> dict[Any, Tensor]:
+    if not isinstance(contents, (dict, list)):
+        return {}
+    return {k: v for k, v in items_of(contents) if isinstance(v, Tensor) and v.grad_fn is not None}
+
+
+def _at(contents: Any, key: Any) -> Any:
+    if isinstance(contents, dict):
+        return contents.get(key)
+    return contents[key] if key < len(contents) else None
 
 
 def _exchange(box: Box, contents: Any, by: dict[int, Tensor]) -> None:

@@ -146,7 +146,7 @@ class StageRun:
             if grad:
                 need = value.requires_grad
                 self.outputs_need_grad = [need]
-                self._edges = [edge_of(value) if need else None]
+                self._edges = [self._exit(value) if need else None]
             self.outputs = value.detach()
         else:
             self._cut(value, grad)
@@ -181,6 +181,10 @@ class StageRun:
             if start is not None:
                 start.stand_again()
 
+    def _exit(self, output: Tensor) -> Any:
+        """Where an output's gradient enters; before any hook of a user's, which may run a backward of its own."""
+        return edge_of(Enter.apply(output) if output._backward_hooks or self._stage.hooked.backwards else output)
+
     def _cut(self, value: Any, grad: bool) -> None:
         """The outputs, and the edges to their graph, of a value that is more than one tensor."""
         leaves: list[Any] = []
@@ -188,7 +192,7 @@ class StageRun:
         check_leaves(leaves, lambda: f"{self._stage.place() if self._then is None else 'loss_fn'} returned")
         if grad:
             self.outputs_need_grad = need = [isinstance(t, Tensor) and t.requires_grad for t in leaves]
-            self._edges = [edge_of(t) if n else None for t, n in zip(leaves, need)]
+            self._edges = [self._exit(t) if n else None for t, n in zip(leaves, need)]
         self.outputs = build(form, iter([t.detach() if isinstance(t, Tensor) else t for t in leaves]))
 
     def recompute(self) -> None:
@@ -204,7 +208,7 @@ class StageRun:
                 self._again(True)
                 third = self._digests or []
                 if not all(is_noise(*run) for run in zip(first, second, third, strict=True)):
-                    refuse_difference(stage.layer_name(differs))
+                    refuse_difference(stage.layer_name(differs), stage.hooked.changed())
         self._rng = self._kept = self._digests = self.outputs = None  # the next stage has had them
         self._let_go()
 
@@ -233,7 +237,7 @@ class StageRun:
                     value = self._attempts(True, rerun, None)
                     self._end_forward(value, True)
             if before is not None:
-                for what in before.changed_names():
+                for what in before.changed_names({id(box.thing) for box, _ in kept.boxes}):
                     refuse_side_effect(f"layers {stage.first_layer} to {stage._calls[-1][0]}", what)
             edge = self._edges[0] if self._edges and len(self._edges) == 1 else None
             refs, self.outputs = _references(value), None

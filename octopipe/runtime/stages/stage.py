@@ -126,6 +126,16 @@ class Stage:
         self._steps_checked += self._step_begun
         self._step_begun = False
 
+    def check_repeatable(self) -> None:
+        """Refuse to recompute a layer that says of itself that it cannot run a second time."""
+        for k, top in enumerate(self.modules):
+            for module in top.modules():
+                if getattr(module, "repeatable", True) is False:
+                    raise OctoPipeError(
+                        f"{self.layer_name(k)} is recomputed in this plan, but {type(module).__name__} says "
+                        "`repeatable = False`; plan without recomputation there (octopipe tune --no-recompute)"
+                    )
+
     def layer_name(self, k: int) -> str:
         """The k-th module, in words; after the last one comes the loss."""
         if k == len(self.modules):

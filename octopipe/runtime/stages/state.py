@@ -183,10 +183,14 @@ class Snapshot:
             if key is not _SAME:
                 yield box, key
 
-    def changed_names(self) -> Iterator[str]:
-        """What has changed since, tensors' values included as far as their versions tell."""
+    def changed_names(self, known: set[int]) -> Iterator[str]:
+        """What has changed since, tensors' values included as far as their versions tell.
+
+        `known`: ids of the objects whose changes are not asked for.
+        """
         for box, key in self.changes():
-            yield box.describe(key)
+            if id(box.thing) not in known:
+                yield box.describe(key)
         for held in self.tensors.values():
             if held.tensor._version != held.version:
                 yield held.label
