@@ -369,7 +369,7 @@ def test_a_token_file_gives_every_window_once_per_pass(tmp_path: Path, name: str
     [
         ("t.bin", b"", "no whole number"),
         ("t.bin", b"abc", "no whole number"),
-        ("t.bin", b"ab", "smaller --seq"),
+        ("t.bin", b"\x01\x00", "smaller --seq"),
         ("t.bin", b"\xff" * 64, "outside the model's vocabulary"),
         ("t.npy", b"garbage", "cannot be read"),
         ("t.txt", b"hello", "token files end in"),

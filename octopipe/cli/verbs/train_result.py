@@ -14,7 +14,7 @@ from octopipe.cli.verbs.common import console, named
 from octopipe.cli.verbs.runnable import told
 
 if TYPE_CHECKING:
-    from octopipe.runtime.training.job import EvalReport, Note, Phase, StepReport, TrainJob, TrainResult
+    from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult
 
 GIB = float(1 << 30)
 
@@ -36,18 +36,17 @@ class Screen:
     def __exit__(self, *error: Any) -> None:
         self._live.__exit__(*error)
 
-    def show(self, news: Phase | Note | StepReport | EvalReport) -> None:
-        from octopipe.runtime.training.job import EvalReport, Note, Phase
+    def show(self, news: Phase | StepReport | EvalReport) -> None:
+        from octopipe.runtime.training.job import EvalReport, Phase
 
-        if isinstance(news, Note):
-            self._err.print(named(news.text), soft_wrap=True)
-            return
         if isinstance(news, EvalReport):
             if not self.quiet:
                 self._out.print(eval_line(news, self.job.steps), soft_wrap=True)
             return
         text = news.text if isinstance(news, Phase) else step_line(news, self.job.steps)
-        if self._status is not None:
+        if isinstance(news, Phase) and news.notice:
+            self._err.print(f"note: {text}", soft_wrap=True, markup=False, highlight=False)
+        elif self._status is not None:
             self._status.update(text)
         elif not self.quiet and not isinstance(news, Phase) and self._is_due(news.step):
             self._out.print(text, soft_wrap=True)
@@ -95,6 +94,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
         "tokens_per_s": result.reports[-1].tokens_per_s if result.reports else None,
         "memory_gib": [b / GIB for b in result.reports[-1].memory_bytes] if result.reports else [],
         "checkpoint": result.checkpoint,
+        "notices": list(result.notices),
         "mfu": result.reports[-1].mfu if result.reports else None,
         "evaluations": [
             {"step": e.step, "loss": e.loss, "perplexity": _finite(e.perplexity), "tokens": e.tokens}

@@ -6,6 +6,7 @@ know: ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,17 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.documents import cannot_keep_apart
 from octopipe.models.spec import ModelSpec
+from octopipe.runtime.ranks.rank_process import unheard
 from octopipe.runtime.training.data.corpus import Corpus, Windows
 from octopipe.runtime.training.data.opening import read
-from octopipe.runtime.training.job import Note, Phase, TrainJob
+from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_host
 
 
 def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
     """The job with what its data and model allow decided; raises for whatever would stop the run later."""
+    if os.environ.get("RANK", "0") != "0":  # under torchrun every rank comes here; the first one is heard
+        tell = unheard
     check_host(job)
     corpora = {}
     for path in dict.fromkeys(p for p in (job.data, job.eval_data) if p is not None):
@@ -33,7 +37,7 @@ def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
     for path, corpus in corpora.items():
         samples = Windows(corpus, vocab=job.spec.vocab, seq=job.seq, seed=job.seed, apart=apart)
         for text in (*corpus.notes, *_described(samples, path == job.data)):
-            tell(Note(text=text))
+            tell(Phase(text=text, notice=True))
         if job.lengths and samples.marks(0) is not None:
             raise OctoPipeError(f"{corpus.where}: --lengths cuts samples of bare tokens; leave it out, or give tokens")
     return job
@@ -67,7 +71,7 @@ def _apart(job: TrainJob, corpora: list[Corpus], tell: Callable[[Any], None]) ->
         return True
     if asked:
         raise OctoPipeError(f"{job.spec.name}: documents cannot be kept apart: {why}; leave --document-mask out")
-    tell(Note(text=f"documents of one sample see each other: {why}"))
+    tell(Phase(text=f"documents of one sample see each other: {why}", notice=True))
     return False
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import DoesNotFitError
+from octopipe.base.files import shown
 from octopipe.costs.profile_file import Profile
 from octopipe.huggingface.cut import LayerList
 from octopipe.models.lengths import sequence_numbers
@@ -44,7 +44,7 @@ from octopipe.runtime.training.data.corpus import Windows
 from octopipe.runtime.training.data.opening import open_source
 from octopipe.runtime.training.evaluate import evaluate
 from octopipe.runtime.training.guard import Diverged, FiniteWatch, StopRequest
-from octopipe.runtime.training.job import EvalReport, Note, Phase, StepReport, TrainJob, TrainResult
+from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult
 from octopipe.runtime.training.memory_check import UNFIT
 from octopipe.runtime.training.progress import Progress, exchange
 from octopipe.runtime.training.ready import made_ready
@@ -66,7 +66,7 @@ from octopipe.runtime.training.shelf import choose, latest
 from octopipe.runtime.wire.telling import moment, told
 from octopipe.simulation.contention import predict
 
-Listener = Callable[[Phase | Note | StepReport | EvalReport], None]
+Listener = Callable[[Phase | StepReport | EvalReport], None]
 
 
 LOADING_S = 30.0
@@ -76,7 +76,7 @@ LOADING_S = 30.0
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
     """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
     with folder(job):
-        job = made_ready(job, _heard(listen))
+        job = made_ready(job, listen or launch.unheard)
         try:
             result: TrainResult | None = _start(train_rank, job, job, listen)
             return result
@@ -95,11 +95,6 @@ def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> 
     """
     result: list[TrainResult] | None = _start(train_ranks_in_turns, jobs[0], list(jobs), listen)
     return result
-
-
-def _heard(listen: Listener | None) -> Callable[[Any], None]:
-    """Whoever listens, once: under torchrun the first rank alone."""
-    return listen if listen is not None and os.environ.get("RANK", "0") == "0" else launch.unheard
 
 
 def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | None) -> Any:
@@ -222,6 +217,8 @@ class _Run:
         self.seen = 0
         """Samples trained on, by all pipelines."""
         self.saved: str | None = None
+        self.notices: list[str] = []
+        """What the user must hear, as far as this rank knows."""
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
         self._numbers = sequence_numbers(job.lengths, job.groups)
@@ -262,6 +259,7 @@ class _Run:
             predicted=None if profile is None else predict(plan, profile),
             measured=measured,
             checkpoint=self.saved,
+            notices=tuple(self.notices),
             stopped_by=self.stopped_by,
             evaluations=tuple(self.evaluations),
         )
@@ -280,7 +278,7 @@ class _Run:
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
         record = load_checkpoint(path, self.pipe, self.optimizer)
         if changed := schedule_words(record.get("schedule"), self._rate.about()):
-            self.seat.tell(Note(text=f"the learning rate goes on by another schedule: {changed}"))
+            self._notice(f"the learning rate goes on by another schedule: {changed}")
         self.seen = int(record.get("samples", 0))
         self.pipe.step_number = record["step"]
         self.saved = str(path)
@@ -290,10 +288,15 @@ class _Run:
         assert self.job.checkpoint is not None
         path, problems = choose(self.job.checkpoint, self.job.resume_step)
         for why in problems:
-            self.seat.tell(Phase(text=f"damaged: {why}"))
+            self._notice(f"damaged checkpoint: {why}")
         if problems:
-            self.seat.tell(Phase(text=f"going on from {path.name}, the newest good checkpoint"))
+            self._notice(f"going on from {path.name}, the newest good checkpoint")
         return path
+
+    def _notice(self, text: str) -> None:
+        """What a user must hear wherever the output goes."""
+        self.notices.append(text)
+        self.seat.tell(Phase(text=text, notice=True))
 
     def steps(self, stop: StopRequest | None = None) -> Iterator[None]:
         """Train; comes back after every step. A signal that was noted ends the run after the step, saved."""
@@ -373,6 +376,11 @@ class _Run:
             return
         self._saving = None
         self.saved = str(saving.finish())
+        if saving.set_aside is not None:
+            self._notice(
+                f"checkpoints of the branch that was left are in {shown(saving.set_aside)}; --checkpoint with that "
+                "folder and --resume go on with it"
+            )
 
     def _adapt(self, step: int) -> None:
         """Correct the costs by the step just made; switch plans where that pays."""

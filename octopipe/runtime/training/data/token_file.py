@@ -68,6 +68,8 @@ def stated(path: str | os.PathLike[str], dtype: str | None) -> str | None:
 
 
 def _whole(path: Path, where: str, kind: str | None) -> None:
+    if path.suffix != ".bin":
+        raise OctoPipeError(f"{where}: token files end in .bin or .npy")
     try:
         if not path.is_file():
             raise OctoPipeError(f"{where}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
@@ -91,15 +93,15 @@ def _found(path: Path, where: str, vocab: int) -> Row:
         if wrong is None:
             possible.append(kind)
         elif not first_wrong:
-            first_wrong = f"as {kind}, token {int(tokens[wrong])} at position {wrong}"
+            first_wrong = f"token {int(tokens[wrong])} at position {wrong}, read as {kind},"
     if "uint16" in possible and len(possible) > 1 and vocab > 1 << 16:
         possible.remove("uint16")  # it cannot hold this vocabulary
     if len(possible) == 1:
         return _mapped(path, where, possible[0])
     if not possible:
         raise OctoPipeError(
-            f"{where}: no type of ids puts all of them inside the model's vocabulary of {vocab} ({first_wrong}); use "
-            "this model's tokenizer, or say the type: --data-dtype"
+            f"{where}: {first_wrong} is outside the model's vocabulary of {vocab}, and no other type of ids fits; use "
+            "this model's tokenizer, or a larger --scale"
         )
     raise OctoPipeError(
         f"{where}: every id would be inside the vocabulary of {vocab} as {' and as '.join(possible)}; say which it is: "
