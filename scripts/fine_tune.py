@@ -64,7 +64,7 @@ def make_material(home: Path, family: str = "llama") -> None:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator((json.loads(line)["text"] for line in open(home / "corpus.jsonl")), trainer)
+    made.train_from_iterator(texts_of(home, "corpus"), trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END).save_pretrained(home / "model")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
@@ -78,6 +78,10 @@ def make_material(home: Path, family: str = "llama") -> None:
             max_position_embeddings=64, **sizes,
         )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(home / "model")
+
+
+def texts_of(home: Path, name: str) -> list[str]:
+    return [json.loads(line)["text"] for line in (home / f"{name}.jsonl").read_text().splitlines()]
 
 
 def train(home: Path, *words: str, interrupt_after: int | None = None) -> tuple[int, str]:
@@ -113,8 +117,8 @@ def windows_of(home: Path, name: str) -> list[tuple[list[int], list[int], list[i
     tokenizer = tokenizers.Tokenizer.from_file(str(home / "model" / "tokenizer.json"))
     row: list[int] = []
     begins: list[bool] = []
-    for line in open(home / f"{name}.jsonl"):
-        ids = [*tokenizer.encode(json.loads(line)["text"]).ids, tokenizer.token_to_id(END)]
+    for text in texts_of(home, name):
+        ids = [*tokenizer.encode(text).ids, tokenizer.token_to_id(END)]
         row += ids
         begins += [True] + [False] * (len(ids) - 1)
     found = []
@@ -165,7 +169,7 @@ def plain_run(home: Path, steps: int, dtype: str) -> tuple[list[float], dict[int
                 num_items_in_batch=torch.tensor(items / MICRO_BATCHES, dtype=torch.float64),
             ).loss  # fmt: skip
             (loss / MICRO_BATCHES).backward()
-            total += float(loss) / MICRO_BATCHES
+            total += float(loss.detach()) / MICRO_BATCHES
         losses.append(total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         part = (step - 1 - WARMUP) / (steps - WARMUP)
@@ -187,7 +191,9 @@ def plain_loss(model: Any, rows: list[Any]) -> float:
     total, count = 0.0, 0
     with torch.no_grad():
         for ids, positions, targets in rows:
-            logits = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions])).logits[0].double()
+            # Without a cache: with one, transformers' masks do not look at positions.
+            inputs = {"input_ids": torch.tensor([ids]), "position_ids": torch.tensor([positions])}
+            logits = model(**inputs, use_cache=False).logits[0].double()
             wanted = torch.tensor(targets)
             total += float(torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum"))
             count += int((wanted != -100).sum())
