@@ -30,8 +30,9 @@ from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
+from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import Phase, TrainJob
-from octopipe.runtime.training.memory_check import check_places, free_host_bytes
+from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
 from octopipe.runtime.wire.telling import broadcast_value, gather_values
 from octopipe.search.systems import build_plan
