@@ -19,8 +19,9 @@ from octopipe.plans.file import load_plan
 from octopipe.search.planner import search as planner_search
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.estimate import estimate, evenest_ms
+from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.search import Candidate, Pricer, judge, search
-from octopipe.search.planner.splits import RUNTIMES, Split, parse_split, splits
+from octopipe.search.planner.splits import Split, parse_split, splits
 from octopipe.simulation.simulator import simulate
 
 SMALL = {"gpus": 8, "global_batch": 16}
@@ -179,7 +180,7 @@ def test_octopipes_own_runtime_recomputes_by_ops_and_holds_state_whole() -> None
     assert best.setup.recompute == "none" and best.setup.zero == 0
     assert sum(op.kind == "R" for order in best.plan.orders for op in order) > 0
     assert simulate(best.plan, best.costs).fits
-    line = command_lines(best, model="llama3-8b", plan_file="p.json", runtime="any")
+    line = command_lines(best, spec=preset("llama3-8b"), model="llama3-8b", plan_file="p.json", runtime="any")
     assert "train llama3-8b --plan p.json" in line["octopipe"] and line["torch"].startswith("none: the plan recomputes")
     with pytest.raises(OctoPipeError, match="whole layers only"):
         search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], recompute="selective")
@@ -191,7 +192,9 @@ def test_a_command_line_is_given_only_where_it_runs_the_split() -> None:
     def lines(recompute: str = "none", **sizes: int) -> dict[str, str]:
         usual = {"tp": 1, "cp": 1, "ep": 1, "pp": 2, "dp": 4, "vp": 1, "micro_batch_size": 1, "zero": 0}
         split = Split(**usual | sizes)
-        return command_lines(pricer.simulated(split, recompute), model="m", plan_file="p.json", runtime="any")
+        return command_lines(
+            pricer.simulated(split, recompute), spec=pricer.spec, model="m", plan_file="p.json", runtime="any"
+        )
 
     assert "-m octopipe train" in lines()["octopipe"]
     assert "ZeRO-1; plan with --for octopipe" in lines(zero=1)["octopipe"]
