@@ -64,8 +64,9 @@ class Setup:
     gradients: Gradients | None = None
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is fp8."""
     recompute: Recompute = "none"
-    """selective: outputs of norms, activation functions and latent up-projections again; full: whole layers again, one
-    at a time, from their inputs; auto: as much of both as it takes to fit."""
+    """selective: outputs of norms, of experts' activation functions and of latent up-projections again (Megatron-LM's
+    --recompute-modules layernorm moe_act mla_up_proj); full: whole layers again, one at a time, from their inputs;
+    auto: as much of both as it takes to fit."""
     recompute_layers: int | None = None
     """With full: so many layers, spread evenly over the model, the rest selectively; None: all."""
     sequence_parallel: bool = True
