@@ -312,11 +312,18 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
 
 def changes(found: Found) -> list[str]:
     """The winner in words, beside what runs today."""
+    from octopipe.costs.analytic.calibration import is_calibrated
+
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
     step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
+    if best.setup.gpu is not None and not is_calibrated(best.setup.gpu, best.setup.precision):
+        out.append(
+            f"No published run calibrates {best.setup.gpu.name} in {best.setup.precision} here. Its shares of the peak "
+            "are taken from Hopper, so absolute numbers may be far off; the order of splits is more certain."
+        )
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
         out.append(

@@ -155,6 +155,19 @@ class Setup:
         return 2.0 if (self.gradients or ("bf16" if self.precision == "fp8" else "fp32")) == "bf16" else 4.0
 
     @property
+    def peak_flops_per_ms(self) -> float | None:
+        """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
+        if self.gpu is None:
+            return None
+        kinds = [(gpu(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
+        left, total = self.num_gpus, 0.0
+        for kind, number in kinds:
+            used = min(number, left)
+            total += used * kind.peak_flops_per_ms(self.precision)
+            left -= used
+        return total / max(self.num_gpus - left, 1)
+
+    @property
     def gpu_memory_gib(self) -> float:
         return self.gpu.memory_gib if self.gpu is not None else math.inf
 
