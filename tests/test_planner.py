@@ -174,7 +174,7 @@ def test_large_models_fit_the_clusters_they_are_trained_on(model: str, kind: str
 
 def test_octopipes_own_runtime_recomputes_by_ops_and_holds_state_whole() -> None:
     """`octopipe train` has no switch for checkpointed layers: what must be recomputed is in the plan, and fits."""
-    spec, cluster = preset("llama3-8b"), base("h100", seq=16384)
+    spec, cluster = preset("llama3-8b"), base("h100", seq=20480)
     fixed = {"micro_batch_size": 1}
     found = search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], budget_s=4.0, fixed=fixed)
     best = found.best

@@ -312,11 +312,6 @@ def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tup
     if setup.dp * setup.cp == 1 or setup.zero == 3:
         return [(0.0, 0.0)] * len(weights)
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)
-    reduced_bytes, gathered_bytes = {
-        0: (2 * setup.gradient_bytes, 0.0),
-        1: (setup.gradient_bytes, WEIGHT_BYTES),
-        2: (setup.gradient_bytes, WEIGHT_BYTES),
-    }[setup.zero]
     known: dict[Weights, tuple[float, float]] = {}
     for held in set(weights):
         groups = list(zip(held, shards_of(setup, cluster), strides, strict=True))
@@ -326,7 +321,8 @@ def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tup
                 ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link) for count, n, stride in groups
             )
 
-        known[held] = ring(reduced_bytes), ring(gathered_bytes)
+        reduced = ring(setup.gradient_bytes)
+        known[held] = (2 * reduced, 0.0) if setup.zero == 0 else (reduced, ring(WEIGHT_BYTES))
     return [known[held] for held in weights]
 
 

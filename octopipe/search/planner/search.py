@@ -274,7 +274,7 @@ def search(
                 skipped.append(f"{candidate.split.words()} was not tuned: {why_not}.{may}")
     fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
     if not fitting and not tuned:
-        raise DoesNotFitError(_nothing_fits(pricer, every, modes))
+        raise DoesNotFitError(_unfit(pricer, min(simulated, key=lambda c: c.peak_gib - c.limit_gib)))
     rivals = [*fitting, *tuned, *([present] if present is not None and present.fits else [])]
     fastest = min(rivals, key=lambda c: c.step_ms)
     best = simplest(rivals, margin)
@@ -494,9 +494,11 @@ def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]
             s.vp,
         ),
     )
-    found = pricer.candidate(leanest, modes)
+    return _unfit(pricer, pricer.candidate(leanest, modes))
+
+
+def _unfit(pricer: Pricer, found: Candidate) -> str:
     return (
-        f"no split of {leanest.tp * leanest.cp * leanest.pp * leanest.dp} GPUs fits {pricer.spec.name}: even "
-        f"{leanest.words()} needs {found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller "
-        "reserve or batch"
+        f"no split of {found.setup.num_gpus} GPUs fits {pricer.spec.name}: even {found.split.words()} needs "
+        f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller reserve or batch"
     )
