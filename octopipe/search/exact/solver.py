@@ -173,9 +173,12 @@ def _quick_plan(
             costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
             settings=Settings(patience=QUICK_PATIENCE), iterations=iterations and min(iterations, QUICK_MOVES),
         )  # fmt: skip
-        return search.run().plan
+        found = search.run()
     except DoesNotFitError:
         return None
+    if found.interrupted:  # it ends in good order, and whoever asked means the whole solve
+        raise KeyboardInterrupt
+    return found.plan
 
 
 def _solved(plan: Plan, timeline: Timeline, bound_ms: float, seconds: float, stopped: bool) -> Solved:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
@@ -112,7 +113,8 @@ def tune(
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
     small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops
     if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
-        hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        hidden, after, cut_short = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        found = replace(found, interrupted=cut_short)
         hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
         if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
             chosen, timeline, mean_ms = hidden, after, hidden_ms
@@ -154,8 +156,9 @@ def tune(
 
 def _hide(
     plan: Plan, before: Timeline, costs: CostTable, budget_s: float, iterations: int | None, seed: int
-) -> tuple[Plan, Timeline]:
-    """The plan with transfers behind computation where that costs nothing, and its timeline."""
+) -> tuple[Plan, Timeline, bool]:
+    """The plan with transfers behind computation where that costs nothing, its timeline, and whether somebody
+    interrupted this."""
     seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
     try:
         if iterations is not None:
@@ -163,9 +166,10 @@ def _hide(
         else:
             better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
     except KeyboardInterrupt:
-        return plan, before
+        return plan, before, True
     after = simulate(better, costs)
-    return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
+    good = after.fits >= before.fits and after.step_ms <= before.step_ms
+    return (better, after, False) if good else (plan, before, False)
 
 
 def _row(step: Step, *, counted: bool) -> dict[str, Any]:
