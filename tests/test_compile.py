@@ -319,7 +319,9 @@ def test_a_file_that_is_not_a_private_one_of_ours_is_not_loaded(what: str, elsew
     assert _fresh()(21) == 42
 
 
-@pytest.mark.parametrize("note", [b"\x80\x04.", b"[]", b'["../../twice.o", "int"]', b'["x.o", {"item": "object"}]', b"5"])
+@pytest.mark.parametrize(
+    "note", [b"\x80\x04.", b"[]", b'["../../twice.o", "int"]', b'["x.o", {"item": "object"}]', b"5"]
+)
 def test_notes_are_data_and_not_programs(note: bytes, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A note says which code a kernel of the package has; reading one can run nothing and lead nowhere else."""
     kernel = _fresh()

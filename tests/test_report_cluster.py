@@ -86,7 +86,7 @@ def test_plan_writes_a_page_and_a_plan_whose_report_has_the_panel(
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    def plan(asked: Mapping[str, Any]) -> dict[str, Any]:
+    def plan(asked: Mapping[str, Any], stop: object) -> dict[str, Any]:
         if asked["gpus"] == "7":
             raise OctoPipeError("no split of 7 GPUs fits")
         return record(title=f"{asked['model']} on {asked['gpus']}")

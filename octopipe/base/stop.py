@@ -29,6 +29,7 @@ class StopRequest:
     """Notes SIGINT and SIGTERM while its block runs; in another thread than the main one it notes nothing."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
+        """`grace_s`: how long the block may take to end after the first signal; 0: it is interrupted at once."""
         self.number = 0
         """Of the signal that came, or 0."""
         self._grace_s = grace_s
@@ -38,6 +39,11 @@ class StopRequest:
     @property
     def asked(self) -> bool:
         return self.number != 0
+
+    def raise_if_asked(self) -> None:
+        """For results that count only when they are whole."""
+        if self.asked:
+            raise self._error()
 
     def exit_code(self, otherwise: int) -> int:
         """What the command ends with: 130 after Ctrl-C, 143 after SIGTERM."""
@@ -68,9 +74,9 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.asked:
+        again, self.number = self.asked, number
+        if again or self._grace_s <= 0:
             raise self._error()
-        self.number = number
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path

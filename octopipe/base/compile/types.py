@@ -174,9 +174,10 @@ def from_plain(value: Any) -> Type:
     """The type behind its plain form; ValueError for anything that is none."""
     if isinstance(value, str) and value in LLVM:
         return value
-    if isinstance(value, dict) and value.keys() == {"item", "ndim"}:
-        if value["item"] in ITEMS and isinstance(value["ndim"], int) and 0 <= value["ndim"] <= 32:
-            return Array(value["item"], value["ndim"])
+    if isinstance(value, dict) and value.keys() == {"item", "ndim"} and value["ndim"] in range(33):
+        if value["item"] not in ITEMS:
+            raise ValueError("no item of a kernel's arrays")
+        return Array(value["item"], value["ndim"])
     if isinstance(value, dict) and value.keys() == {"parts", "names"}:
         return Tuple(tuple(from_plain(part) for part in value["parts"]), tuple(map(str, value["names"])))
     raise ValueError("no type of a kernel")

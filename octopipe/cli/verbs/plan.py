@@ -87,6 +87,7 @@ def _systems(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
+    from octopipe.base.stop import StopRequest
     from octopipe.cli.verbs.tune import _check_writable
     from octopipe.plans.file import save_plan
     from octopipe.search.planner.commands import command_lines
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     live: Any = screen.status("looking at splits ...") if screen.is_terminal else nullcontext()
     found: Found | None = None
     unfit = ""
-    with live as status:
+    with StopRequest() as stop, live as status:
         try:
             found = search(
                 spec,
@@ -125,12 +126,13 @@ def run(args: argparse.Namespace) -> int:
                 budget_s=args.budget,
                 seed=args.seed,
                 say=None if status is None else status.update,
+                stop=lambda: stop.asked,
             )
         except DoesNotFitError as error:
             if not published:
                 raise
             unfit = str(error)
-    if published:
+    if published and not stop.asked:
         return run_published(args, spec, base, gpus, fixed, published, found, unfit)
     assert found is not None
     best = found.best
@@ -149,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(numbers_of(args, found, lines))
     else:
         _show(args, spec, found, lines)
-    return 0
+    return stop.exit_code(0)
 
 
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
@@ -197,7 +199,11 @@ def _record(
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.splits import RUNTIMES
 
-    points = scaled(spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime])
+    # Whoever has ended the search does not wait for what it would be on other numbers of GPUs.
+    more: dict[str, Any] = {"budget_s": 0.0} if found.interrupted else {}
+    points = scaled(
+        spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime], **more
+    )
     return record_of(found, model=spec.name, words=changes(found), scaling=points)
 
 
@@ -231,6 +237,7 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) ->
         "judged": found.judged,
         "cut_short": found.cut_short,
         "seconds": found.seconds,
+        "interrupted": found.interrupted,
     }
 
 
@@ -240,6 +247,8 @@ def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[s
     show_table(args, found)
     for sentence in changes(found):
         out.print(sentence)
+    if found.interrupted:
+        out.print("interrupted: this is the best split so far")
     for name, line in lines.items():
         out.print(f"[bold]{name}[/]:", end=" ")
         out.print(line, markup=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.table import CostTable
@@ -36,6 +36,12 @@ TUNABLE_OPS = 400_000
 JUDGING, SIMULATING = 0.3, 0.15
 """Shares of the budget that judging and simulating may take; tuning gains more than either."""
 Say = Callable[[str], None]
+Stop = Callable[[], bool]
+"""Whether somebody has asked to end with what there is."""
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,8 @@ class Found:
     cut_short: bool
     """Time was over before every split that may be among the best was judged."""
     seconds: float
+    interrupted: bool = False
+    """Somebody ended the search; this is the best so far."""
 
 
 class Pricer:
@@ -202,6 +210,7 @@ def search(
     budget_s: float = 30.0,
     seed: int = 0,
     say: Say | None = None,
+    stop: Stop = never,
 ) -> Found:
     """The best split of `gpus` GPUs for steps of `global_batch` sequences, `budget_s` seconds of tuning included."""
     began = time.monotonic()
@@ -215,29 +224,38 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged, cut_short = judge(pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned)
-    if "vp" not in (fixed or {}):
+    kept, judged, cut_short = judge(
+        pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned, stop=stop
+    )
+    if "vp" not in (fixed or {}) and not stop():
         kept = _refined(pricer, kept, modes)
+    if not kept and stop():
+        raise StoppedError("the search was stopped before it found a first split; give it more time")
     if not kept:
         raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     tell("simulating the best few")
-    simulated = _simulated(pricer, kept, recompute, SIMULATING * budget_s)
+    simulated = _simulated(pricer, kept, recompute, SIMULATING * budget_s, stop)
     present = _today(pricer, base, gpus, today, runtime, recompute) if today else None
     tuned: list[Candidate] = []
+    interrupted = stop()
     if runtime.tuned:
         until = began + budget_s
         worth = _varied([c for c in sorted(kept, key=_hoped_first) if c.split.pp > 1], TUNED, each=1)
         for i, candidate in enumerate(worth):
+            if interrupted := interrupted or stop():
+                break
             tell(f"tuning {candidate.split.words()}")
             known = next((c for c in simulated if c.split == candidate.split), None)
             begun = known or pricer.simulated(candidate.split, recompute)
             if known is None:
                 simulated.append(begun)
             share = (until - time.monotonic()) / (len(worth) - i)
-            better = tune_candidate(pricer, begun, share, seed, runtime, recompute)
+            better, interrupted = tune_candidate(pricer, begun, share, seed, runtime, recompute, stop)
             if better is not None:
                 tuned.append(better)
     fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
+    if not fitting and not tuned and interrupted:
+        raise StoppedError("the search was stopped before it found a split that fits; give it more time")
     if not fitting and not tuned:
         raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     best = min([*fitting, *tuned], key=simpler_first)
@@ -254,6 +272,7 @@ def search(
         judged=judged,
         cut_short=cut_short,
         seconds=time.monotonic() - began,
+        interrupted=interrupted,
     )
 
 
@@ -274,6 +293,7 @@ def judge(
     *,
     cpu_s: float = math.inf,
     tuned: bool = True,
+    stop: Stop = never,
 ) -> tuple[list[Candidate], int, bool]:
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
     and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, after
@@ -285,7 +305,7 @@ def judge(
     for bound, split in queue:
         if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
             break
-        if heaps[0] and time.process_time() > until:
+        if stop() or (heaps[0] and time.process_time() > until):
             cut_short = True
             break
         judged += 1
@@ -301,14 +321,16 @@ def judge(
     return sorted(kept.values(), key=simpler_first), judged, cut_short
 
 
-def _simulated(pricer: Pricer, kept: Sequence[Candidate], recompute: str, seconds: float) -> list[Candidate]:
+def _simulated(
+    pricer: Pricer, kept: Sequence[Candidate], recompute: str, seconds: float, stop: Stop
+) -> list[Candidate]:
     """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or time is over."""
     until = time.monotonic() + seconds
     out: list[Candidate] = []
     for candidate in _varied(kept, 2 * SIMULATED, each=2):
         best_ms = min((c.step_ms for c in out if c.fits), default=math.inf)
         settled = len(out) >= SIMULATED and candidate.step_ms >= best_ms
-        if best_ms < math.inf and (settled or time.monotonic() > until):
+        if best_ms < math.inf and (settled or time.monotonic() > until or stop()):
             break
         out.append(pricer.simulated(candidate.split, recompute))
     return out
@@ -353,15 +375,22 @@ def _varied(kept: Sequence[Candidate], number: int, *, each: int) -> list[Candid
 
 
 def tune_candidate(
-    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime, recompute: str = "auto"
-) -> Candidate | None:
-    """The candidate's split with partition, placement and order tuned; None where that found nothing faster."""
+    pricer: Pricer,
+    candidate: Candidate,
+    budget_s: float,
+    seed: int,
+    runtime: Runtime,
+    recompute: str = "auto",
+    stop: Stop = never,
+) -> tuple[Candidate | None, bool]:
+    """The candidate's split with partition, placement and order tuned, None where that found nothing faster; and
+    whether somebody ended it."""
     from octopipe.search.tuner import tune
 
     plan, costs = candidate.plan, candidate.costs
     assert plan is not None and costs is not None
     if budget_s < 1.0 or sum(map(len, plan.orders)) > TUNABLE_OPS:
-        return None
+        return None, stop()
     start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
     if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
         # The search knows better than a number of layers for all which ones to recompute.
@@ -376,12 +405,13 @@ def tune_candidate(
             recompute=recompute == "auto",
             start=start,
             target="torch" if runtime.name == "torch" else "octopipe",
+            progress=lambda seen: stop(),
         )
     except OctoPipeError:
-        return None
+        return None, stop()
     if candidate.fits and result.step_ms >= candidate.step_ms:
-        return None
-    return pricer.of_plan(candidate.split, result.plan, costs, "tuned")
+        return None, result.interrupted
+    return pricer.of_plan(candidate.split, result.plan, costs, "tuned"), result.interrupted
 
 
 def _today(
