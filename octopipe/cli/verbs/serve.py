@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """The answer to the form of the page /plan: the same search as `octopipe plan`. `stop` says whether to end early."""
+    """The answer to the form of the page /plan: the same search as `octopipe plan`. `stop`: whether to end early."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
