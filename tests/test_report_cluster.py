@@ -59,6 +59,9 @@ def test_names_are_text_and_bad_records_are_refused() -> None:
         {"gpus": "many"},
         {"candidates": [{"split": "x"}]},
         {"scaling": [{"fits": True}]},
+        *({"scaling": [{"fits": True, "gpus": n, "tokens_per_second": 1.0, "split": "x"}]} for n in (0, -1, 10**400)),
+        {"scaling": [{"fits": False, "gpus": 0}]},
+        *({"scaling": [{"fits": True, "gpus": 8, "tokens_per_second": v, "split": "x"}]} for v in (0, -1.0, 1e999)),
     ):
         with pytest.raises(OctoPipeError, match="cannot be drawn"):
             panel(record(**broken))

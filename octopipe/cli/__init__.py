@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from octopipe.base.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError, Terminated
-from octopipe.cli.faults import BAD_INPUT, FAULT, explained, open_standard_streams
+from octopipe.base.streams import open_standard_streams
+from octopipe.cli.faults import BAD_INPUT, FAULT, explained
 
 VERBS = {
     "plan": "how to split a model over a whole cluster, and what one gets",

@@ -34,18 +34,6 @@ _PER_FILE = {
 }
 
 
-def open_standard_streams() -> None:
-    """Where stdin, stdout or stderr was closed, open nothing in its place.
-
-    Otherwise the next file or socket gets its number, and whoever writes to stdout writes into that.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
-
-
 def explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
     """The exit code and the line for what no verb foresaw."""
     if isinstance(error, ModuleNotFoundError) and error.name:
