@@ -85,5 +85,5 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
         budget_s=budget_s,
         stop=stop,
     )
-    points = scaled(spec, base, found, global_batch=batch, **({"budget_s": 0.0} if found.interrupted else {}))
+    points = [] if found.interrupted else scaled(spec, base, found, global_batch=batch)
     return record_of(found, model=spec.name, words=changes(found), scaling=points)
