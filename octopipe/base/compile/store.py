@@ -130,7 +130,7 @@ def _folder() -> Iterator[int | None]:
 
 
 def private_folder() -> Path | None:
-    """The first folder for caches that is this user's alone, for what is data and never executed; None: there is none."""
+    """The first folder for caches that is this user's alone, for data that is never executed; None: there is none."""
     for path, may_be_link in _folders():
         found = _opened(path, may_be_link)
         if found is not None:

@@ -6,6 +6,7 @@ Knows: flags, the live line, what is said at the end. Does not know: how trainin
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
