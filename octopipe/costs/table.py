@@ -25,6 +25,7 @@ from octopipe.base.files import brief
 from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.segments import Segments
 
 Array = NDArray[np.float64]
 PER_LAYER = (
@@ -94,6 +95,8 @@ class CostTable:
     repeatable: tuple[bool, ...] = ()
     """Per layer: whether a second forward was seen to do the same as the first, so that it may be recomputed; empty
     where nobody has looked (costs from first principles, of layers that are known to be)."""
+    segments: Segments | None = None
+    """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
 
     def __post_init__(self) -> None:
         layers = len(self.symbols)
@@ -115,6 +118,8 @@ class CostTable:
                 )
             values.setflags(write=False)
             object.__setattr__(self, name, values)
+        if self.segments is not None and self.segments.num_layers != layers:
+            raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
         larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
@@ -197,13 +202,15 @@ class CostTable:
         return self.forward_ms + self.input_ms + self.weight_ms
 
     def slowdown(self, rank: int) -> float:
-        return self.rank_slowdown[rank] if self.rank_slowdown else 1.0
+        return _of_rank(self.rank_slowdown, rank, "rank speeds") if self.rank_slowdown else 1.0
 
     def capacity_bytes(self, rank: int) -> float:
         """Memory of a rank; infinite where no limit was given."""
         if not self.rank_memory_bytes:
             return float("inf")
-        return self.rank_memory_bytes[0 if len(self.rank_memory_bytes) == 1 else rank]
+        if len(self.rank_memory_bytes) == 1:
+            return self.rank_memory_bytes[0]
+        return _of_rank(self.rank_memory_bytes, rank, "memory sizes")
 
     def free_bytes(self, num_ranks: int) -> float:
         """The most that all ranks have left beside every layer's static bytes, each layer held once."""
@@ -222,6 +229,11 @@ class CostTable:
             case "B":
                 return self.input_ms + self.weight_ms
         raise OctoPipeError(f"unknown op kind {kind!r}; one of F, I, W, B, R")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether any op has an exchange that another op's computation could hide."""
+        return self.segments is not None and self.segments.any_exchange
 
     def factor(self, micro_batch: int) -> Array | float:
         """Size factor of a micro-batch, per layer."""
@@ -264,8 +276,9 @@ class CostTable:
         if self.model_flops is not None:
             flops = self.model_flops * per_gpu_second
             out["model_tflops_per_gpu"] = flops / 1e12
-            if self.setup is not None and self.setup.gpu is not None:
-                out["mfu"] = flops / (1e3 * self.setup.gpu.peak_flops_per_ms(self.setup.precision))
+            peak = None if self.setup is None else self.setup.peak_flops_per_ms
+            if peak is not None:
+                out["mfu"] = flops / (1e3 * peak)
         return out
 
     def digest(self) -> str:
@@ -273,7 +286,15 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("setup", "model_flops") or (f.name in ("tied_bytes", "repeatable") and not value):
+            optional = f.name in ("tied_bytes", "segments", "repeatable")
+            if f.name in ("setup", "model_flops") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]
+
+
+def _of_rank(values: tuple[float, ...], rank: int, what: str) -> float:
+    """A rank's own value; costs of two ranks say nothing about a third one."""
+    if rank >= len(values):
+        raise OctoPipeError(f"{len(values)} {what} for {rank + 1} ranks or more; give one per rank")
+    return values[rank]
