@@ -114,7 +114,8 @@ class Reducer:
             p = s.parameter
             if not p.requires_grad:
                 continue
-            where = (s.holders, self._reach(s), p.dtype, p.device)
+            # A parameter may want its gradient in another dtype than its own; None: in any.
+            where = (s.holders, self._reach(s), p.dtype, getattr(p, "grad_dtype", p.dtype), p.device)
             bucket, size = opened.get(where, (None, 0))
             if bucket is None or size + p.nbytes > self._bucket_bytes:
                 bucket, size = Bucket([], s.holders, self._reach(s)), 0
@@ -249,7 +250,7 @@ def local(t: Tensor) -> Tensor:
 def _numbers(grad: Tensor | None, p: Tensor) -> Tensor:
     """A gradient's values on this device as a row of real numbers, zeros where there is none."""
     if grad is None:
-        values = torch.zeros_like(local(p))
+        values = torch.zeros_like(local(p), dtype=getattr(p, "grad_dtype", p.dtype) or p.dtype)
     else:
         values = local(_like(grad, p))
     if values.is_sparse:
