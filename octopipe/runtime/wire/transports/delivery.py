@@ -29,8 +29,8 @@ class End:
     """What the transport keeps for one slot."""
 
     __slots__ = (
-        "bodies", "box", "expected", "fixed", "flags", "head", "kept", "length", "memory", "message", "parts", "pointer",
-        "room", "seen", "spec", "tag", "whole", "works",
+        "bodies", "box", "expected", "fixed", "flags", "head", "kept", "length", "memory", "message", "parts",
+        "pointer", "room", "seen", "spec", "tag", "whole", "works",
     )  # fmt: skip
 
     def __init__(self, slot: Slot, box: Box | None, first_tag: int):
