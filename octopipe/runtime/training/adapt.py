@@ -198,7 +198,7 @@ def switch(
     scale = pipe.loss_scale
     pipe.close()
     fresh = make_pipe(plan)
-    states = _exchange(world, old, plan, mine)
+    states = _exchange(world, old, plan, mine, loss=fresh.layers.has_loss)
     fresh.load_state_dict({f"{k}.{n}": v for k, kept in states.items() for n, v in loadable(kept["state"]).items()})
     for k, module in fresh.modules().items():
         _put_beside(module, states[k])
@@ -278,11 +278,18 @@ def _put_beside(module: nn.Module, kept: Mapping[str, Any]) -> None:
         p.requires_grad_(beside["trained"].get(name, p.requires_grad))
 
 
-def _exchange(world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of this rank's layers under the new plan; a layer travels only to ranks that did not hold it."""
+def _exchange(
+    world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]], *, loss: bool
+) -> dict[int, dict[str, Any]]:
+    """The states of this rank's layers under the new plan; a layer travels only to ranks that did not hold it.
+
+    `loss`: the loss has parameters, and counts as the layer after the last.
+    """
     before, after = _holders(old), _holders(new)
+    for holders in (before, after):
+        holders[new.num_layers] = holders[new.num_layers - 1]
     out = {}
-    for k in range(new.num_layers):
+    for k in range(new.num_layers + loss):
         source = before[k][0]
         takers = [r for r in after[k] if r not in before[k]]
         if world.rank in after[k] and world.rank in before[k]:

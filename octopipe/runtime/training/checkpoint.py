@@ -226,6 +226,10 @@ def load_checkpoint(
             f"{shown(home)} holds the state of {record['optimizer']}, not of {type(optimizer).__name__}; "
             "use the same optimizer"
         )
+    listed = {x["layer"] for x in record.get("layers", [])}
+    if (pipe.layers.loss_layer in listed) != pipe.layers.has_loss:
+        has, lacks = ("the loss", "the checkpoint") if pipe.layers.has_loss else ("the checkpoint's loss", "loss_fn")
+        raise OctoPipeError(f"{shown(home)}: {has} has parameters, {lacks} none of them; use the same loss_fn")
     files: dict[int, dict[str, Any]] = {}
 
     def layer(k: int) -> dict[str, Any]:
@@ -296,6 +300,7 @@ def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int
     for stage in pipe.plan.stages:
         for k in range(stage.first, stage.stop):
             writer[k] = min(stage.rank, writer.get(k, stage.rank))
+    writer[pipe.layers.loss_layer] = writer[pipe.layers.loss_layer - 1]
     moments: dict[int, dict[str, Any]] = {}
     if optimizer is not None:
         for shared in pipe.layers.shared():
