@@ -105,7 +105,7 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[st
             f"{type(optimizer).__name__} keeps state under {strangers[0]!r}, which is no parameter: it is not kept",
             stacklevel=3,
         )
-    out = {}
+    out: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         settings = {
             key: compact(value) for key, value in group.items() if key not in _NOT_SETTINGS and _is_plain(value)

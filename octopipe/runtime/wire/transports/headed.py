@@ -196,8 +196,8 @@ class HeadedTransport(Transport):
         if box.put(ctypes.addressof(flags), len(gradients), in_a_row(some) if by_mail else ()):
             return
         if by_mail:
-            for gradient in some:
-                self.delivery.send_late(slot, gradient)
+            for one in some:
+                self.delivery.send_late(slot, one)
             return
         for k, (gradient, nbytes) in enumerate(zip(gradients, leaves)):
             if gradient is not None and nbytes:
