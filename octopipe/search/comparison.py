@@ -25,7 +25,7 @@ from octopipe.plans.plan import Plan
 from octopipe.search.recompute import Price, plan_under
 from octopipe.search.systems.bpipe import balanced_peak_bytes
 from octopipe.search.systems.registry import build_plan, get_system, systems
-from octopipe.simulation.bounds.bounds import lower_bound_ms
+from octopipe.simulation.bounds.bounds import PlanClass, lower_bound_ms
 from octopipe.simulation.lowering import Channel
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, ROUNDING
@@ -85,7 +85,9 @@ class Comparison:
     num_micro_batches: int
     split_backward: bool
     lower_bound_ms: float
+    """No plan of the class `bound_of` is faster; a system that holds layers on two ranks may be."""
     results: tuple[Result, ...]
+    bound_of: PlanClass = field(default_factory=PlanClass)
     setup: Setup | None = None
     interrupted: bool = False
     """Some systems had not been run when somebody asked to stop."""
@@ -99,6 +101,7 @@ class Comparison:
             "setup": None if self.setup is None else self.setup.as_dict(),
             "split_backward": self.split_backward,
             "lower_bound_ms": self.lower_bound_ms,
+            "bound_of": self.bound_of.as_dict(),
             "results": [result.as_dict() for result in self.results],
         }
 
