@@ -23,10 +23,10 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import save_plan
-from octopipe.plans.plan import KINDS, Op, Plan, Stage
+from octopipe.plans.plan import KINDS, Op, Plan, Stage, parse_slots
 from octopipe.plans.readers.megatron_text import read_megatron
 from octopipe.plans.readers.torch_csv import read_torch_csv
-from octopipe.search.foreign_plan import megatron_plan
+from octopipe.search.foreign_plan import megatron_plan, torch_plan
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
@@ -584,3 +584,18 @@ def test_export_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "x.json").write_text('{"format": "other/1"}')
     assert main(["export", str(tmp_path / "x.json"), "--to", "svg"]) == 2
     assert "neither a plan nor a timeline" in capsys.readouterr().err
+
+
+def test_pairs_travel_through_pytorchs_csv() -> None:
+    stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
+    orders, pairs = parse_slots([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1+1B0", "1B1"]])
+    plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders, pairs=pairs).check()
+    text = pytorch_csv(plan)
+    assert text.splitlines()[1] == "1F0,(1F1;1B0)OVERLAP_F_B,1B1"
+    assert torch_plan(read_torch_csv(text)).plan.pairs == plan.pairs
+    rows = [row.split(",") for row in pytorch_csv_with_communication(plan).splitlines()]
+    at = rows[1].index("(1F1;1B0)OVERLAP_F_B")
+    assert rows[1].index("1RECV_F1") < at < rows[1].index("1SEND_B0")
+    assert torch_plan(read_torch_csv(pytorch_csv_with_communication(plan))).plan.pairs == plan.pairs
+    layout = megatron_layout(plan, "EL")
+    assert any("pairs are left out" in note for note in layout.notes)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.plans.plan import Op, Plan, Stage, slot_text
 from octopipe.plans.setting import lowering_costs
 from octopipe.simulation.lowering import lower
 
@@ -49,6 +49,8 @@ class TorchOrder:
 def torch_order(plan: Plan) -> TorchOrder:
     """The plan in PyTorch's terms, or one line about why PyTorch cannot run it."""
     plan.check()
+    if plan.forks:
+        raise OctoPipeError("PyTorch's schedules know one chain of stages; this plan's paths fork or join")
     if len(plan.routes) > 1:
         raise OctoPipeError(
             "PyTorch's schedules know one chain of stages; this plan has "
@@ -78,6 +80,16 @@ def torch_order(plan: Plan) -> TorchOrder:
         tuple(Op(place[op.stage], op.kind, renamed[op.micro_batch]) for op in order if op.kind != "R")
         for order in plan.orders
     )
+
+    def named(op: Op) -> Op:
+        return Op(place[op.stage], op.kind, renamed[op.micro_batch])
+
+    pairs = frozenset((named(a), named(b)) for a, b in plan.pairs if a.kind == "F" and b.kind in "IB")
+    if len(pairs) < len(plan.pairs):
+        notes.append(
+            f"{len(plan.pairs) - len(pairs)} of {len(plan.pairs)} pairs became single ops: PyTorch's OVERLAP_F_B is a "
+            "forward and a backward"
+        )
     out = Plan(
         model=plan.model,
         num_layers=plan.num_layers,
@@ -85,6 +97,7 @@ def torch_order(plan: Plan) -> TorchOrder:
         num_micro_batches=plan.num_micro_batches,
         stages=stages,
         orders=orders,
+        pairs=pairs,
         extra=plan.extra,
     )
     return TorchOrder(plan=out, renamed=tuple(renamed), notes=tuple(notes))
@@ -96,7 +109,7 @@ def pytorch_csv(plan: Plan) -> str:
     R has no word in PyTorch's schedules: its stages recompute inside the backward when their module uses
     activation checkpointing, so R ops are left out.
     """
-    return _text(map(str, order) for order in torch_order(plan).plan.orders)
+    return torch_order(plan).plan.to_csv()
 
 
 def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None, *, version: str | None = None) -> str:
@@ -125,7 +138,12 @@ def actions_of_version(version: str | None = None) -> frozenset[str]:
 
 def rows_with(rows: Iterable[Sequence[str]], kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """The rows without actions of any other kind: an older PyTorch does without them."""
-    return tuple(tuple(cell for cell in row if cell.strip("0123456789") in kinds) for row in rows)
+    return tuple(tuple(cell for cell in row if _kind(cell) in kinds) for row in rows)
+
+
+def _kind(cell: str) -> str:
+    """The kind of action in a cell; a pair is written `(2F3;1I0)OVERLAP_F_B`."""
+    return cell.rpartition(")")[2] if cell.startswith("(") else cell.strip("0123456789")
 
 
 def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tuple[str, ...], ...]:
@@ -148,12 +166,14 @@ def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tupl
         unwaited: dict[str, None] = {}
         for step in program.instructions(rank):
             if step.kind == "compute":
-                cells.append(str(step.op))
-                # The gradient that this backward needed came from the stage the output was sent to: it has arrived.
-                sent = f"{step.op.stage}WAIT_SEND_F{step.op.micro_batch}"
-                if step.op.kind in "BI" and sent in unwaited:
-                    cells.append(sent)
-                    del unwaited[sent]
+                ops = (step.op,) if step.beside is None else (step.op, step.beside)
+                cells.append(slot_text(ops))
+                for op in ops:
+                    # The gradient that this backward needed came from the stage the output was sent to: it has arrived.
+                    sent = f"{op.stage}WAIT_SEND_F{op.micro_batch}"
+                    if op.kind in "BI" and sent in unwaited:
+                        cells.append(sent)
+                        del unwaited[sent]
             elif step.kind == "send":
                 to = f"SEND_{_way(step.op)}{step.op.micro_batch}"
                 cells.append(f"{step.op.stage}{to}")
@@ -161,7 +181,7 @@ def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tupl
             else:
                 assert step.consumer is not None
                 cells.append(f"{step.consumer.stage}RECV_{_way(step.op)}{step.op.micro_batch}")
-        rows.append(tuple(_with_shards([*cells, *unwaited], plan.orders[rank])))
+        rows.append(tuple(_with_shards([*cells, *unwaited], plan.slots(rank))))
     return tuple(rows)
 
 
@@ -169,19 +189,19 @@ def _way(op: Op) -> str:
     return "F" if op.kind == "F" else "B"
 
 
-def _with_shards(cells: Sequence[str], order: Sequence[Op]) -> list[str]:
+def _with_shards(cells: Sequence[str], slots: Sequence[Sequence[Op]]) -> list[str]:
     """Cells with UNSHARD before a stage's use, RESHARD when others come first, REDUCE_GRAD after its last op."""
-    ops = {str(op): k for k, op in enumerate(order)}
-    last = {op.stage: str(op) for op in order}
+    places = {slot_text(slot): k for k, slot in enumerate(slots)}
+    last = {op.stage: k for k, slot in enumerate(slots) for op in slot}
     active: list[int] = []
     out: list[str] = []
     for cell in cells:
-        at = ops.get(cell)
+        at = places.get(cell)
         if at is None:
             out.append(cell)
             continue
         soon: list[int] = []
-        for op in order[at:]:
+        for op in (op for slot in slots[at:] for op in slot):
             if op.stage not in soon:
                 soon.append(op.stage)
             if len(soon) == ACTIVE_STAGES:
@@ -190,8 +210,7 @@ def _with_shards(cells: Sequence[str], order: Sequence[Op]) -> list[str]:
         out += [f"{s}UNSHARD" for s in soon if s not in active]
         active = soon
         out.append(cell)
-        stage = order[at].stage
-        if last[stage] == cell:
+        for stage in (op.stage for op in slots[at] if last[op.stage] == at):
             out += [f"{stage}REDUCE_GRAD", f"{stage}WAIT_REDUCE_GRAD"]
     return out + [f"{s}RESHARD" for s in active]
 
