@@ -144,12 +144,15 @@ def test_every_bound_names_the_plans_it_holds_for(capsys: Any) -> None:
 
 def test_contention_is_a_number_of_its_own_and_the_same_in_every_verb(capsys: Any, tmp_path: Path) -> None:
     """A profile of ranks that slow each other down: `step_ms` is with all ranks at work."""
+    from octopipe.costs.cluster.hardware import Link, Network
     from octopipe.costs.profile_file import TIMES, Profile
     from octopipe.costs.resolve import resolve_costs
     from octopipe.plans.file import load_plan
     from octopipe.simulation.contention import predict
 
+    link = Link(latency_ms=0.01, ms_per_byte=1e-8)
     costs = resolve_costs("nemotron-h-4b", pp=2, micro_batches=4)
+    costs = costs.replace(network=Network(pairs={(0, 1): link, (1, 0): link}))  # a profile has measured its links
     times = {name: getattr(costs, name) * 0.6 for name in TIMES.values()}
     profile = Profile(costs=costs, partial={1: costs.replace(**times)}, op_overhead_ms=0.05, fused_factor=0.95)
     path, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
