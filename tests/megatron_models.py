@@ -138,8 +138,8 @@ def gpt(config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | N
         position_embedding_type="rope",
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
-        parallel_output=False,
-    ).double()
+        parallel_output=config.params_dtype == torch.float32,  # False fails in fp32, without a plan too
+    ).to(config.params_dtype)
 
 
 class Mixer(nn.Module):
@@ -211,8 +211,8 @@ def hybrid(config: Any, pattern: str, *, pre_process: bool, post_process: bool, 
         share_embeddings_and_output_weights=tied,
         position_embedding_type="none",
         pg_collection=groups,
-        parallel_output=False,
-    ).double()
+        parallel_output=config.params_dtype == torch.float32,  # False fails in fp32, without a plan too
+    ).to(config.params_dtype)
     assert parallel_state.model_parallel_is_initialized()
     model.config = config
     return model

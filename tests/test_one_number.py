@@ -152,7 +152,8 @@ def test_contention_is_a_number_of_its_own_and_the_same_in_every_verb(capsys: An
 
     link = Link(latency_ms=0.01, ms_per_byte=1e-8)
     costs = resolve_costs("nemotron-h-4b", pp=2, micro_batches=4)
-    costs = costs.replace(network=Network(pairs={(0, 1): link, (1, 0): link}))  # a profile has measured its links
+    pairs = {(0, 1): link, (1, 0): link}  # a profile has measured its links
+    costs = costs.replace(network=Network(intra=link, inter=link, pairs=pairs))
     times = {name: getattr(costs, name) * 0.6 for name in TIMES.values()}
     profile = Profile(costs=costs, partial={1: costs.replace(**times)}, op_overhead_ms=0.05, fused_factor=0.95)
     path, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")

@@ -203,7 +203,9 @@ class Handler(BaseHTTPRequestHandler):
             if asked.get("model") not in self.server.jobs.models:
                 raise OctoPipeError("no such model on this page; choose one of the list")
             asked["model"] = self.server.jobs.models[str(asked["model"])]
-            status, answer = HTTPStatus.OK, {"html": panel(planner(asked))}
+            record = dict(planner(asked))
+            plan = record.pop("plan", None)
+            status, answer = HTTPStatus.OK, {"html": panel(record), "plan": plan}
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:
