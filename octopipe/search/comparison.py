@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from octopipe.base.display import html_of, one_line
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.table import CostTable
@@ -76,7 +77,7 @@ class Result:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """All results, best first: what fits by step time, then what does not fit, then what does not run."""
 
@@ -91,6 +92,15 @@ class Comparison:
     setup: Setup | None = None
     interrupted: bool = False
     """Some systems had not been run when somebody asked to stop."""
+
+    def __repr__(self) -> str:
+        ran = [r for r in self.results if not r.reason]
+        best = f"{ran[0].system} {ran[0].step_ms:.1f} ms" if ran and ran[0].fits else "nothing fits"
+        sizes = f"{self.num_ranks} ranks, {self.num_micro_batches} micro-batches"
+        return one_line("Comparison", f"{len(ran)} systems on {self.model}", sizes, f"best {best}")
+
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
     def as_dict(self) -> dict[str, Any]:
         return {

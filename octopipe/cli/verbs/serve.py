@@ -44,13 +44,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to the form of the page /plan: the same search as `octopipe plan`."""
+    """The answer to the form of the page /plan: the same search as `octopipe plan`, and the plan file as text."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.cli.verbs.common import whole_number
-    from octopipe.cli.verbs.plan import changes
+    from octopipe.cli.verbs.plan import changes, provenance_of
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.resolve import resolve_spec
+    from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.search import search
     from octopipe.search.planner.splits import parse_split
@@ -81,4 +82,9 @@ def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
         budget_s=budget_s,
     )
     points = scaled(spec, base, found, global_batch=batch)
-    return record_of(found, model=spec.name, words=changes(found), scaling=points)
+    record = record_of(found, model=spec.name, words=changes(found), scaling=points)
+    if found.best.plan is None:
+        return record
+    about = provenance_of(argparse.Namespace(model=str(asked["model"])), found.best)
+    plan = found.best.plan.with_extra(**about, cluster_plan=record)
+    return {**record, "plan": plan_to_json(plan).decode()}

@@ -164,7 +164,8 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
         peak, limit = float(r["peak_gib"]), float(r["limit_gib"])
         colour = f"var(--{'loss' if r.get('how') == 'today' else 'memory'})" if r.get("fits") else "var(--over)"
         name = str(r["split"])
-        label = short(f"{name}, ZeRO-{r['zero']}" if r.get("zero") and "ZeRO" not in name and "FSDP" not in name else name)
+        sharded = "ZeRO" in name or "FSDP" in name
+        label = short(f"{name}, ZeRO-{r['zero']}" if r.get("zero") and not sharded else name)
         out.append(_text(left - 8, top + bar - 5, label, "end", strong=i == 0))
         out.append(
             f'<rect x="{left}" y="{top}" width="{max(x(peak) - left, 1):.1f}" height="{bar}" rx="3" fill="{colour}">'
@@ -207,7 +208,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         notes.append("~ estimated by a formula and not simulated; such rows come after all that were simulated.")
     speeds = [float(r["tokens_per_gpu_per_second"]) for r in rows if r.get("how") != "estimated" and r.get("fits")]
     if speeds and max(speeds) > speeds[0]:
-        notes.append("Splits within 1 % of the fastest count as equally fast; the simplest of them is chosen.")
+        notes.append("Splits that are nearly as fast as the fastest count as equal; the simplest of them is chosen.")
     said = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
     return f'<table class="plan-table">{"".join(out)}</table>{said}'
 

@@ -27,7 +27,7 @@ from octopipe.costs.cluster.hardware import GPUS
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
 from octopipe.search.systems import systems
-from octopipe.views.report.cluster import STYLE, panel
+from octopipe.views.report.cluster import STYLE, THEME, panel
 from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
 from octopipe.views.report.page import asset, embed, fill, script
 
@@ -127,6 +127,7 @@ def plan_page(models: Mapping[str, str]) -> str:
         "style": asset("report.css") + STYLE,
         "models": options(list(models), "llama3-70b"),
         "gpus": options(list(GPUS), "h100"),
+        "theme": THEME,
     }
     return fill(asset("plan.html"), parts)
 
