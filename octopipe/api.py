@@ -212,7 +212,7 @@ def tune(
     # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
     recompute = setup.pop("recompute", "auto")
     given["recompute"] = recompute in ("auto", True)
-    if recompute not in ("auto", True, False):
+    if recompute not in ("auto", "none", True, False):
         setup["recompute"] = recompute
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)

@@ -32,7 +32,7 @@ def _run(name: str, logs: Path) -> str:
 
 
 def test_every_example_has_a_test() -> None:
-    tested = {"train_script.py", "data_parallel.py", "plan_and_look.py"}
+    tested = {"train_script.py", "data_parallel.py", "plan_and_look.py", "megatron_train.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -41,6 +41,13 @@ def test_training_examples_learn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run(name, tmp_path))]
     assert len(losses) >= 8 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_megatron_example_learns_under_a_tuned_plan(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run("megatron_train.py", tmp_path))]
+    assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
 
 
 def test_the_planning_example_prints_the_systems_best_first(tmp_path: Path) -> None:

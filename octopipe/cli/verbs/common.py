@@ -37,7 +37,7 @@ def seed_number(text: str) -> int:
     from octopipe.base.limits import MAX_SEED
 
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_SEED):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no seed; give a whole number from 0 to {MAX_SEED}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed; give a whole number from 0 to {MAX_SEED}")
     return int(text)
 
 

@@ -228,8 +228,8 @@ def _show(profile: Profile, output: str) -> None:
     out.print(table)
     out.print(
         "F, I, W: times with all ranks at work; alone: the share of them that a rank takes alone; spread: of repeated "
-        "measurements\nMiB: act. held from F to I, stash of it until W, work while an op runs, static weights, gradients "
-        "and optimizer state",
+        "measurements\nMiB: act. held from F to I, stash of it until W, work while an op runs, static: weights, "
+        "gradients and optimizer state",
         style="dim",
     )
     for (a, b), link in sorted(costs.network.pairs.items()):

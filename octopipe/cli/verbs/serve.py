@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
     return int(text)
 
 
@@ -65,7 +65,7 @@ def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         budget_s = min(max(float(asked.get("budget_s") or 15.0), 1.0), 600.0)
     except ValueError:
-        raise OctoPipeError(f"seconds to search: {asked['budget_s']!r} is no number") from None
+        raise OctoPipeError(f"seconds to search: {asked['budget_s']!r} is not a number") from None
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
         raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")

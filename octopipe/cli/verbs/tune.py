@@ -1,7 +1,7 @@
 """`octopipe tune`: search for a faster plan, with a live line, and write it to a file.
 
 Knows: flags, signals, the progress line. Does not know: how the search works (octopipe/search/tuner/), how its
-result is told (tune_result.py).
+result is shown (tune_result.py).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         if restricted and not stop.asked:
             free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
             result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
-    # The plan comes first: whatever happens while it is told, it is on disk.
+    # The plan comes first: it is on disk whatever happens while it is shown.
     plan = result.plan.with_extra(**provenance(args, costs))
     if args.output:
         save_plan(plan, args.output)

@@ -67,7 +67,7 @@ class Rivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Everything that is told."""
+    """Everything that is shown."""
 
     result: TuneResult
     timeline: Timeline
