@@ -103,7 +103,8 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
     known = {name: ms for name, ms in result.systems.items() if math.isfinite(ms)}
     if split.fits:
         known["1f1b"] = split.step_ms
-    until, complete = time.monotonic() + RIVALS_S, True
+    # Whoever has ended the search does not wait for the others either.
+    until, complete = time.monotonic() + (0.0 if result.interrupted else RIVALS_S), True
     for name, other in published(costs, *sizes, until=until, skip=frozenset(result.systems) | {"1f1b"}):
         timeline = simulate(other, costs, check=False)
         if timeline.fits:
