@@ -85,7 +85,7 @@ def tuned_plan(costs: CostTable, published: list[Result], budget_s: float) -> No
         f"({best.system}, {best.step_ms:.1f} ms)"
     )
     out.print(
-        f"Lower bound for {result.plans.words}: {result.lower_bound_ms:.1f} ms, {result.gap:.1%} below this plan."
+        f"Lower bound for {result.plans.words}: {result.lower_bound_ms:.1f} ms, this plan is {result.gap:.1%} above it."
     )
     if result.explanation:
         out.print(result.explanation, style="dim")

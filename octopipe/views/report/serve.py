@@ -162,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             self.close_connection = True
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self._problem(HTTPStatus.INTERNAL_SERVER_ERROR, f"{why}: a fault of octopipe's own; please report it")
+            self._problem(HTTPStatus.INTERNAL_SERVER_ERROR, f"{why}: an internal error of octopipe; please report it")
 
     def _get(self) -> None:
         path = self.path.partition("?")[0]
