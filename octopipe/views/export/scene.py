@@ -16,6 +16,8 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.views.export.style import COLOURS, NAMES, kinds_in, shade, short_number, ticks
 
 INK, QUIET, IDLE, GRID = "#17212b", "#5b6875", "#f1f3f5", "#d8dee5"
+AFTER = "#b9c2cc"
+"""Of what follows the last op of a rank."""
 LEFT, RIGHT, LANE, GAP, TITLE, AXIS, LEGEND = 58.0, 14.0, 22.0, 3.0, 22.0, 24.0, 28.0
 _LETTER = 0.6
 """Width of a letter in units of its size, near enough for every font."""
@@ -120,7 +122,7 @@ def _lane(timeline: Timeline, rank: int, y: float, scale: float, step_ms: float)
     for extra in timeline.extras:
         if extra.rank == rank:
             a = LEFT + extra.start_ms * scale
-            shapes.append(Rect(a, y + 4, (extra.end_ms - extra.start_ms) * scale, LANE - 8, "#b9c2cc"))
+            shapes.append(Rect(a, y + 4, (extra.end_ms - extra.start_ms) * scale, LANE - 8, AFTER))
     return shapes
 
 
@@ -143,4 +145,7 @@ def _legend(timelines: Sequence[Timeline], y: float) -> list[Shape]:
         text = f"{kind} {NAMES[kind]}"
         shapes.append(Label(x + 18, y + 14, text, 11, fill=QUIET))
         x += 18 + len(text) * 11 * _LETTER + 14
+    if any(t.extras for t in timelines):
+        shapes.append(Rect(x, y + 6, 12, 8, AFTER))
+        shapes.append(Label(x + 18, y + 14, "gradient reduction, optimizer", 11, fill=QUIET))
     return shapes
