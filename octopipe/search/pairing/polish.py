@@ -25,8 +25,9 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 Slot = tuple[Op, ...]
-HOT = 1e-3
-"""Temperature at the start, as a share of the step; it falls to nothing."""
+HOT, HOT_SLOTS = 1e-3, 0.3
+"""Temperature at the start, as a share of the step, and of a slot's part of it where slots are few; it falls to
+nothing."""
 REACH = (1, 1, 1, 2, 2, 3, 5, 8)
 CHECKED = 2e-3
 """By what share the best must have improved before its memory is looked at again."""
@@ -145,6 +146,7 @@ class Polisher:
             return best
         now = shown = lowest = self._ms(self.rows)
         ends = self.ranks, self.rows
+        hot = max(HOT, HOT_SLOTS / max(1, sum(map(len, self.ranks))))
         while True:
             share = self.judged / moves if moves else (time.monotonic() - began) / (budget_s or 1e-9)
             if share >= 1:
@@ -156,7 +158,7 @@ class Polisher:
                 continue
             rows = [*self.rows[:r], self._row(slots), *self.rows[r + 1 :]]
             ms = self._ms(rows)
-            heat = HOT * (1 - share) ** 2 * lowest
+            heat = hot * (1 - share) ** 2 * lowest
             if ms < 0 or (ms > now and (heat <= 0 or self.dice.random() >= math.exp((now - ms) / heat))):
                 continue
             self.ranks = [*self.ranks[:r], slots, *self.ranks[r + 1 :]]
