@@ -197,13 +197,15 @@ class CostTable:
         return self.forward_ms + self.input_ms + self.weight_ms
 
     def slowdown(self, rank: int) -> float:
-        return self.rank_slowdown[rank] if self.rank_slowdown else 1.0
+        return _of_rank(self.rank_slowdown, rank, "rank speeds") if self.rank_slowdown else 1.0
 
     def capacity_bytes(self, rank: int) -> float:
         """Memory of a rank; infinite where no limit was given."""
         if not self.rank_memory_bytes:
             return float("inf")
-        return self.rank_memory_bytes[0 if len(self.rank_memory_bytes) == 1 else rank]
+        if len(self.rank_memory_bytes) == 1:
+            return self.rank_memory_bytes[0]
+        return _of_rank(self.rank_memory_bytes, rank, "memory sizes")
 
     def free_bytes(self, num_ranks: int) -> float:
         """The most that all ranks have left beside every layer's static bytes, each layer held once."""
@@ -265,8 +267,9 @@ class CostTable:
         if self.model_flops is not None:
             flops = self.model_flops * per_gpu_second
             out["model_tflops_per_gpu"] = flops / 1e12
-            if self.setup is not None and self.setup.gpu is not None:
-                out["mfu"] = flops / (1e3 * self.setup.gpu.peak_flops_per_ms(self.setup.precision))
+            peak = None if self.setup is None else self.setup.peak_flops_per_ms
+            if peak is not None:
+                out["mfu"] = flops / (1e3 * peak)
         return out
 
     def digest(self) -> str:
@@ -278,3 +281,10 @@ class CostTable:
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]
+
+
+def _of_rank(values: tuple[float, ...], rank: int, what: str) -> float:
+    """A rank's own value; costs of two ranks say nothing about a third one."""
+    if rank >= len(values):
+        raise OctoPipeError(f"{len(values)} {what} for {rank + 1} ranks or more; give one per rank")
+    return values[rank]

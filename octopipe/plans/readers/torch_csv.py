@@ -2,7 +2,8 @@
 
 Knows: both formats. `compute_only`: a row per rank, cells `2F0`, `1I3`, `1W3`, `0B2`, `(0F1;3B0)OVERLAP_F_B`,
 empty cells for idle slots. `compute_comms`: the same with `0SEND_F2`, `1RECV_B0` and so on, and `0UNSHARD`,
-`0RESHARD`, `0REDUCE_GRAD` where FSDP is used. Does not know: torch, stages' layers, plans.
+`0RESHARD`, `0REDUCE_GRAD` where FSDP is used; from PyTorch 2.15 on `0WAIT_SEND_F2`, `0WAIT_REDUCE_GRAD` too. Does
+not know: torch, stages' layers, plans.
 
 >>> read_torch_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,(1F0;1B0)OVERLAP_F_B,1SEND_B0\\n")
 TorchSchedule(rows=(('0F0', '0B0'), ('1F0', '1B0')), communicates=True, pairs=(('1F0', '1B0'),))
@@ -19,7 +20,7 @@ from octopipe.base.files import brief
 
 _COMPUTE = re.compile(r"[0-9]{1,9}[FIWB][0-9]{1,9}")
 _TRANSFER = re.compile(r"[0-9]{1,9}(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]{1,9}")
-_SHARD = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
+_OTHER = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD|WAIT_SEND_F|WAIT_SEND_B)[0-9]{0,9}")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -57,7 +58,7 @@ def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
                     pairs.append((parts[0], parts[1]))
             elif _TRANSFER.fullmatch(word):
                 communicates = True
-            elif word and not _SHARD.fullmatch(word):
+            elif word and not _OTHER.fullmatch(word):
                 raise _unknown(where, rank, position, word)
         rows.append(tuple(row))
     if not any(rows):
