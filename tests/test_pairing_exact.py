@@ -72,7 +72,7 @@ def _paired(ops: tuple[Op, ...]) -> list[Slots]:
 
 
 def least_ms(costs: CostTable) -> float:
-    """The shortest step of all orders with the layers on two ranks, or both on one if its busier lane could do better."""
+    """The shortest step of all orders with a layer on each of the two ranks."""
     stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
     every = [orders_of(0), orders_of(1)]
     plan = Plan(
