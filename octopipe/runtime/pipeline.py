@@ -99,7 +99,8 @@ class Pipeline:
 
         `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` gives to every layer
         that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
-        with plain autograd on the same layers, on every rank; what differs is an error naming the parameter.
+        with plain autograd on the same layers, on every rank; what differs is an error naming the parameter. Layers
+        that are recomputed are compared with their first forward in the first two steps, under `verify` in all.
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
@@ -135,10 +136,10 @@ class Pipeline:
         self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
         self._autocast = _autocast(autocast, self.device)
         self._watchdog: Watchdog | None = None
-        self.side_inputs = tuple(side_inputs)
+        self.side_inputs, self._verify = tuple(side_inputs), verify
         self._assemble()
         self._inputs.check_side(self.world)
-        self._verify, self._first_step = verify, True
+        self._first_step = True
 
     def _assemble(self) -> None:
         """What a step runs on, apart from the layers (collective over the pipeline's ranks)."""
@@ -165,6 +166,12 @@ class Pipeline:
             side_inputs=self.side_inputs,
         )
         self._inputs = StepInputs(self.plan, self.executor, self.side_inputs)
+        alone = self.plan.num_micro_batches == 1 and self.reducer.idle
+        for chain in self.executor.chains.values():
+            for stage, recomputes in chain.parts:
+                stage.always_check, stage.may_step_inside = self._verify, alone
+                if recomputes:
+                    stage.check_repeatable()
         if world.size > 1:
             self._watchdog = Watchdog(
                 self.board,
