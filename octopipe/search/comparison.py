@@ -64,6 +64,8 @@ class Result:
     communications: int = 0
     overlapped: int = 0
     overlap_rate: float = float("nan")
+    exchange_hidden: float | None = None
+    """Of the experts' exchange, the share behind computation; None where there is none."""
     stages: int = 0
     splits_backward: bool = False
     micro_batches: int = 0
@@ -248,6 +250,7 @@ class _Task:
             communications=overlap.communications,
             overlapped=overlap.overlapped,
             overlap_rate=overlap.rate,
+            exchange_hidden=timeline.exchange.share if costs.exchanges else None,
             stages=len(plan.stages),
             splits_backward=plan.splits_backward,
             micro_batches=plan.num_micro_batches,
