@@ -222,7 +222,11 @@ class Program:
         self.lines.append("    " * depth + "pass")
 
     def text(self) -> str:
-        self.lines = ["def program(a, b, x, y, f, g, m, k, n, pair):", "    i0, i1, i2 = 1, a, 3", "    x0, x1 = 0.5, y"]
+        self.lines = [
+            "def program(a, b, x, y, f, g, m, k, n, pair):",
+            "    i0, i1, i2 = 1, a, 3",
+            "    x0, x1 = 0.5, y",
+        ]
         self.lines += ["    t0 = a > b", "    made = np.zeros((2, f.size))", "    spare = f.copy()"]
         for _ in range(self.lot.randint(4, 9)):
             self.statement(1)

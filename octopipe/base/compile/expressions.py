@@ -178,9 +178,7 @@ class Expressions(Text):
     def binary(self, op: type[ast.operator], a: Value, b: Value) -> Value:
         if a.type == b.type == BOOL:
             if op not in BITS:
-                raise TypeError(
-                    f"{op.__name__} of two truth values differs between numpy and Python; use int()"
-                )
+                raise TypeError(f"{op.__name__} of two truth values differs between numpy and Python; use int()")
             return Value(BOOL, [self.reg(f"{INTS[op]} i1 {a.regs[0]}, {b.regs[0]}")])
         if op is ast.Pow:
             return self.power(a, b)
@@ -259,12 +257,12 @@ class Expressions(Text):
         return Value(BOOL, [self.reg(f"load i1, ptr {slot}")])
 
     def compared(self, op: ast.cmpop, left: Value, right: Value) -> str:
+        if type(op) not in ORDERS and not isinstance(op, ast.Eq | ast.NotEq):
+            raise TypeError(f"{type(op).__name__} is not part of the kernels' language")
         type_, x, y = self.alike(left, right)
         if isinstance(op, ast.Eq | ast.NotEq):
             equal = isinstance(op, ast.Eq)
             how = ("fcmp oeq" if equal else "fcmp une") if type_ == FLOAT else f"icmp {'eq' if equal else 'ne'}"
-        elif type(op) not in ORDERS:
-            raise TypeError(f"{type(op).__name__} is not part of the kernels' language")
         else:
             how = f"fcmp o{ORDERS[type(op)]}" if type_ == FLOAT else (
                 f"icmp {'s' if type_ == INT else 'u'}{ORDERS[type(op)]}")  # fmt: skip

@@ -196,7 +196,7 @@ class Text:
         if {a.type, b.type} == {INT, UINT}:
             # A literal takes the other's type.
             literal = a if a.const is not None else b
-            if literal.const is None or literal.const < 0:
+            if literal.const is None or literal.const < 0 or literal.type == UINT:
                 raise TypeError("a number with a sign and one without; convert one: np.uint64(), np.int64()")
             to = b.type if literal is a else a.type
         else:
