@@ -7,6 +7,7 @@ import pkgutil
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ from kernel_programs import copied, disagreement, made, same
 import octopipe
 from octopipe.base.compile import Kernel, njit
 from octopipe.costs.table import CostTable
+from octopipe.plans.two_lanes import pair_table
+from octopipe.search.algorithm1.replay import _stashed
 from octopipe.search.systems import build_plan, systems
 from octopipe.search.tuner import tune
+from octopipe.search.tuner.core.anneal import write_line
 from octopipe.search.tuner.warm import compile_kernels
 from octopipe.simulation.bounds.bounds import lower_bound
 from octopipe.simulation.lowering import CHANNELS, lower
-from octopipe.simulation.simulator import simulate
+from octopipe.simulation.simulator import jitter_ms, simulate
 
 FEW = 3
 """Calls of a kernel that are recorded."""
@@ -56,16 +60,23 @@ def _work() -> None:
         costs = _costs(seed)
         for name in systems():
             if name != "tessel":
-                try:
-                    plan = build_plan(name, costs, 2, 4, split_backward=True)
-                except octopipe.OctoPipeError:
-                    continue
-                simulate(plan, costs)
+                with suppress(octopipe.OctoPipeError):
+                    simulate(build_plan(name, costs, 2, 4, split_backward=True), costs)
         for channel in CHANNELS:
             lower(build_plan("interleaved", costs, 2, 4), costs, channel=channel)
             simulate(build_plan("interleaved", costs, 2, 4), costs, channel=channel)
         lower_bound(costs, 2, 4, True, True)
-    tune(_costs(3), 2, 4, budget_s=600.0, iterations=6, workers=1)
+    costs = _costs(1)
+    jitter_ms(lower(build_plan("1f1b", costs, 2, 4), costs), costs, sigma=0.1, runs=3)
+    for memory in (9.0, 6.0):
+        with suppress(octopipe.OctoPipeError):
+            build_plan("adapipe", costs.replace(rank_memory_bytes=(memory,)), 2, 4)
+    tune(costs.replace(optimizer_ms=np.ones(6)), 2, 4, budget_s=600.0, iterations=300, workers=1)
+    # What small settings do not come to.
+    pair_table(0, np.array([1.0, 2.0, 0.5]), 1, np.array([0.7, 1.1]), 0.1, 0.2)
+    write_line(np.zeros((2, 4)), 1, 5, 2, 3.5, 3.25)
+    write_line(np.zeros((1, 4)), 1, 5, 2, 3.5, 3.25)
+    _stashed(np.arange(6.0).reshape(2, 3), np.array([0, 1, 1]), np.array([2, 0, 1]), 0, 3)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +131,7 @@ def fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield lambda kernel: Kernel(kernel.python)
 
 
+@pytest.mark.slow
 def test_every_kernel_is_recorded(recorded: dict[str, list[tuple[Any, ...]]]) -> None:
     missing = sorted(set(kernels()) - set(recorded))
     assert len(recorded) >= 60 and not missing, missing
