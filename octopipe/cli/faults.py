@@ -11,7 +11,13 @@ import os
 from collections.abc import Sequence
 
 BAD_INPUT, FAULT = 2, 70
-EXTRAS = {"torch": "torch", "ortools": "exact", "transformers": "hf", "resvg_py": "png"}
+EXTRAS = {
+    "torch": "torch",
+    "ortools": "exact",
+    "transformers": "hf",
+    "resvg_py": "png",
+    **dict.fromkeys(("tokenizers", "datasets", "tensorboard"), "train"),
+}
 """Packages that are not always there, and the extra of ours that brings them."""
 NO_MEMORY = "out of memory; give fewer micro-batches or ranks, or a shorter plan, or raise the limit (ulimit -v)"
 NO_PROCESSES = "no more processes or threads can be started; raise the limit (ulimit -u), or end some"

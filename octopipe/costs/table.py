@@ -267,8 +267,9 @@ class CostTable:
         if self.model_flops is not None:
             flops = self.model_flops * per_gpu_second
             out["model_tflops_per_gpu"] = flops / 1e12
-            if self.setup is not None and self.setup.gpu is not None:
-                out["mfu"] = flops / (1e3 * self.setup.gpu.peak_flops_per_ms(self.setup.precision))
+            peak = None if self.setup is None else self.setup.peak_flops_per_ms
+            if peak is not None:
+                out["mfu"] = flops / (1e3 * peak)
         return out
 
     def digest(self) -> str:

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 DAY_S = 24 * 3600.0
 UNUSED_S = 30 * DAY_S
@@ -126,6 +127,16 @@ def _folder() -> Iterator[int | None]:
     finally:
         if folder is not None:
             os.close(folder)
+
+
+def private_folder() -> Path | None:
+    """The first folder for caches that is this user's alone, for data that is never executed; None: there is none."""
+    for path, may_be_link in _folders():
+        found = _opened(path, may_be_link)
+        if found is not None:
+            os.close(found)
+            return Path(os.path.realpath(path) if may_be_link else path)
+    return None
 
 
 def _opened(path: str, may_be_link: bool) -> int | None:
