@@ -1,4 +1,4 @@
-"""Every kernel of the package against its plain twin, on recorded and random arguments; their language against CPython."""
+"""Every kernel of the package against its plain twin on recorded and random arguments; its language against CPython."""
 
 from __future__ import annotations
 
