@@ -92,6 +92,9 @@ class CostTable:
     """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
     setup: Setup | None = None
     """What these costs are for; None where nobody said."""
+    repeatable: tuple[bool, ...] = ()
+    """Per layer: whether a second forward was seen to do the same as the first, so that it may be recomputed; empty
+    where nobody has looked (costs from first principles, of layers that are known to be)."""
     segments: Segments | None = None
     """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
 
@@ -136,6 +139,8 @@ class CostTable:
                 raise OctoPipeError(
                     f"{self.model}: {name} {brief(getattr(self, name))}: give finite numbers > 0 and at most {most:g}"
                 )
+        if self.repeatable and (len(self.repeatable) != layers or any(type(r) is not bool for r in self.repeatable)):
+            raise OctoPipeError(f"{self.model}: repeatable is {brief(self.repeatable)}; give true or false per layer")
         if self.micro_batch_factor is not None:
             factor = np.asarray(self.micro_batch_factor, dtype=np.float64)
             too_many = over("micro-batches x layers", len(factor) * layers, MAX_FACTOR_CELLS) if factor.ndim else []
@@ -241,6 +246,10 @@ class CostTable:
             times = times * self.micro_batch_factor[micro_batch, first:stop]
         return float(times.sum())
 
+    def not_repeatable(self) -> tuple[int, ...]:
+        """Layers that must not be recomputed: a second forward of theirs did something else."""
+        return tuple(k for k, known in enumerate(self.repeatable) if not known)
+
     def replace(self, **changes: object) -> CostTable:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -277,7 +286,8 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("setup", "model_flops") or (f.name in ("tied_bytes", "segments") and not value):
+            optional = f.name in ("tied_bytes", "segments", "repeatable")
+            if f.name in ("setup", "model_flops") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.activation_bytes import held_bytes
 from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.values import flatten, rebuild
@@ -56,6 +57,18 @@ class Layer:
         for p in module.parameters():
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)
+
+    def repeatable(self) -> bool:
+        """Whether a second forward does what the first did, as R must (`stages/repeatable.py`)."""
+        stage = Stage([self.module], input_grad=self.stage.input_grad)
+        try:
+            stage.check_repeatable()
+            run = stage.forward(self.value, then=self.then, recompute=True)
+            stage.forward(self.value, then=self.then)  # as another micro-batch does in between
+            run.recompute()
+        except OctoPipeError:
+            return False
+        return True
 
     def once(self, mark: Callable[[], None]) -> None:
         mark()
