@@ -145,7 +145,7 @@ class Layers:
 
     def untouched(self) -> bool:
         """Whether every parameter stands where it stood: a quick look, for every step."""
-        return self._resharded or all(held.get(name) is p for held, name, p in self._places)
+        return self._resharded or all(name in held and held[name] is p for held, name, p in self._places)
 
     def _registered(self) -> list[tuple[Any, str, nn.Parameter | None]]:
         return [
