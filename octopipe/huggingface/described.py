@@ -43,6 +43,8 @@ class HfModel:
     shortened: bool
     attention: str | None = None
     liger: bool = False
+    dtype: str | None = None
+    """Of the config, by torch's name."""
 
     @property
     def num_layers(self) -> int:
@@ -89,7 +91,13 @@ def describe(
         shortened=num_layers is not None,
         attention=attention,
         liger=liger,
+        dtype=_dtype(parts.config),
     )
+
+
+def _dtype(config: Any) -> str | None:
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    return None if found is None else str(found).removeprefix("torch.")
 
 
 def _hidden(config: Any) -> int:

@@ -1,7 +1,8 @@
 """What a plan was made for: the costs behind a plan, from what it carries beside itself.
 
 Knows: a plan's `extra`: "setting" (a model's name and the numbers around it), "cost_table" (the costs themselves,
-where they have no name) and "costs" (their digest). Does not know: the command line, or how costs are resolved.
+where they have no name), "costs" (their digest) and "mode" (how the layers ran when they were measured). Does not
+know: the command line, or how costs are resolved.
 
 A plan that carries none of these was made for nobody knows what: it is never priced with default costs in silence.
 """
@@ -17,7 +18,7 @@ from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.plans.plan import Plan
 
-SETTING, COST_TABLE, COSTS = "setting", "cost_table", "costs"
+SETTING, COST_TABLE, COSTS, MODE = "setting", "cost_table", "costs", "mode"
 KEYS = (
     "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute",
     "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",

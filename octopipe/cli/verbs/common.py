@@ -398,7 +398,7 @@ def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
     out: dict[str, Any] = {"setting": setting_from(args)}
     if costs.setup is not None:
         out["setup"] = costs.setup.as_dict()
-    return out
+    return out if costs.mode is None else {**out, "mode": costs.mode.record()}
 
 
 def setup_words(setup: Setup | None) -> str:

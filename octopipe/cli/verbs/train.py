@@ -22,7 +22,7 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.cli.verbs.runnable import kernel_words, model_of, needs_torch, told
+from octopipe.cli.verbs.runnable import add_precision_arguments, kernel_words, model_of, needs_torch, told
 from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
@@ -59,14 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps until the full learning rate")
     run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
-    run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    add_precision_arguments(run_)
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument(
         "--kernels",
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
+        "fused, lean, chunked",
     )
     run_.add_argument(
         "--compile-scans",
@@ -134,6 +135,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     """The run that the flags describe; every mistake in them is found here, before a process starts."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import check_target
+    from octopipe.costs.mode import precision_of, refuse_other_precision
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
     from octopipe.runtime.ranks.launch import under_torchrun
@@ -165,6 +167,11 @@ def job_from(args: argparse.Namespace) -> TrainJob:
             "profile this model"
         )
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
+    precision = precision_of(args.precision, args.dtype, args.device, getattr(spec, "dtype", None))
+    if profile is not None:
+        refuse_other_precision(profile.mode, precision, args.profile)
+    if plan is not None:
+        _tell_other_precision(plan, precision, args.plan)
     return TrainJob(
         spec=spec,
         nproc=nproc,
@@ -182,6 +189,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         warmup=args.warmup,
         optimizer=args.optimizer,
         clip=args.clip or None,
+        precision=args.precision,
         dtype=args.dtype,
         device=args.device,
         compile_scans=args.compile_scans,
@@ -201,6 +209,22 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
+
+
+def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
+    """A word where a plan was made from times of another precision: what it promises is not about this run."""
+    from octopipe.costs.mode import mode_from_object
+
+    mode = mode_from_object(plan.extra.get("mode"), where)
+    if mode is not None and mode.precision != precision:
+        console(stderr=True).print(
+            named(
+                f"{where} was made from times measured in {mode.precision}, and this run computes in {precision}: its "
+                f"own prediction does not hold here; add --precision {mode.precision}, or profile and tune again"
+            ),
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def lengths_from(
@@ -301,6 +325,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
         "layers": told(job.spec),
         "system": result.plan.extra.get("system"),
         "parameters": result.parameters,
+        "precision": job.mode.precision,
         "num_ranks": result.plan.num_ranks,
         "num_micro_batches": result.plan.num_micro_batches,
         "first_step": result.first_step,
@@ -345,7 +370,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     if job.lengths:
         batch = f"{job.num_micro_batches} micro-batches a pipeline of {len(job.lengths)} sequences in all, "
         batch += f"{min(job.lengths)} to {max(job.lengths)} tokens"
-    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}")
+    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}, {job.mode.precision}")
     out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
     if result.predicted is not None:
         predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio

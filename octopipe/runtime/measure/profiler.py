@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
@@ -89,14 +90,17 @@ def profile_layers(
     warm_up: int = 3,
     levels: Sequence[int] = (1,),
     group: dist.ProcessGroup | None = None,
+    precision: str = "",
 ) -> Measured:
     """Measure a list of layers on this rank (collective over `group`; without one this process is all there is).
 
     `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a
     new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: also
-    with only so many ranks at work.
+    with only so many ranks at work. `precision`: "bf16-main-fp32" keeps float32 gradients of bfloat16 layers,
+    "autocast-bf16" runs forwards under autocast; default: the layers as they are.
     """
-    return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
+    ring = LayerRing(layers, sample, loss_fn, target, groups=groups, group=group, precision=precision)
+    return ring.measure(repeats, warm_up, levels)
 
 
 def nobody(doing: str, share: float) -> None:
@@ -116,6 +120,7 @@ class LayerRing:
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         tell: Tell = nobody,
+        precision: str = "",
     ):
         self._tell = tell
         self._began = time.perf_counter()
@@ -134,7 +139,9 @@ class LayerRing:
             group_of[-1] = max(groups) + 1
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
-        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device, tell)
+        self._ready, self._memory = _prepare(
+            layers, self._group_of, sample, loss_fn, target, self._device, tell, precision or "fp32"
+        )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
         # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
@@ -222,6 +229,7 @@ def _prepare(
     target: Any,
     device: torch.device,
     tell: Tell,
+    precision: str,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
@@ -234,7 +242,8 @@ def _prepare(
             module = made if isinstance(made, nn.Module) else made()
             tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
-                ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
+                then = (lambda out: loss_fn(out, target)) if last else None
+                ready[g] = Layer(module, value, then, i == 0, precision)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
@@ -315,10 +324,12 @@ def assemble(
     memory_bytes: float | None = None,
     op_overhead_ms: float = 0.0,
     tied: bool = False,
+    mode: Mode | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Profile:
-    """One profile of what all ranks measured. `state_factor`: optimizer state as a multiple of the parameters
-    (AdamW of torch: 2; none: 0). `tied`: the head's weights are the embedding's."""
+    """One profile of what all ranks measured. `state_factor`: the optimizer's moments, each as large as what it updates
+    (AdamW of torch: 2; none: 0, and no master weights). `tied`: the head's weights are the embedding's. `mode`: how the
+    layers ran."""
     first = ranks[0]
     if len(symbols) != len(first.group_of):
         raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
@@ -334,7 +345,9 @@ def assemble(
         return column([getattr(m, name) for m in first.memory])
 
     stash = sizes("stash_bytes")
-    static = (1 + state_factor) * sizes("parameter_bytes") + sizes("gradient_bytes")
+    static = sizes("parameter_bytes") + sizes("gradient_bytes")
+    if state_factor:
+        static = static + sizes("master_bytes") + state_factor * sizes("updated_bytes")
     pairs = dict(links or {})
     worst = max(pairs.values(), key=lambda x: x.transfer_ms(1 << 20), default=Link())
     costs = CostTable(
@@ -354,6 +367,7 @@ def assemble(
         rank_slowdown=tuple(slow) if len(ranks) > 1 else (),
         rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
         tokens_per_micro_batch=tokens,
+        mode=mode,
     )
     partial = {}
     for level, times in first.partial_ms.items():

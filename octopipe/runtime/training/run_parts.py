@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradients
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
@@ -104,8 +106,15 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
+    """Of the job's kind; of float32 master weights where its precision has them."""
+    make = partial(_plain_optimizer, job)
+    if has_main_gradients(job.mode.precision):
+        return MixedPrecisionOptimizer(make, pipe)
+    return make([p for p in pipe.parameters() if p.requires_grad])
+
+
+def _plain_optimizer(job: TrainJob, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not."""
-    parameters = [p for p in pipe.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": job.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -119,10 +128,6 @@ def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
 def identity(spec: ModelSpec | HfModel) -> str:
     whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
     return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
-
-
-def autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if job.dtype == "bfloat16" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

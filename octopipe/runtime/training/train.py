@@ -29,12 +29,14 @@ from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
+from octopipe.costs.mode import FLOAT32_UPDATES
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import sequence_numbers
 from octopipe.plans.plan import Plan
 from octopipe.runtime.batches import to_device
 from octopipe.runtime.measure.trial import Workload, profile_workload
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import autocast_dtype, has_main_gradients
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
@@ -45,7 +47,6 @@ from octopipe.runtime.training.guard import Diverged, FiniteWatch, StopRequest
 from octopipe.runtime.training.job import Phase, StepReport, TrainJob, TrainResult
 from octopipe.runtime.training.run_parts import (
     Everyone,
-    autocast,
     backend,
     folder,
     identity,
@@ -154,7 +155,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         tokens=job.seq,
         micro_batch_size=job.micro_batch_size,
         device=job.device,
-        dtype="float32" if job.dtype == "bfloat16" else job.dtype,
+        precision=job.mode.precision,
         compile_scans=job.compile_scans,
         asked_kernels=job.kernels,
         seed=job.seed,
@@ -163,7 +164,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
     profile = job.profile
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
-        with autocast(job, device), moment("while layers and links were measured"), told(_patience_s(job)):
+        with moment("while layers and links were measured"), told(_patience_s(job)):
             profile = profile_workload(work, world, repeats=8, warm_up=2)
         # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
@@ -182,7 +183,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,
-            autocast=torch.bfloat16 if job.dtype == "bfloat16" else None,
+            autocast=autocast_dtype(work.precision),
+            main_grads=has_main_gradients(work.precision),
             seed=job.seed,
             transport=work.transport(world),
             timeout_s=job.timeout_s,
@@ -273,11 +275,21 @@ class _Run:
                 f"{shown(path)} was trained with --seed {seed}, this run has {self.job.seed}: its data and dropout "
                 f"would be others; use --seed {seed}"
             )
+        self._tell_precision(str(seen.get("precision", self.job.mode.precision)), path)
         record = load_checkpoint(path, self.pipe, self.optimizer)
         self.seen = int(record.get("samples", 0))
         self.pipe.step_number = record["step"]
         self.saved = str(path)
         return int(record["step"]) + 1
+
+    def _tell_precision(self, saved: str, path: Path) -> None:
+        """Checkpoints of float32 weights go on in any precision that updates float32; others only in their own."""
+        now = self.job.mode.precision
+        if saved == now:
+            return
+        if not {saved, now} <= FLOAT32_UPDATES:
+            raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
+        self.seat.tell(Phase(text=f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"))
 
     def _choose(self) -> Path:
         assert self.job.checkpoint is not None
@@ -331,7 +343,12 @@ class _Run:
             self.pipe,
             self.optimizer,
             step=step,
-            about={"model": identity(job.spec), "samples": self.seen, "seed": job.seed},
+            about={
+                "model": identity(job.spec),
+                "samples": self.seen,
+                "seed": job.seed,
+                "precision": job.mode.precision,
+            },
             keep=job.keep,
             background=job.async_save,
         )
