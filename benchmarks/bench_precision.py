@@ -132,11 +132,11 @@ def losses(device: str, small: bool, steps: int, tell: Callable[[dict[str, Any]]
     from octopipe.runtime.training.job import TrainJob
     from octopipe.runtime.training.train import train_rank
 
-    spec = preset("nemotron-h-8b").scaled(0.01 if small else 0.125, num_layers=12)
+    spec = preset("llama3-8b").scaled(0.01 if small else 0.125, num_layers=6)
     for precision in PRECISIONS:
         job = TrainJob(
-            spec=spec, nproc=1, steps=steps, seq=32 if small else 512, micro_batches=8, micro_batch_size=1 if small else 2,
-            lr=1e-3, warmup=20, device=device, precision=precision, measure=False,
+            spec=spec, nproc=1, steps=steps, seq=32 if small else 512, micro_batches=4,
+            micro_batch_size=1 if small else 4, lr=1e-3, warmup=20, device=device, precision=precision, measure=False,
         )  # fmt: skip
         began = time.perf_counter()
         result = train_rank(launch.Seat(rank=0, size=1, local_rank=0, tell=lambda _: None), job)

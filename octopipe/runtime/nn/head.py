@@ -26,7 +26,6 @@ from octopipe.runtime.nn.basic import Made, empty, norm
 from octopipe.runtime.stages.wgrad import WeightSite, add_product, site_of
 from octopipe.runtime.stages.wgrad_ops import Layout
 
-
 BLOCK_LOGITS = {"fused": 1 << 28, "lean": 1 << 26}
 """Logits computed at a time."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
+from octopipe.costs.mode import FLOAT32_UPDATES
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.huggingface.described import HfModel
 from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import carried
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradients
 from octopipe.runtime.ranks import launch
@@ -97,12 +100,14 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     costs = CostTable.uniform(num_layers=job.spec.num_layers, model=job.spec.name) if profile is None else profile.costs
     if profile is None and job.groups:
         costs = costs.replace(micro_batch_factor=length_factor(job))
+    beside = {} if profile is None else carried(costs)
     if job.tune_s is None:
-        return build_plan(job.system, costs, job.pp, job.num_micro_batches)
+        return build_plan(job.system, costs, job.pp, job.num_micro_batches).with_extra(**beside)
     if profile is None:
         raise OctoPipeError("tuning needs costs; give --profile or leave --no-measure out")
     tell(Phase(text=f"tuning for {job.tune_s:g} s"))
-    return tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
+    found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
+    return found.with_extra(**beside)
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
@@ -128,6 +133,29 @@ def _plain_optimizer(job: TrainJob, parameters: list[torch.nn.Parameter]) -> tor
 def identity(spec: ModelSpec | HfModel) -> str:
     whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
     return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
+
+
+def resumable(job: TrainJob, record: Mapping[str, Any], path: Path) -> list[str]:
+    """Raise where a checkpoint is not one that this run can go on from; what is worth a word about it."""
+    model, seed = record.get("model"), record.get("seed", job.seed)
+    if model != identity(job.spec):
+        raise OctoPipeError(
+            f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(job.spec)}; "
+            "use the same MODEL, --scale and --layers"
+        )
+    if seed != job.seed:
+        raise OctoPipeError(
+            f"{shown(path)} was trained with --seed {seed}, this run has {job.seed}: its data and dropout "
+            f"would be others; use --seed {seed}"
+        )
+    now = job.mode.precision
+    saved = str(record.get("precision", now))
+    if saved == now:
+        return []
+    # Where the optimizer updates float32 weights, those are what a checkpoint holds; others go on as they were.
+    if not {saved, now} <= FLOAT32_UPDATES:
+        raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
+    return [f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
-from octopipe.costs.mode import FLOAT32_UPDATES
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import sequence_numbers
 from octopipe.plans.plan import Plan
@@ -54,6 +53,7 @@ from octopipe.runtime.training.run_parts import (
     memory_bytes,
     optimizer_of,
     plan_of,
+    resumable,
     shared_gpu,
     worlds,
 )
@@ -220,6 +220,8 @@ class _Run:
         self.seen = 0
         """Samples trained on, by all pipelines."""
         self.saved: str | None = None
+        self.notices: list[str] = []
+        """What the user must hear, as far as this rank knows."""
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
         self._numbers = sequence_numbers(job.lengths, job.groups)
@@ -249,6 +251,7 @@ class _Run:
             predicted=None if profile is None else predict(plan, profile),
             measured=measured,
             checkpoint=self.saved,
+            notices=tuple(self.notices),
             stopped_by=self.stopped_by,
         )
 
@@ -263,42 +266,27 @@ class _Run:
         """Load the newest good checkpoint, or the one asked for; the step to go on with."""
         with moment("while the checkpoint to go on from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
-        seen = read_record(path)
-        model, seed = seen.get("model"), seen.get("seed", self.job.seed)
-        if model != identity(self.job.spec):
-            raise OctoPipeError(
-                f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(self.job.spec)}; "
-                "use the same MODEL, --scale and --layers"
-            )
-        if seed != self.job.seed:
-            raise OctoPipeError(
-                f"{shown(path)} was trained with --seed {seed}, this run has {self.job.seed}: its data and dropout "
-                f"would be others; use --seed {seed}"
-            )
-        self._tell_precision(str(seen.get("precision", self.job.mode.precision)), path)
+        for note in resumable(self.job, read_record(path), path):
+            self.seat.tell(Phase(text=note))
         record = load_checkpoint(path, self.pipe, self.optimizer)
         self.seen = int(record.get("samples", 0))
         self.pipe.step_number = record["step"]
         self.saved = str(path)
         return int(record["step"]) + 1
 
-    def _tell_precision(self, saved: str, path: Path) -> None:
-        """Checkpoints of float32 weights go on in any precision that updates float32; others only in their own."""
-        now = self.job.mode.precision
-        if saved == now:
-            return
-        if not {saved, now} <= FLOAT32_UPDATES:
-            raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
-        self.seat.tell(Phase(text=f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"))
-
     def _choose(self) -> Path:
         assert self.job.checkpoint is not None
         path, problems = choose(self.job.checkpoint, self.job.resume_step)
         for why in problems:
-            self.seat.tell(Phase(text=f"damaged: {why}"))
+            self._notice(f"damaged checkpoint: {why}")
         if problems:
-            self.seat.tell(Phase(text=f"going on from {path.name}, the newest good checkpoint"))
+            self._notice(f"going on from {path.name}, the newest good checkpoint")
         return path
+
+    def _notice(self, text: str) -> None:
+        """What a user must hear wherever the output goes."""
+        self.notices.append(text)
+        self.seat.tell(Phase(text=text, notice=True))
 
     def steps(self, stop: StopRequest | None = None) -> Iterator[None]:
         """Train; comes back after every step. A signal that was noted ends the run after the step, saved."""
@@ -363,6 +351,11 @@ class _Run:
             return
         self._saving = None
         self.saved = str(saving.finish())
+        if saving.set_aside is not None:
+            self._notice(
+                f"checkpoints of the branch that was left are in {shown(saving.set_aside)}; --checkpoint with that "
+                "folder and --resume go on with it"
+            )
 
     def _adapt(self, step: int) -> None:
         """Correct the costs by the step just made; switch plans where that pays."""
