@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -131,7 +131,7 @@ class LayerRing:
             layers, groups = modules, groups_of_modules(modules)
         if len(groups) != len(layers):
             raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
-        self._device, self._group = _device_of(sample), group
+        self._device, self._group = device_of(sample), group
         before = resident_bytes([], sample, target, self._device)
         # The last layer runs with the loss: it is never the same as an equal one in the middle.
         group_of = list(groups)
@@ -151,7 +151,7 @@ class LayerRing:
         self._loaded: list[Floats] = []
         self._partial: dict[int, list[Floats | None]] = {}
         self._issued_ms = 0.0
-        _wait_all(group)
+        wait_all(group)
         self._run(1)
         self._resident_bytes = resident_bytes(self._ready, sample, target, self._device) - before
 
@@ -159,7 +159,7 @@ class LayerRing:
         """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
-        _wait_all(self._group)
+        wait_all(self._group)
         self._tell("warming up", 0.4)
         self._run(warm_up)
         self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
@@ -180,21 +180,21 @@ class LayerRing:
             self._some_at_work(level, 1)
 
     def _run(self, rounds: int, issued_s: list[float] | None = None) -> Floats:
-        return _rounds(self._ready, rounds, self._ring, self._device, issued_s)
+        return timed_rounds(self._ready, rounds, self._ring, self._device, issued_s)
 
     def _all_at_work(self, rounds: int) -> None:
-        _wait_all(self._group)
+        wait_all(self._group)
         began, issued_s = time.perf_counter(), list[float]()
         self._loaded.append(self._run(rounds, issued_s))
         self._issued_ms += 1e3 * (issued_s[0] - began)
-        _wait_all(self._group)
+        wait_all(self._group)
 
     def _some_at_work(self, level: int, rounds: int, warm_up: int = 0) -> None:
         seen = None
         if self._rank < level:
             self._run(warm_up)
             seen = self._run(rounds)
-        _wait_all(self._group)
+        wait_all(self._group)
         self._partial.setdefault(level, []).append(seen)
 
     def measured(self) -> Measured:
@@ -252,8 +252,14 @@ def _prepare(
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 
 
-def _rounds(
-    ready: Sequence[Layer], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
+class Timed(Protocol):
+    """What can be run once, F, I and W one after the other, with a mark before, between and after them."""
+
+    def once(self, mark: Callable[[], None]) -> None: ...
+
+
+def timed_rounds(
+    ready: Sequence[Timed], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
 ) -> Floats:
     """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
     for in between; `issued_s` gets the moment at which the host had issued everything."""
@@ -290,7 +296,7 @@ def _rounds(
     return out
 
 
-def _device_of(value: Any) -> torch.device:
+def device_of(value: Any) -> torch.device:
     leaves: list[Any] = []
     flatten(value, leaves)
     for leaf in leaves:
@@ -299,7 +305,7 @@ def _device_of(value: Any) -> torch.device:
     raise OctoPipeError("the sample holds no tensor; give one micro-batch of the first layer's input")
 
 
-def _wait_all(group: dist.ProcessGroup | None) -> None:
+def wait_all(group: dist.ProcessGroup | None) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if group is not None:

@@ -120,14 +120,18 @@ def add_product(param: Tensor, layout: Layout, a: Tensor, b: Tensor) -> None:
         left, right = (a, b) if layout is None else (b, a)
         param.grad = wide_product(left.mT, right, gradient_dtype(param))
         return
-    view = _grad_view(param, layout)
-    if view.dtype == a.dtype:
-        view.addmm_(a.mT, b) if a.ndim == 2 else view.baddbmm_(a.mT, b)
-    elif _adds_wide(view, a):
+    add_into(_grad_view(param, layout), a.mT, b)
+
+
+def add_into(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """`sums += a @ b`, for matrices or equal batches; by one kernel where there is one for the dtypes."""
+    if sums.dtype == a.dtype:
+        sums.addmm_(a, b) if a.ndim == 2 else sums.baddbmm_(a, b)
+    elif _adds_wide(sums, a):
         add = torch.addmm if a.ndim == 2 else torch.baddbmm
-        add(view, a.mT, b, out_dtype=view.dtype, out=view)
+        add(sums, a, b, out_dtype=sums.dtype, out=sums)
     else:
-        view.add_(wide_product(a.mT, b, view.dtype))
+        sums.add_(wide_product(a, b, sums.dtype))
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
