@@ -73,7 +73,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/pip
 # Browser tests drive Debian's Chromium; it is installed where that is allowed, and skipped elsewhere.
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,train,dev]"
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
 	@touch $@

@@ -45,6 +45,8 @@ class HfModel:
     liger: bool = False
     dtype: str | None = None
     """Of the config, by torch's name."""
+    layer_parameters: tuple[int, ...] = ()
+    """Of every layer; a parameter that both ends use counts at both."""
 
     @property
     def num_layers(self) -> int:
@@ -92,6 +94,7 @@ def describe(
         attention=attention,
         liger=liger,
         dtype=_dtype(parts.config),
+        layer_parameters=parts.layer_parameters,
     )
 
 

@@ -206,14 +206,18 @@ def _table(
     symbol = {key: "E" if some[0]["number"] == EMBEDDING else "L" if some[0]["number"] == HEAD else next(letters)
               for key, some in groups.items()}  # fmt: skip
 
-    def times(pick: Callable[[dict[str, Any]], Sequence[float]]) -> Any:
-        mean = {key: np.mean([pick(row) for row in some], axis=0) for key, some in groups.items()}
+    def times(level: int | None = None) -> Any:
+        def own(row: dict[str, Any]) -> list[float]:
+            found: list[float] = row["ms"] if level is None else row["partial"][level]
+            return found
+
+        mean = {key: np.mean([own(row) for row in some], axis=0) for key, some in groups.items()}
         return np.array([mean[row["group"]] for row in rows]) * factors
 
     def size(key: str) -> Any:
         return np.array([row[key] for row in rows])
 
-    ms = times(lambda row: row["ms"])
+    ms = times()
     worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20), default=Link())
     costs = CostTable(
         model=name,
@@ -231,7 +235,7 @@ def _table(
     )
     fewer = {}
     for level in rows[0]["partial"]:
-        some = np.minimum(times(lambda row, level=level: row["partial"][level]), ms)
+        some = np.minimum(times(level), ms)
         fewer[int(level)] = costs.replace(forward_ms=some[:, 0], input_ms=some[:, 1], weight_ms=some[:, 2])
     return costs, fewer
 

@@ -267,7 +267,7 @@ def gradients_apart(chunks: Sequence[nn.Module]) -> Iterator[None]:
         for p, grad in zip(parameters, before):
             p.grad = grad
             if getattr(p, "main_grad", None) is not None:
-                p.main_grad.zero_()  # type: ignore[union-attr, operator]
+                p.main_grad.zero_()  # type: ignore[attr-defined]
 
 
 def _kind_of(layer: nn.Module) -> str:

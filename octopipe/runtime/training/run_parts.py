@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from octopipe.base.errors import OctoPipeError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.base.files import shown
-from octopipe.costs.mode import FLOAT32_UPDATES
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.huggingface.described import HfModel
@@ -33,9 +31,11 @@ from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradien
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
+from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import Phase, TrainJob
+from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
-from octopipe.runtime.wire.telling import broadcast_value
+from octopipe.runtime.wire.telling import broadcast_value, gather_values
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 
@@ -63,6 +63,10 @@ class Everyone:
             raise OctoPipeError(problem)
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return [value] if self._group is None else gather_values(self._group, value)
+
     def most(self, number: int, timeout_s: float) -> int:
         """The largest of all ranks' numbers."""
         if self._group is None:
@@ -85,6 +89,24 @@ def worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, Everyone]:
     kind = "cuda" if "nccl" in backend else "cpu"
     mesh = init_device_mesh(kind, (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
     return World.make(None, None, mesh), Everyone(seat, group)
+
+
+def check_memory(
+    job: TrainJob, plan: Plan, profile: Profile | None, device: torch.device, seat: launch.Seat, everyone: Everyone
+) -> None:
+    """Before the model is built: every rank's share against what its GPU or host has free (collective)."""
+    if not job.memory_check:
+        return
+    host = socket.gethostname()
+    free: float | None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        place, free = f"{host}'s GPU {device.index}", float(torch.cuda.mem_get_info(device)[0])
+    else:
+        place, free = f"{host}", free_host_bytes()
+    seats = everyone.gather({"pp_rank": seat.rank % job.pp, "place": place, "free": free})
+    if text := check_places(job, plan, profile, seats):
+        raise DoesNotFitError(text)
 
 
 def length_factor(job: TrainJob) -> Any:
@@ -112,50 +134,41 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
     """Of the job's kind; of float32 master weights where its precision has them."""
-    make = partial(_plain_optimizer, job)
+    owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
+    trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
+    flags = [decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()]
     if has_main_gradients(job.mode.precision):
-        return MixedPrecisionOptimizer(make, pipe)
-    return make([p for p in pipe.parameters() if p.requires_grad])
+        return MixedPrecisionOptimizer(lambda masters: _plain_optimizer(job, masters, flags), pipe)
+    return _plain_optimizer(job, list(trained.values()), flags)
 
 
-def _plain_optimizer(job: TrainJob, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": job.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+def _plain_optimizer(
+    job: TrainJob, parameters: list[torch.nn.Parameter], decay: Sequence[bool]
+) -> torch.optim.Optimizer:
+    """`decay`: which of the parameters decay, in their order."""
+    listed = [
+        {"params": [p for p, flag in zip(parameters, decay) if flag], "weight_decay": job.weight_decay},
+        {"params": [p for p, flag in zip(parameters, decay) if not flag], "weight_decay": 0.0},
     ]
     if job.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=job.lr, momentum=0.9)
+        return torch.optim.SGD(listed, lr=job.lr, momentum=0.9)
     kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=job.lr, betas=(0.9, 0.95), fused=job.device == "cuda" or None)
+    return kind(listed, lr=job.lr, betas=job.betas, eps=job.eps, fused=job.device == "cuda" or None)
+
+
+def decays(name: str, parameter: torch.Tensor, owner: torch.nn.Module | None = None) -> bool:
+    """Whether weight decay applies: to what has two dimensions or more, unless it is a bias or belongs to a norm.
+
+    So matrices, embeddings, convolutions and experts decay; norms, biases (of all experts in one tensor, too) and
+    vectors such as Mamba's A_log, D and dt_bias do not.
+    """
+    norm = owner is not None and "norm" in type(owner).__name__.lower()
+    return parameter.ndim >= 2 and not name.endswith("bias") and not norm
 
 
 def identity(spec: ModelSpec | HfModel) -> str:
     whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
     return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
-
-
-def resumable(job: TrainJob, record: Mapping[str, Any], path: Path) -> list[str]:
-    """Raise where a checkpoint is not one that this run can go on from; what is worth a word about it."""
-    model, seed = record.get("model"), record.get("seed", job.seed)
-    if model != identity(job.spec):
-        raise OctoPipeError(
-            f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(job.spec)}; "
-            "use the same MODEL, --scale and --layers"
-        )
-    if seed != job.seed:
-        raise OctoPipeError(
-            f"{shown(path)} was trained with --seed {seed}, this run has {job.seed}: its data and dropout "
-            f"would be others; use --seed {seed}"
-        )
-    now = job.mode.precision
-    saved = str(record.get("precision", now))
-    if saved == now:
-        return []
-    # Where the optimizer updates float32 weights, those are what a checkpoint holds; others go on as they were.
-    if not {saved, now} <= FLOAT32_UPDATES:
-        raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
-    return [f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"]
 
 
 @contextlib.contextmanager
