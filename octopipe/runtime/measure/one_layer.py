@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.precision import (
     LOW,
     autocast_context,
@@ -87,6 +88,18 @@ class Layer:
         """F, on the layer's own input or on another value like it."""
         with self.context():
             return self.stage.forward(self.value if value is None else value, then=self.then)
+
+    def repeatable(self) -> bool:
+        """Whether a second forward does what the first did, as R must (`stages/repeatable.py`)."""
+        stage = Stage([self.module], input_grad=self.stage.input_grad)
+        try:
+            stage.check_repeatable()
+            run = stage.forward(self.value, then=self.then, recompute=True)
+            stage.forward(self.value, then=self.then)  # as another micro-batch does in between
+            run.recompute()
+        except OctoPipeError:
+            return False
+        return True
 
     def once(self, mark: Callable[[], None]) -> None:
         mark()
