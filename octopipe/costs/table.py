@@ -25,6 +25,7 @@ from octopipe.base.files import brief
 from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.mode import Mode
 from octopipe.costs.segments import Segments
 
 Array = NDArray[np.float64]
@@ -92,6 +93,8 @@ class CostTable:
     """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
     setup: Setup | None = None
     """What these costs are for; None where nobody said."""
+    mode: Mode | None = None
+    """How the layers ran when they were measured; None for computed costs, and where a file does not say."""
     repeatable: tuple[bool, ...] = ()
     """Per layer: whether a second forward was seen to do the same as the first, so that it may be recomputed; empty
     where nobody has looked (costs from first principles, of layers that are known to be)."""
@@ -287,7 +290,7 @@ class CostTable:
         for f in fields(self):
             value = getattr(self, f.name)
             optional = f.name in ("tied_bytes", "segments", "repeatable")
-            if f.name in ("setup", "model_flops") or (optional and not value):
+            if f.name in ("setup", "model_flops", "mode") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

@@ -20,7 +20,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from octopipe.runtime.executor import Executor
 from octopipe.runtime.failures import Failures
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
+from octopipe.runtime.precision import Autocast, autocast_context, keep_main_gradients
 from octopipe.runtime.ranks.layers import Layers
 from octopipe.runtime.ranks.leaves import LeafWatch, names_by_id
 from octopipe.runtime.ranks.overflow import PipelineGradScaler, computes_in_half, share_overflow
@@ -52,8 +52,6 @@ from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, Program, lower
 from octopipe.simulation.timeline import Timeline
-
-Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 
 
 class Pipeline:
@@ -81,6 +79,7 @@ class Pipeline:
         sharded: Mapping[str, Sequence[str]] | None = None,
         tied: Sequence[Sequence[str]] = (),
         autocast: Autocast = None,
+        main_grads: bool = False,
         seed: int | None = 0,
         transport: str | Transport | None = None,
         timeout_s: float = 300.0,
@@ -97,6 +96,8 @@ class Pipeline:
         parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
         parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
         (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
+        `main_grads`: gradients of bfloat16 and float16 parameters are kept and added up in float32, over micro-batches,
+        copies and pipelines (`MixedPrecisionOptimizer` takes them).
         `seed=None` leaves random numbers to the global generators. `transport`: "gloo", "nccl", "cuda_ipc" or "strict"
         (default: by backend). `timeout_s` bounds every wait.
 
@@ -134,13 +135,15 @@ class Pipeline:
         self.losses: Tensor | None = None
         """The last step's losses, one per micro-batch, on every rank."""
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
+        if main_grads:
+            keep_main_gradients(self.parameters())
         self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
         self.replicas.make_equal()
         self._buffers = self.replicas.shared_buffers()
         self._names_elsewhere = names_by_id(layers)
         self._replaced: list[Shared] = []
         self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
-        self._autocast = _autocast(autocast, self.device)
+        self._autocast = autocast_context(autocast, self.device)
         self._half = computes_in_half(self._autocast, self.device, self.layers.named.values())
         self._watchdog: Watchdog | None = None
         self.side_inputs, self._verify = tuple(side_inputs), verify
@@ -437,9 +440,3 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _autocast(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    if isinstance(wanted, torch.dtype):
-        return partial(torch.autocast, device.type, dtype=wanted)
-    return wanted

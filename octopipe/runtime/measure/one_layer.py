@@ -7,6 +7,7 @@ Does not know: times, ranks (`profiler.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.precision import (
+    LOW,
+    autocast_context,
+    autocast_dtype,
+    gradient_dtype,
+    has_main_gradients,
+    keep_main_gradients,
+)
 from octopipe.runtime.stages.activation_bytes import held_bytes
-from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.stages.stage import Stage, StageRun
 from octopipe.runtime.values import flatten, rebuild
 
 
@@ -33,15 +42,32 @@ class LayerMemory:
     """The output tensors."""
     parameter_bytes: float
     gradient_bytes: float
+    master_bytes: float = 0.0
+    """float32 masters of low-precision parameters, where an optimizer keeps them."""
+    updated_bytes: float = 0.0
+    """What an optimizer updates, masters or parameters: its moments have this size each."""
 
 
 class Layer:
     """One distinct layer ready to run."""
 
-    def __init__(self, module: nn.Module, value: Any, then: Callable[[Any], Any] | None, first: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        value: Any,
+        then: Callable[[Any], Any] | None,
+        first: bool,
+        precision: str = "fp32",
+    ):
         self.module, self.value, self.then = module, value, then
+        self.main_gradients = has_main_gradients(precision)
+        if self.main_gradients:
+            keep_main_gradients(module.parameters())
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.context: Callable[[], Any] = autocast_context(autocast_dtype(precision), device) or nullcontext
+        """What the layer's forwards run under."""
         self.stage = Stage([module], input_grad=not first)
-        run = self.stage.forward(value, then=then)
+        run = self.forward()
         leaves: list[Any] = []
         flatten(run.outputs, leaves)
         self.output = run.outputs
@@ -56,7 +82,12 @@ class Layer:
         run.backward_weight()
         for p in module.parameters():
             if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
+
+    def forward(self, value: Any = None) -> StageRun:
+        """F, on the layer's own input or on another value like it."""
+        with self.context():
+            return self.stage.forward(self.value if value is None else value, then=self.then)
 
     def repeatable(self) -> bool:
         """Whether a second forward does what the first did, as R must (`stages/repeatable.py`)."""
@@ -72,7 +103,7 @@ class Layer:
 
     def once(self, mark: Callable[[], None]) -> None:
         mark()
-        run = self.stage.forward(self.value, then=self.then)
+        run = self.forward()
         run.outputs = None
         mark()
         run.backward_input(self.grads)
@@ -87,15 +118,24 @@ def memory_of(layer: Layer, device: torch.device) -> LayerMemory:
     sizes = {
         "boundary_bytes": boundary,
         "parameter_bytes": float(sum(p.nbytes for p in parameters)),
-        "gradient_bytes": float(sum(p.nbytes for p in parameters if p.requires_grad)),
+        "gradient_bytes": float(sum(p.numel() * gradient_dtype(p).itemsize for p in parameters if p.requires_grad)),
+        "master_bytes": float(sum(4 * p.numel() for p in parameters if _has_master(layer, p))),
+        "updated_bytes": float(
+            sum(4 * p.numel() if _has_master(layer, p) else p.nbytes for p in parameters if p.requires_grad)
+        ),
     }
     if device.type == "cuda":
         activation, stash, workspace = _allocated(layer)
     else:
-        held = held_bytes(layer.stage, layer.value, then=layer.then)
+        with layer.context():
+            held = held_bytes(layer.stage, layer.value, then=layer.then)
         activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
     # What W needs counts as held from F on: the cost table knows no other way.
     return LayerMemory(activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes)
+
+
+def _has_master(layer: Layer, parameter: nn.Parameter) -> bool:
+    return layer.main_gradients and parameter.requires_grad and parameter.dtype in LOW
 
 
 def _allocated(layer: Layer) -> tuple[float, float, float]:
@@ -113,7 +153,7 @@ def _allocated(layer: Layer) -> tuple[float, float, float]:
     cuda.reset_peak_memory_stats()
     value = fresh(layer.value)
     given = used() - base
-    run = layer.stage.forward(value, then=layer.then)
+    run = layer.forward(value)
     del value
     output = used() - base
     peak_f = cuda.max_memory_allocated() - base

@@ -121,6 +121,7 @@ def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobod
         groups=work.groups,
         group=world.control,
         tell=tell,
+        precision=work.precision,
     )
 
 
@@ -157,9 +158,9 @@ def _profile(
         links=links,
         state_factor=state_factor,
         memory_bytes=memory,
+        mode=work.mode,
         about={
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "dtype": work.dtype,
             "layers": list(work.kinds),
             "kernels": work.kernels_told(),
             "torch": str(torch.__version__),
@@ -175,7 +176,7 @@ def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes
     made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
     with torch.no_grad():
         first = made[0](work.batch(device, 1)[0])
-    layer = Layer(made[1], first, None, False) if len(layers) > 2 else None
+    layer = Layer(made[1], first, None, False, work.precision) if len(layers) > 2 else None
 
     def once() -> None:
         if layer is not None:

@@ -29,6 +29,7 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Plan
 from octopipe.plans.price import stage_times
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer
 from octopipe.runtime.ranks.reduce import local
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.training.saved_state import (
@@ -208,6 +209,9 @@ def switch(
     made = make_optimizer(fresh)
     kept: list[tuple[str, torch.Tensor, Any]] = []
     for shared in fresh.layers.shared():
+        if isinstance(made, MixedPrecisionOptimizer):
+            number, name = shared.layers[0], _name_in(fresh, shared.layers[0], shared.parameter)
+            made.set_master(shared.parameter, states[number]["state"][name].to(shared.parameter.device))
         for member in (int(shared.key.split(".", 1)[0]), *shared.layers):
             saved = states.get(member, {}).get("optimizer", {}).get(shared.key)
             if saved is not None:
@@ -216,6 +220,10 @@ def switch(
                 break
     put_settings(made, kept)
     return fresh, made
+
+
+def _name_in(pipe: Pipeline, layer: int, parameter: torch.nn.Parameter) -> str:
+    return next(n for n, p in pipe.modules()[layer].named_parameters() if p is parameter)
 
 
 def _unfinished(pipe: Pipeline) -> str:
@@ -237,7 +245,7 @@ def _holders(plan: Plan) -> dict[int, list[int]]:
 def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
     """This rank's layers with the optimizer state of their parameters (a tied one's under its first name)."""
     out: dict[int, dict[str, Any]] = {
-        k: {"state": layer_state(k, module), "beside": _beside(module), "optimizer": {}}
+        k: {"state": layer_state(k, module, optimizer), "beside": _beside(module), "optimizer": {}}
         for k, module in pipe.modules().items()
     }
     if optimizer is not None:

@@ -11,6 +11,9 @@ checkpoints stay (`shelf.py`).
 
 The settings are those of the parameter's group in the optimizer; files of older versions have none.
 
+Where an optimizer keeps float32 master weights, "state" holds those: a run resumes from it exactly in the same
+precision, and in another one from the same values.
+
 A layer's file is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
 have written: whatever is killed when, a folder named `step-...` is complete. Values that are not finite are never
 written. Loading compares every file with its checksum, its layer and its step; files are read without unpickling
@@ -37,6 +40,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, shown
 from octopipe.base.memory import free_memory_bytes
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer, optimizer_kind
 from octopipe.runtime.training.layer_file import WrongFile, read_content
 from octopipe.runtime.training.saved_state import (
     check_saveable,
@@ -129,7 +133,7 @@ class Saving:
             "format": FORMAT,
             "step": step,
             "num_layers": pipe.plan.num_layers,
-            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "optimizer": None if optimizer is None else optimizer_kind(optimizer),
         }
         self.set_aside: Path | None = None
         """Once finished, on the first rank: the folder to which the checkpoints of an abandoned branch were moved."""
@@ -223,9 +227,9 @@ def load_checkpoint(
         raise OctoPipeError(
             f"{shown(home)} has {record['num_layers']} layers, the plan {pipe.plan.num_layers}; use the same model"
         )
-    if optimizer is not None and record["optimizer"] != type(optimizer).__name__:
+    if optimizer is not None and record["optimizer"] != optimizer_kind(optimizer):
         raise OctoPipeError(
-            f"{shown(home)} holds the state of {record['optimizer']}, not of {type(optimizer).__name__}; "
+            f"{shown(home)} holds the state of {record['optimizer']}, not of {optimizer_kind(optimizer)}; "
             "use the same optimizer"
         )
     listed = {x["layer"] for x in record.get("layers", [])}
@@ -252,6 +256,10 @@ def load_checkpoint(
             moments.append((shared.key, shared.parameter, saved, settings))
         put_settings(optimizer, ((key, p, settings) for key, p, _, settings in moments))
     pipe.load_state_dict(state)
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        for shared in pipe.layers.shared():  # the file's values are the masters', not what the weights round to
+            number, name = shared.key.split(".", 1)
+            optimizer.set_master(shared.parameter, layer(int(number))["state"][name].to(shared.parameter.device))
     for _, parameter, saved, _ in moments:
         assert optimizer is not None
         put_state(optimizer, parameter, saved)
@@ -311,7 +319,7 @@ def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int
             groups.setdefault(int(number), {})[name] = settings.get(id(shared.parameter), {})
     for k, module in pipe.modules().items():
         if writer[k] == pipe.rank:
-            state, mine = layer_state(k, module), moments.get(k, {})
+            state, mine = layer_state(k, module, optimizer), moments.get(k, {})
             yield {"layer": k, "step": step, "state": state, "optimizer": mine, "settings": groups.get(k, {})}
 
 

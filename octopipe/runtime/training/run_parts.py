@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import carried
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradients
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
@@ -149,15 +150,22 @@ def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase]
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
+    """Of the job's kind; of float32 master weights where its precision has them."""
     owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
-    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for name, parameter in pipe.named_parameters():
-        if parameter.requires_grad:
-            owner = owners.get(name.rpartition(".")[0])
-            groups[decays(name, parameter, owner)].append(parameter)
+    trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
+    flags = [decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()]
+    if has_main_gradients(job.mode.precision):
+        return MixedPrecisionOptimizer(lambda masters: _plain_optimizer(job, masters, flags), pipe)
+    return _plain_optimizer(job, list(trained.values()), flags)
+
+
+def _plain_optimizer(
+    job: TrainJob, parameters: list[torch.nn.Parameter], decay: Sequence[bool]
+) -> torch.optim.Optimizer:
+    """`decay`: which of the parameters decay, in their order."""
     listed = [
-        {"params": groups[True], "weight_decay": job.weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
+        {"params": [p for p, flag in zip(parameters, decay) if flag], "weight_decay": job.weight_decay},
+        {"params": [p for p, flag in zip(parameters, decay) if not flag], "weight_decay": 0.0},
     ]
     if job.optimizer == "sgd":
         return torch.optim.SGD(listed, lr=job.lr, momentum=0.9)
@@ -178,10 +186,6 @@ def decays(name: str, parameter: torch.Tensor, owner: torch.nn.Module | None = N
 def identity(spec: ModelSpec | HfModel) -> str:
     whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
     return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
-
-
-def autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if job.dtype == "bfloat16" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.precision import MixedPrecisionOptimizer
 from octopipe.runtime.wire.encoding import decoded, encoded
 
 ENCODED = "octopipe.encoded"
@@ -29,9 +30,18 @@ _NOT_SETTINGS = ("params", "param_names")
 # -- layers --------------------------------------------------------------------------------------------
 
 
-def layer_state(layer: int, module: nn.Module) -> dict[str, Any]:
-    """A layer's state dict in copies on the host; raises where a part of it could not be loaded again."""
-    return {name: _saveable(value, f"{layer}.{name}") for name, value in module.state_dict().items()}
+def layer_state(layer: int, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """A layer's state dict in copies on the host; raises where a part of it could not be loaded again.
+
+    Where the optimizer keeps master weights, they stand in the place of what they were rounded to.
+    """
+    state = dict(module.state_dict())
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            master = optimizer.master(parameter)
+            if master is not None and name in state:
+                state[name] = master
+    return {name: _saveable(value, f"{layer}.{name}") for name, value in state.items()}
 
 
 def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +120,13 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[st
         settings = {
             key: compact(value) for key, value in group.items() if key not in _NOT_SETTINGS and _is_plain(value)
         }
-        out.update((id(p), settings) for p in group["params"])
+        out.update((_own_id(optimizer, p), settings) for p in group["params"])
     return out
+
+
+def _own_id(optimizer: torch.optim.Optimizer, updated: Tensor) -> int:
+    """The id of the model's parameter behind what an optimizer updates, which may be its master."""
+    return id(optimizer.parameter_of(updated) if isinstance(optimizer, MixedPrecisionOptimizer) else updated)
 
 
 def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Tensor, Mapping[str, Any]]]) -> None:
@@ -122,7 +137,8 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
     known = {id(p): (name, settings) for name, p, settings in kept if settings}
     found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
     for group in optimizer.param_groups:
-        mine = [known[id(p)] for p in group["params"] if id(p) in known]
+        own = [_own_id(optimizer, p) for p in group["params"]]
+        mine = [known[i] for i in own if i in known]
         for name, settings in mine[1:]:
             first, wanted = mine[0]
             for key in wanted.keys() & settings.keys():
