@@ -192,7 +192,8 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float32 and a.dtype in LOW:
         if a.device.type == "cuda" and _has_wide_products(a.device):
             return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=dtype)
-        return a.to(dtype) @ b.to(dtype)
+        with torch.autocast(a.device.type, enabled=False):  # backward may be called inside a user's autocast
+            return a.to(dtype) @ b.to(dtype)
     return (a @ b).to(dtype)
 
 
