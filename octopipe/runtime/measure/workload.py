@@ -39,6 +39,8 @@ class Workload:
     asked_kernels: tuple[str, ...] = ()
     """Of our own layers, by name (`kernels.PARTS`); a transformers model has its own choice made already."""
     seed: int = 0
+    graphs: bool = False
+    """Ops are captured as CUDA graphs and replayed, where they can be."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
