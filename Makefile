@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz soak mutate package bench docs reproduce clean
+.PHONY: demo test test-all test-torch lint types unit fuzz soak mutate package bench docs reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -13,8 +13,19 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j 2 lint types unit
 
+# Everything, the slow tier included.
+test-all: $(VENV)/.test
+	@$(MAKE) --no-print-directory -j 2 lint types
+	$(BIN)/pytest -n 3 --dist worksteal -m "slow or not slow"
+
+# What touches torch's own interfaces: run with TORCH="torch==2.9.*" or TORCH=torch for the oldest and the newest.
+test-torch: $(VENV)/.test
+	$(BIN)/pytest -n 3 --dist worksteal tests/test_torch_engine.py tests/test_torchtitan.py tests/test_executor.py \
+		tests/test_stage.py tests/test_wgrad.py tests/test_odd_layers.py tests/test_checkpoint.py tests/test_meshes.py
+
 lint: $(VENV)/.test
-	$(BIN)/ruff check octopipe tests benchmarks scripts
+	$(BIN)/ruff check octopipe tests benchmarks scripts examples
+	$(BIN)/ruff format --check octopipe tests benchmarks scripts examples
 
 types: $(VENV)/.test
 	$(BIN)/mypy

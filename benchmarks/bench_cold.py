@@ -1,6 +1,6 @@
 """How long a first `octopipe tune` takes: with empty caches and again with what the first run left, on two cores.
 
-    python benchmarks/bench_cold.py [--budget 5] [--runs 1] [--model ../shared/profiles/nemotron-h-8b.json]
+    python benchmarks/bench_cold.py [--budget 5] [--runs 1] [--model h800/nemotron-h-8b]
 
 Every cold run gets an empty folder for compiled kernels (OCTOPIPE_CACHE_DIR) and for Python's byte code; the warm run
 uses the folder it filled.
@@ -19,9 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-PROFILE = Path(__file__).resolve().parents[2] / "shared" / "profiles" / "nemotron-h-8b.json"
+PROFILE = "h800/nemotron-h-8b"
 SETTING = ["--pp", "8", "--micro-batches", "16", "--p2p-ms", "0.3", "--json"]
 
 

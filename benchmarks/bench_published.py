@@ -22,6 +22,7 @@ from octopipe.costs.analytic.calibration import RATES, Rates
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.measured import PUBLISHED_RUNS as CSV
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import preset
@@ -30,7 +31,6 @@ from octopipe.search.recompute import plan_under
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
 
-CSV = Path(__file__).resolve().parents[2] / "shared" / "published-throughput.csv"
 RESULTS = Path(__file__).resolve().parent / "results" / "published.json"
 
 

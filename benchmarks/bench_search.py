@@ -1,8 +1,7 @@
 """Search cost: Algorithm 1 against random search and the exact method; the default method against the optimum.
 
 Prints Markdown. The case is the paper's ("Pipeline Search Cost"): Nemotron-H 8B with its layer pattern repeated up to
-224 layers, 8 ranks, 16 micro-batches, 0.3 ms a transfer. Layer times are the authors' where ../shared/profiles is
-there, else synthetic ones of the same proportions.
+224 layers, 8 ranks, 16 micro-batches, 0.3 ms a transfer. Layer times are the paper authors'.
 
     python benchmarks/bench_search.py              the table of phases, convergence over several seeds, exact
     python benchmarks/bench_search.py --optimum    the default method against CP-SAT on 50 random small instances
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_json_object
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.layer_times import costs_of_layer_times
+from octopipe.costs.measured import AUTHORS
 from octopipe.costs.table import CostTable
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
 from octopipe.search.algorithm1.settings import Settings
@@ -30,13 +29,7 @@ from octopipe.search.result import Step
 from octopipe.search.tuner import tune
 from octopipe.simulation.bounds.bounds import lower_bound
 
-PROFILE = Path(__file__).resolve().parents[2] / "shared" / "profiles" / "nemotron-h-8b.json"
-SYNTHETIC = {
-    "pattern": "EM-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-L",
-    "forward_ms": {"*": 1.0, "-": 1.0, "E": 2.3, "L": 9.5, "M": 1.1},
-    "backward_ms": {"*": 0.9, "-": 0.9, "E": 1.6, "L": 7.3, "M": 2.2},
-    "weight_ms": {"*": 0.2, "-": 0.9, "E": 0.0, "L": 0.0, "M": 0.5},
-}
+PROFILE = AUTHORS / "nemotron-h-8b.json"
 RANKS, MICRO_BATCHES, LAYERS = 8, 16, 224
 FOREVER = 1 << 30
 ALONE: dict[str, Any] = {"systems": False, "settings": Settings(patience=FOREVER)}
@@ -45,12 +38,11 @@ ALONE: dict[str, Any] = {"systems": False, "settings": Settings(patience=FOREVER
 
 def scaled() -> tuple[CostTable, str]:
     """The 224-layer variant, and where its layer times come from."""
-    file = dict(read_json_object(PROFILE)) if PROFILE.exists() else dict(SYNTHETIC)
+    file = dict(read_json_object(PROFILE))
     inner = str(file["pattern"])[1:-1]
     file["pattern"] = "E" + (inner * (LAYERS // len(inner) + 1))[:LAYERS] + "L"
     costs = costs_of_layer_times(file, name="nemotron-h-8b, 224 layers")
-    source = "the authors' layer times" if PROFILE.exists() else "synthetic layer times"
-    return costs.replace(network=Network.constant(0.3)), source
+    return costs.replace(network=Network.constant(0.3)), "the authors' layer times"
 
 
 def at_iteration(log: list[Step], iteration: int) -> float:

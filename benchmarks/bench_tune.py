@@ -1,6 +1,6 @@
 """How good the tuner is: gaps to proven bounds, speed-ups over every published system, how it scales.
 
-Runs on the layer times published by the paper's authors (../shared/profiles); says so and stops without them.
+Runs on the layer times published by the paper's authors (`octopipe/costs/measured/h800`).
 Prints Markdown. Run: python benchmarks/bench_tune.py [--parts gaps,systems,nano,scale] [--budget 30]
 
 The gap cases can be run one at a time, over several seeds, with every run as a line of JSON in a file:
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from octopipe.costs.measured import AUTHORS as PROFILES
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.search.comparison import compare
@@ -32,7 +33,6 @@ from octopipe.search.systems import build_plan
 from octopipe.search.tuner import Progress, tune
 from octopipe.simulation.simulator import simulate
 
-PROFILES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
 GIB = float(1 << 30)
 HYBRIDS = ("nemotron", "jamba")
 GAPS = [
@@ -194,8 +194,6 @@ def main() -> None:
     parser.add_argument("--caps", default="1.5,1.0", help="of the systems part")
     parser.add_argument("--models", default="*", metavar="PATTERN", help="of the systems part, such as 'llama*'")
     args = parser.parse_args()
-    if not PROFILES.is_dir():
-        sys.exit("the authors' layer times (../shared/profiles) are not on this machine; nothing to measure")
     parts = args.parts.split(",")
     cases = args.cases.split(",") if args.cases else list(gap_cases())
     if unknown := [case for case in cases if case not in gap_cases()]:

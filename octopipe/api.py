@@ -24,7 +24,7 @@ from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.file import load_plan
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import COST_TABLE, COSTS, SETTING, costs_of_plan
+from octopipe.plans.setting import COST_TABLE, SETTING, carried, costs_of_plan
 from octopipe.simulation.lowering import Channel, Program
 from octopipe.simulation.timeline import Timeline
 
@@ -222,7 +222,7 @@ def _costs(
         if setup:
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
-        return model, {COST_TABLE: model, **_facts(model)}
+        return model, {**carried(model), **_facts(model)}
     unknown = sorted(set(setup) - set(Setup.__annotations__))
     if unknown:
         import difflib
@@ -232,13 +232,14 @@ def _costs(
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a model without a name that finds it again
-        return costs, {COST_TABLE: costs, **_facts(costs)}
-    return costs, {SETTING: {"model": named} | {k: v for k, v in setup.items() if v is not None}, **_facts(costs)}
+        return costs, {**carried(costs), **_facts(costs)}
+    setting = {"model": named} | {k: v for k, v in setup.items() if v is not None}
+    return costs, {**carried(costs, setting), **_facts(costs)}
 
 
 def _facts(costs: CostTable) -> dict[str, Any]:
-    """The digest of the costs, and their set-up in words and numbers where it is known."""
-    return {COSTS: costs.digest()} | ({} if costs.setup is None else {SETUP: costs.setup.as_dict()})
+    """The set-up of the costs in words and numbers, where it is known."""
+    return {} if costs.setup is None else {SETUP: costs.setup.as_dict()}
 
 
 def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import Ranks, close_shared, shared_ranks, start_server
 
-PROFILES = Path(__file__).resolve().parents[2] / "shared" / "profiles"
+from octopipe.costs.measured import AUTHORS
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +39,5 @@ def four() -> Ranks:
 
 @pytest.fixture
 def profiles() -> Path:
-    """The folder of layer times published by the paper's authors; tests that need it skip without it."""
-    if not PROFILES.is_dir():
-        pytest.skip("the authors' layer times (../shared/profiles) are not on this machine")
-    return PROFILES
+    """The folder of layer times published by the paper's authors."""
+    return AUTHORS

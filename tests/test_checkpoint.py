@@ -29,7 +29,15 @@ from octopipe.runtime.training.checkpoint import (  # noqa: E402
     read_record,
     save_checkpoint,
 )
-from octopipe.runtime.training.shelf import FORMAT_1, DamagedCheckpoint, choose, damage, locked, rotate  # noqa: E402
+from octopipe.runtime.training.shelf import (  # noqa: E402
+    FORMAT_1,
+    DamagedCheckpoint,
+    choose,
+    damage,
+    locked,
+    resolve,
+    rotate,
+)
 from octopipe.search.systems import build_plan  # noqa: E402
 
 torch.set_num_threads(1)
@@ -356,3 +364,73 @@ def test_a_layer_that_holds_something_else_is_named(content, tmp_path):
     torch.save({"layer": 0, "step": 1, "state": {}, "optimizer": {}, **content}, tmp_path / "layer-0000.pt")
     with pytest.raises(DamagedCheckpoint, match="not a layer of a checkpoint"):
         checkpoint.read_layer(tmp_path, 0, {"format": FORMAT_1, "step": 1, "num_layers": 1})
+
+
+# -- branches ------------------------------------------------------------------------------------------
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [read_record(path)["step"] for path in checkpoints(folder)]
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_a_run_that_goes_back_keeps_its_own_checkpoints_and_loses_none_of_the_others(keep, tmp_path):
+    for step in (2, 4, 6, 8):
+        saved(tmp_path, step)
+    old = {p.name: (p / "run.json").read_text() for p in checkpoints(tmp_path)}
+    pipe, saving = _saving(tmp_path / "elsewhere", 1, background=False)
+    saving.finish()
+    load_checkpoint(tmp_path / "step-00000004", pipe)
+    for step in (5, 7):
+        path = save_checkpoint(tmp_path, pipe, step=step, keep=keep)
+        assert choose(tmp_path) == (path, [])
+    pipe.close()
+    assert steps_in(tmp_path)[-1] == 7 and not {6, 8} & set(steps_in(tmp_path))
+    assert steps_in(tmp_path / "branch-1") == [6, 8]
+    for step in (6, 8):
+        name = f"step-{step:08d}"
+        assert (tmp_path / "branch-1" / name / "run.json").read_text() == old[name]
+        assert damage(tmp_path / "branch-1" / name) == ""
+
+
+def test_a_second_branch_gets_a_folder_of_its_own(tmp_path):
+    for step in (1, 2, 3):
+        saved(tmp_path, step)
+    pipe, saving = _saving(tmp_path / "elsewhere", 1, background=False)
+    saving.finish()
+    for _ in range(2):
+        load_checkpoint(tmp_path / "step-00000001", pipe)
+        save_checkpoint(tmp_path, pipe, step=2)
+    pipe.close()
+    assert (steps_in(tmp_path), steps_in(tmp_path / "branch-1"), steps_in(tmp_path / "branch-2")) == (
+        [1, 2], [2, 3], [2],
+    )  # fmt: skip
+
+
+def test_a_branch_that_saves_nothing_leaves_the_folder_as_it_was(tmp_path):
+    for step in (1, 2):
+        saved(tmp_path, step)
+    pipe, saving = _saving(tmp_path / "elsewhere", 1, background=False)
+    saving.finish()
+    load_checkpoint(tmp_path / "step-00000001", pipe)
+    pipe.close()
+    assert steps_in(tmp_path) == [1, 2] and not (tmp_path / "branch-1").exists()
+
+
+def test_loading_from_another_folder_is_no_branch_of_this_one(tmp_path):
+    saved(tmp_path / "a", 5)
+    for step in (1, 2, 3):
+        saved(tmp_path / "b", step)
+    pipe, saving = _saving(tmp_path / "elsewhere", 1, background=False)
+    saving.finish()
+    load_checkpoint(tmp_path / "a" / "step-00000005", pipe)
+    save_checkpoint(tmp_path / "b", pipe, step=6)
+    pipe.close()
+    assert steps_in(tmp_path / "b") == [1, 2, 3, 6]
+
+
+def test_convert_says_which_checkpoint_it_passes_over(tmp_path, caplog):
+    first, second = saved(tmp_path, 1), saved(tmp_path, 2)
+    (second / "layer-0001.pt").write_bytes(b"")
+    assert resolve(tmp_path) == first
+    assert "step-00000002" in caplog.text and "step-00000001 is used" in caplog.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ torch = pytest.importorskip("torch")
 from test_train import job  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.cli import main  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints, latest  # noqa: E402
 from octopipe.runtime.training.guard import FiniteWatch  # noqa: E402
@@ -101,6 +104,40 @@ def test_a_run_goes_on_from_the_step_that_is_named(tmp_path: Path) -> None:
         trainer.train(replace(asked, resume=True, resume_step=3))
     with pytest.raises(OctoPipeError, match="add --resume"):
         replace(asked, resume_step=2)
+
+
+def test_a_run_that_goes_back_to_an_earlier_step_goes_on_with_its_new_branch(tmp_path: Path) -> None:
+    asked = job(nproc=1, steps=6, checkpoint=str(tmp_path), save_every=1, keep=2)
+    trainer.train(asked)
+    start = checkpoints(tmp_path)[0]  # the older one that stays
+    back = int(start.name[5:])
+    assert back < 4
+    shutil.copytree(start, tmp_path / "twin" / start.name)
+    # Another learning rate: the new branch is another run from here on.
+    again = replace(asked, resume=True, resume_step=back, steps=back + 2, lr=0.02)
+    first = trainer.train(again)
+    assert first is not None and first.checkpoint is not None and Path(first.checkpoint).is_dir()
+    assert any("branch-1" in text for text in first.notices)
+    rest = trainer.train(replace(again, resume_step=None, steps=back + 4))
+    assert rest is not None and rest.first_step == back + 3
+    twin = trainer.train(replace(again, checkpoint=str(tmp_path / "twin"), resume_step=None, steps=back + 4))
+    assert twin is not None and twin.losses == [*first.losses, *rest.losses]
+    old = trainer.train(replace(asked, checkpoint=str(tmp_path / "branch-1"), resume=True, steps=8))
+    assert old is not None and old.first_step == 7
+
+
+def test_a_damaged_checkpoint_is_told_on_a_pipe_and_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", *COMMAND[:9], "--no-measure", "--nproc", "1", "--save-every", "1", "--checkpoint", str(tmp_path)]
+    assert main([*words, "--steps", "3"]) == 0
+    capsys.readouterr()
+    (tmp_path / "step-00000003" / "layer-0001.pt").write_bytes(b"gone")
+    assert main([*words, "--resume", "--steps", "2"]) == 0  # nothing to do, and yet it is said
+    assert "step-00000003/layer-0001.pt" in capsys.readouterr().err
+    assert main([*words, "--resume", "--steps", "4", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "step-00000003/layer-0001.pt" in err and "step-00000002, the newest good" in err
+    told = json.loads(out)
+    assert told["first_step"] == 3 and any("layer-0001.pt" in text for text in told["notices"])
 
 
 def test_another_seed_does_not_go_on_with_a_run(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """From whatever a user names as MODEL to a CostTable.
 
-Knows: that a model is a preset's name, a layer-times file, a Hugging Face config (file or folder), another tool's
-recording of layer times or a file whose "format" key says what it is; and the numbers that go with it. Does not know:
-how each of them is read (their own modules) or priced (`analytic.py`).
+Knows: that a model is a preset's name, the name of measured times (`measured/`), a layer-times file, a Hugging Face
+config (file or folder), another tool's recording of layer times or a file whose "format" key says what it is; and the
+numbers that go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
 
 >>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
 34
@@ -26,6 +26,7 @@ from octopipe.costs.cluster.hardware import gpu as gpu_preset
 from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.costs.foreign_times import foreign_costs
 from octopipe.costs.layer_times import costs_of_layer_times
+from octopipe.costs.measured import measured_file, measured_models
 from octopipe.costs.profile_file import profile_from_object
 from octopipe.costs.table import CostTable
 from octopipe.models.lengths import Batch
@@ -71,18 +72,20 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         raise OctoPipeError(f"{shown(name)}: the file's name is not UTF-8; rename it, so that plans can name it")
     if name in PRESETS:
         return preset(name)
-    path = Path(name)
+    path = measured_file(name) or Path(name)
     try:
         if path.is_dir() and (path / "config.json").exists():
             path = path / "config.json"
-        is_path = os.path.lexists(path) or os.sep in name or name.endswith(".json")
+        meant = name.partition("/")[0] in {known.partition("/")[0] for known in measured_models()}
+        is_path = os.path.lexists(path) or (os.sep in name and not meant) or name.endswith(".json")
     except (OSError, ValueError):
         is_path = True  # read_json_object says what is wrong with it
     if not name or not is_path:
         shown_name = shown(name[:80])
+        nearest = suggestion(name[:80], [*names(), *measured_models()])
         raise OctoPipeError(
-            f"unknown model {shown_name!r}{suggestion(name[:80], names())}; give a preset (`octopipe models` "
-            "lists them), a layer-times file or a Hugging Face config.json"
+            f"unknown model {shown_name!r}{nearest}; give a preset (`octopipe models` lists them), "
+            "a layer-times file or a Hugging Face config.json"
         )
     recorded = foreign_costs(path)
     if recorded is not None:

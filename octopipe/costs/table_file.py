@@ -47,7 +47,9 @@ def _plain(value: Any) -> Any:
             if not _is_default(f, getattr(value, f.name))
         }
     if isinstance(value, np.ndarray):
-        return value.tolist()
+        # Micro-batch factors that are the same for every layer need one column.
+        alike = value.ndim == 2 and value.shape[1] > 0 and bool((value == value[:, :1]).all())
+        return (value[:, 0] if alike else value).tolist()
     if isinstance(value, Mapping):
         # Keys may be pairs of ranks, which JSON has no keys for.
         return [[_plain(k), _plain(v)] for k, v in value.items()]

@@ -26,6 +26,7 @@ from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.walk import Walk
 from octopipe.megatron.weights import Split
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
 from octopipe.runtime.wire.transports import Transport, make_transport
@@ -42,9 +43,9 @@ def forward_backward_func(
 ) -> Callable[..., list[Any]]:
     """What `get_forward_backward_func()` returns, for this plan.
 
-    `costs` time the order of sends and receives (default: equal layers). `transport`: "nccl", "gloo", "cuda_ipc"
-    (ranks that share a GPU); default: by the pipeline group's backend. The model chunks are those of
-    `build_chunks(plan, ...)`: a rank's stages along the chain, ranks named as by `for_megatron`.
+    `costs` time the order of sends and receives (default: those that the plan carries). `transport`: "nccl",
+    "gloo", "cuda_ipc" (ranks that share a GPU); default: by the pipeline group's backend. The model chunks are those
+    of `build_chunks(plan, ...)`: a rank's stages along the chain, ranks named as by `for_megatron`.
     """
     driver = PlanDriver(for_megatron(plan), costs=costs, channel=channel, transport=transport, timeout_s=timeout_s)
 
@@ -95,8 +96,7 @@ class PlanDriver:
         timeout_s: float,
     ):
         self.plan = plan
-        times = costs or CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
-        self.program = lower(plan, times, channel=channel)
+        self.program = lower(plan, lowering_costs(plan) if costs is None else costs, channel=channel)
         self._wanted, self._timeout_s = transport, timeout_s
         self._mine: RankProgram | None = None
         self._transport: Transport | None = None

@@ -1,20 +1,24 @@
 """What a plan was made for: the costs behind a plan, from what it carries beside itself.
 
 Knows: a plan's `extra`: "setting" (a model's name and the numbers around it), "cost_table" (the costs themselves,
-where they have no name) and "costs" (their digest). Does not know: the command line, or how costs are resolved.
+where the setting names a file or there is no setting) and "costs" (their digest). Does not know: the command line, or
+how costs are resolved.
 
+A file is not where the plan will be read, or holds something else by then: a plan made from one carries the costs.
 A plan that carries none of these was made for nobody knows what: it is never priced with default costs in silence.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
+from octopipe.models.zoo import PRESETS
 from octopipe.plans.plan import Plan
 
 SETTING, COST_TABLE, COSTS = "setting", "cost_table", "costs"
@@ -26,6 +30,46 @@ KEYS = (
 )  # fmt: skip
 """Keys of a setting, beside its model, that price a plan; others are ignored."""
 log = logging.getLogger("octopipe.plan")
+
+
+def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a plan made with these costs has to carry, as entries of its `extra`.
+
+    `setting`: the model's name and the numbers around it, where there is a name. Presets are priced again from it
+    anywhere; whatever was read from a file travels with the plan.
+    """
+    out: dict[str, Any] = {COSTS: costs.digest()}
+    if setting is not None:
+        out[SETTING] = dict(setting)
+    if setting is None or _names_files(setting):
+        out[COST_TABLE] = costs
+    return out
+
+
+def _names_files(setting: Mapping[str, Any]) -> bool:
+    """Whether a setting can only be priced where some file is."""
+    return str(setting.get("model")) not in PRESETS or isinstance(setting.get("nodes"), str | os.PathLike)
+
+
+def lowering_costs(plan: Plan) -> CostTable:
+    """The costs that time a plan's sends and receives where the caller gives none: its own.
+
+    They order the instructions, so every rank must find the same ones: no file is read for them. A plan that carries
+    no costs is ordered as if its layers took equally long; one whose costs lie in a file says so.
+    """
+    table, setting = plan.extra.get(COST_TABLE), plan.extra.get(SETTING)
+    if table is not None or (isinstance(setting, Mapping) and not _names_files({"model": plan.model, **setting})):
+        try:
+            return costs_of_plan(plan)
+        except OctoPipeError as error:
+            log.warning("%s: sends and receives are ordered as if all layers took equally long", error)
+    elif isinstance(setting, Mapping):
+        log.warning(
+            "the plan's costs are in the file %s, which is not read here: sends and receives are ordered as if all "
+            "layers took equally long; give costs=, or make the plan again, which then carries them",
+            setting.get("model"),
+        )
+    return CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
 
 
 def costs_of_plan(plan: Plan, given: Mapping[str, Any] | None = None, where: str = "plan") -> CostTable:
@@ -44,7 +88,12 @@ def costs_of_plan(plan: Plan, given: Mapping[str, Any] | None = None, where: str
     model = known.get("model") or plan.model
     if not model:
         raise OctoPipeError(f"{where}: does not say which model it is about; give --model")
-    costs = _fitting(plan, _resolved(str(model), plan, known, where), where)
+    try:
+        costs = _fitting(plan, _resolved(str(model), plan, known, where), where)
+    except OctoPipeError as error:
+        if table is None or asked.get("model"):
+            raise
+        raise OctoPipeError(f"{error}; the plan carries its costs: leave {', '.join(asked)} out to use them") from None
     made_with = plan.extra.get(COSTS)
     if not asked and isinstance(made_with, str) and made_with != costs.digest():
         log.warning(

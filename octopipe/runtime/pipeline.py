@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.agreement import agreed_program
-from octopipe.runtime.batches import join, rows_of, sizes, split_batch, to_device, weights
+from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.failures import Failures
 from octopipe.runtime.measured import Recorder, measured_timeline
@@ -42,7 +44,7 @@ from octopipe.runtime.ranks.reduce import Reducer, wait_for
 from octopipe.runtime.ranks.replicas import Replicas
 from octopipe.runtime.ranks.world import World, all_reduce
 from octopipe.runtime.slots import rank_program
-from octopipe.runtime.values import flatten
+from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, Program, lower
@@ -86,10 +88,10 @@ class Pipeline:
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
 
-        `costs` times the lowering (default: equal layers). `mesh` has the pipeline's dimension
-        (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate, dp_shard, cp
-        and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups. Gradients
-        and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
+        `costs` times the lowering (default: those that the plan carries, else equal layers). `mesh` has the pipeline's
+        dimension (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate,
+        dp_shard, cp and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups.
+        Gradients and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
         parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
         parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
         (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
@@ -115,7 +117,7 @@ class Pipeline:
         self.costs = costs
         lowered_here = program is None
         if program is None:
-            times = costs or CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
+            times = lowering_costs(plan) if costs is None else costs
             program = lower(plan, times, channel=channel, check=False)
         # The strict transport exists to show what deadlocks do.
         self.program = program = agreed_program(world, program, lowered_here=lowered_here, prove=transport != "strict")
@@ -127,6 +129,8 @@ class Pipeline:
         """Multiplies the loss's gradient (for float16); divide it out of the gradients before the optimizer."""
         self.step_number = 0
         """Steps made; random numbers depend on it. Set it when resuming."""
+        self.resumed_from: tuple[Path, int] | None = None
+        """Folder and step of the checkpoint that was loaded, until one is saved: later ones are another branch's."""
         self.losses: Tensor | None = None
         """The last step's losses, one per micro-batch, on every rank."""
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed)
@@ -140,7 +144,7 @@ class Pipeline:
             raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
         self._cuda_graphs = cuda_graphs
         self._assemble()
-        self._check_side_inputs()
+        self._inputs.check_side(self.world)
         self._verify, self._first_step = verify, True
 
     def _assemble(self) -> None:
@@ -168,6 +172,7 @@ class Pipeline:
             side_inputs=self.side_inputs,
             cuda_graphs=self.device if self._cuda_graphs else None,
         )
+        self._inputs = StepInputs(self.plan, self.executor, self.side_inputs)
         if world.size > 1:
             self._watchdog = Watchdog(
                 self.board,
@@ -206,8 +211,8 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
         self.failures.check()
-        inputs, targets = self._split(batch, target)
-        shares, sides = self._shares(batch, target), self._split_side(side)
+        inputs, targets = self._inputs.split(batch, target)
+        shares, sides = self._inputs.shares(batch, target), self._inputs.split_side(side)
         with self._whole():
             verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
             if not self.reducer.idle:
@@ -237,9 +242,10 @@ class Pipeline:
         # What is made here is used again in training: it must not be of inference mode.
         self.failures.check()
         with self._whole(), torch.inference_mode(False), torch.no_grad():
-            inputs, targets = self._split(batch, target)
-            losses = self.executor.evaluate(inputs, targets, step=self.step_number, side=self._split_side(side))
-            return self._mean_loss(losses, self._shares(batch, target), batch)
+            inputs, targets = self._inputs.split(batch, target)
+            sides = self._inputs.split_side(side)
+            losses = self.executor.evaluate(inputs, targets, step=self.step_number, side=sides)
+            return self._mean_loss(losses, self._inputs.shares(batch, target), batch)
 
     def forward(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
         """The last layer's outputs without gradients, all micro-batches joined row by row (a list for a list).
@@ -250,10 +256,9 @@ class Pipeline:
             raise OctoPipeError(f"to is {to!r}; use 'last' or 'all'")
         self.failures.check()
         with self._whole(), torch.inference_mode(False), torch.no_grad():
-            inputs, _ = self._split(batch, None)
-            outputs = self.executor.evaluate(
-                inputs, None, step=self.step_number, side=self._split_side(side), loss=False
-            )
+            inputs, _ = self._inputs.split(batch, None)
+            sides = self._inputs.split_side(side)
+            outputs = self.executor.evaluate(inputs, None, step=self.step_number, side=sides, loss=False)
             count = self.plan.num_micro_batches
             rows = rows_of(batch) if self.executor.program.needs_batch else None
             listed = isinstance(batch, list)
@@ -300,46 +305,6 @@ class Pipeline:
         self.world.renew(self.timeout_s)
         self._assemble()
         self.failures.forget()
-
-    def _split(self, batch: Any, target: Any) -> tuple[list[Any] | None, list[Any] | None]:
-        mine, count = self.executor.program, self.plan.num_micro_batches
-        inputs = split_batch(batch, count, "batch") if mine.needs_batch else None
-        targets = split_batch(target, count, "target") if mine.needs_target else None
-        if inputs is None and mine.needs_batch:
-            raise OctoPipeError(f"rank {self.rank} holds a first stage: give it the batch")
-        return inputs, targets
-
-    def _shares(self, batch: Any, target: Any) -> list[float] | None:
-        """What the micro-batches' losses count here; None: all the same."""
-        rows = rows_of(target)
-        return weights(rows_of(batch) if rows is None else rows, self.plan.num_micro_batches)
-
-    def _split_side(self, side: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
-        needed = self.executor.side_needed()
-        given = dict(side or {})
-        for name in given:
-            if name not in self.side_inputs:
-                raise OctoPipeError(f"side input {name!r} is not known; name it in Pipeline(side_inputs=...)")
-        missing = [name for name in needed if name not in given and name not in self.executor.side_optional()]
-        if missing:
-            raise OctoPipeError(f"rank {self.rank} has layers that take {missing[0]!r}: give it step(side=...)")
-        given = {name: value for name, value in given.items() if name in needed}
-        if not given:
-            return None
-        leaves: list[Any] = []
-        flatten(tuple(given.values()), leaves)
-        if any(isinstance(t, Tensor) and t.requires_grad for t in leaves):
-            raise OctoPipeError("a side input takes a gradient, which it would not get; detach it or make it an output")
-        count = self.plan.num_micro_batches
-        parts = {name: split_batch(value, count, f"side input {name!r}") or [] for name, value in given.items()}
-        return [{name: part[m] for name, part in parts.items()} for m in range(count)]
-
-    def _check_side_inputs(self) -> None:
-        if self.side_inputs:
-            taken = {name for names in self.world.gather(self.executor.side_needed()) for name in names}
-            unknown = [name for name in self.side_inputs if name not in taken]
-            if unknown:
-                raise OctoPipeError(f"no layer has an argument {unknown[0]!r}; side_inputs are names of arguments")
 
     def _tell_missing(self) -> None:
         """A word about trainable parameters that got no gradient in the first step."""

@@ -59,8 +59,8 @@ def schedule(
 
     `stages`: this rank's (`make_stages`, or your own: one per stage of the plan on this rank, numbered along the
     chain). `loss_fn(output, target)`; None: forward only, through `eval`. `costs` time the order of sends and
-    receives (default: equal layers). `scale_grads`: gradients of the mean over micro-batches (True) or of the sum.
-    `more` goes to PyTorch's runtime (`args_chunk_spec`, `output_merge_spec`, ...).
+    receives (default: those that the plan carries). `scale_grads`: gradients of the mean over micro-batches (True) or
+    of the sum. `more` goes to PyTorch's runtime (`args_chunk_spec`, `output_merge_spec`, ...).
 
     A batch is cut into the plan's number of micro-batches along dimension 0, as by any schedule of PyTorch's.
     """

@@ -395,7 +395,9 @@ def setting_from(args: argparse.Namespace) -> dict[str, Any]:
 
 def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:
     """What a plan file says about itself: `plan.with_extra(**provenance(args, costs))`."""
-    out: dict[str, Any] = {"setting": setting_from(args)}
+    from octopipe.plans.setting import carried
+
+    out = carried(costs, setting_from(args))
     if costs.setup is not None:
         out["setup"] = costs.setup.as_dict()
     return out

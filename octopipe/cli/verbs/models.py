@@ -33,12 +33,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    from octopipe.costs.measured import measured_models
     from octopipe.models.zoo import names, preset
 
     specs = [preset(name) for name in names()]
+    measured = measured_models()
     if args.json:
         print_json(
             {
+                "measured": measured,
                 "models": [
                     {
                         "name": s.name,
@@ -49,7 +52,7 @@ def _list(args: argparse.Namespace) -> int:
                         "pattern": s.pattern,
                     }
                     for s in specs
-                ]
+                ],
             }
         )
         return 0
@@ -68,6 +71,10 @@ def _list(args: argparse.Namespace) -> int:
     out.print(table)
     out.print()
     _legend(out, specs)
+    out.print()
+    out.print("Measured layer times, published by the authors of the paper (H800), used like a model's name:")
+    out.print("  " + "  ".join(measured), style="cyan", markup=False)
+    out.print()
     out.print("`octopipe models NAME` shows one layer by layer.", style="dim")
     return 0
 

@@ -203,13 +203,16 @@ def _record(
 
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     """The plan's set-up, and the keywords that price it again."""
+    from octopipe.plans.setting import carried
+
     known = best.setup.as_dict()
     keys = ("gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute")
     more = ("recompute_layers", "sequence_parallel", "reserve_gib", "gpus_per_node", "nodes")
     setting = {"model": args.model, **{k: known[k] for k in (*keys, *more) if known.get(k) is not None}}
     if "nodes" in setting:
         del setting["gpu"]
-    return {"setting": setting, "setup": known, "step_ms": best.step_ms}
+    known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
+    return {**known_by, "setup": known, "step_ms": best.step_ms}
 
 
 def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profiles",
         metavar="DIR",
-        help="the authors' layer times, or none (default: $OCTOPIPE_PROFILES, ../shared/profiles)",
+        help="the authors' layer times, or none (default: $OCTOPIPE_PROFILES, or those in the package)",
     )
     parser.add_argument(
         "--measured", metavar="FILE", help="measured runs for the fidelity part (default: benchmarks/results)"

@@ -275,7 +275,9 @@ class Screen:
         from octopipe.runtime.training.job import Phase
 
         text = news.text if isinstance(news, Phase) else step_line(news, self.job.steps)
-        if self._status is not None:
+        if isinstance(news, Phase) and news.notice:
+            self._err.print(f"note: {text}", soft_wrap=True, markup=False, highlight=False)
+        elif self._status is not None:
             self._status.update(text)
         elif not self.quiet and not isinstance(news, Phase) and self._is_due(news.step):
             self._out.print(text, soft_wrap=True)
@@ -315,6 +317,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
         "tokens_per_s": result.reports[-1].tokens_per_s if result.reports else None,
         "memory_gib": [b / GIB for b in result.reports[-1].memory_bytes] if result.reports else [],
         "checkpoint": result.checkpoint,
+        "notices": list(result.notices),
         "history": [
             {
                 "step": r.step,

@@ -176,14 +176,14 @@ def switch(
     """
     world = pipe.world
     mine = _layer_states(pipe, optimizer)
-    old, step = pipe.plan, pipe.step_number
+    old, step, parent = pipe.plan, pipe.step_number, pipe.resumed_from
     learning = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
     scale = pipe.loss_scale
     pipe.close()
     fresh = make_pipe(plan)
     states = _exchange(world, old, plan, mine)
     fresh.load_state_dict({f"{k}.{n}": v for k, state in states.items() for n, v in state["state"].items()})
-    fresh.step_number, fresh.loss_scale = step, scale
+    fresh.step_number, fresh.loss_scale, fresh.resumed_from = step, scale, parent
     if optimizer is None or make_optimizer is None:
         return fresh, None
     made = make_optimizer(fresh)

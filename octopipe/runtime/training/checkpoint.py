@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import shutil
 import threading
@@ -43,6 +44,7 @@ from octopipe.runtime.training.shelf import (
     layer_file,
     read_record,
     rotate,
+    set_aside,
     sync_folder,
     wrong_files,
 )
@@ -60,6 +62,9 @@ __all__ = [
 ]
 
 
+log = logging.getLogger("octopipe.checkpoint")
+
+
 class NotFinite(OctoPipeError):
     """Values that must not be saved."""
 
@@ -74,7 +79,10 @@ def save_checkpoint(
     keep: int | None = None,
 ) -> Path:
     """Write `folder/step-...` (collective over the pipeline and its data-parallel twins; twins of the first write
-    nothing). `keep`: how many checkpoints to leave, the newest ones; one verified older one stays beside them."""
+    nothing). `keep`: how many checkpoints to leave, the newest ones; one verified older one stays beside them.
+
+    After `load_checkpoint` of an earlier step than the folder's newest, later checkpoints there are those of an
+    abandoned branch: they are moved to `folder/branch-...` when the first one is saved."""
     return Saving(folder, pipe, optimizer, step=step, about=about, keep=keep).finish()
 
 
@@ -109,6 +117,8 @@ class Saving:
             "num_layers": pipe.plan.num_layers,
             "optimizer": None if optimizer is None else type(optimizer).__name__,
         }
+        self.set_aside: Path | None = None
+        """Once finished, on the first rank: the folder to which the checkpoints of an abandoned branch were moved."""
         self._written: dict[int, dict[str, Any]] = {}
         self._problem = ""
         self._thread: threading.Thread | None = None
@@ -151,9 +161,10 @@ class Saving:
             problem = (
                 f"{shown(target)}: layer {missing[0]} was written by no rank: no checkpoint was made; save again"
                 if missing
-                else _attempt(lambda: _publish(self._partial, target, record), target)
+                else _attempt(lambda: self._publish(record), target)
             )
         _agree(pipe, problem)
+        pipe.resumed_from = None
         # Read again from the disk, by whoever wrote it: only what was seen to be good may push older ones out.
         _agree(pipe, wrong_files(target, self._written) if pipe.world.replica == 0 else "")
         keep = self._keep
@@ -161,6 +172,16 @@ class Saving:
             problem = _attempt(lambda: rotate(self._home, keep), self._home)
         _agree(pipe, problem)
         return target
+
+    def _publish(self, record: Mapping[str, Any]) -> None:
+        """Give the checkpoint its name; what an abandoned branch has left of later steps makes room before."""
+        parent, step = self._pipe.resumed_from, int(record["step"])
+        if parent is not None and parent[0].resolve() == self._home.resolve():
+            step = min(step, parent[1])
+        self.set_aside = set_aside(self._home, step)
+        _publish(self._partial, self._target, record)
+        if self.set_aside is not None:
+            log.info("checkpoints after step %s were moved to %s", step, shown(self.set_aside))
 
     def _write(self, contents: Iterable[dict[str, Any]]) -> None:
         self._problem = _attempt(lambda: self._written.update(_write_layers(self._partial, contents)), self._partial)
@@ -215,6 +236,7 @@ def load_checkpoint(
         optimizer.state[parameter] = {
             key: value.to(parameter.device, copy=True) if _moves(key, value) else value for key, value in saved.items()
         }
+    pipe.resumed_from = (home.parent, int(record["step"]))
     return record
 
 

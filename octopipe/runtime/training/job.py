@@ -175,9 +175,11 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What a run does before its first step, for a live line."""
+    """What a run does beside its steps, for a live line."""
 
     text: str
+    notice: bool = False
+    """Whether it must be said wherever the output goes: a checkpoint that was passed over, say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +213,8 @@ class TrainResult:
     measured: Timeline | None = None
     """Of the last step, where it was asked for."""
     checkpoint: str | None = None
+    notices: tuple[str, ...] = ()
+    """What happened that was not asked for: damaged checkpoints passed over, branches set aside."""
     stopped_by: int = 0
     """The signal that ended the run before its last step, or 0."""
 

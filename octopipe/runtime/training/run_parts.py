@@ -24,6 +24,7 @@ from octopipe.huggingface.described import HfModel
 from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import carried
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
@@ -95,12 +96,14 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     costs = CostTable.uniform(num_layers=job.spec.num_layers, model=job.spec.name) if profile is None else profile.costs
     if profile is None and job.groups:
         costs = costs.replace(micro_batch_factor=length_factor(job))
+    beside = {} if profile is None else carried(costs)
     if job.tune_s is None:
-        return build_plan(job.system, costs, job.pp, job.num_micro_batches)
+        return build_plan(job.system, costs, job.pp, job.num_micro_batches).with_extra(**beside)
     if profile is None:
         raise OctoPipeError("tuning needs costs; give --profile or leave --no-measure out")
     tell(Phase(text=f"tuning for {job.tune_s:g} s"))
-    return tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
+    found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
+    return found.with_extra(**beside)
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:

@@ -7,6 +7,10 @@ steps and a folder that takes nothing is noticed before the work is done, not af
 and beside them one verified older one, at least as far back as the newest ones reach: a run that went wrong slowly
 has not yet pushed it out. What a killed run has left half written is removed by the next one; its name never is a
 checkpoint's.
+
+A run that goes on from an earlier step is a new branch of the run. When its first checkpoint appears, the later
+checkpoints of the old branch move into a folder of their own (`branch-1`, `branch-2`, ...): the newest checkpoint is
+the new branch's from then on, and the old branch can be resumed from its folder like any other run.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -39,7 +44,10 @@ OLDER = "older-good"
 PARTIAL, ASIDE = ".partial", ".before.partial"
 """End the names of a checkpoint that is being written or removed, and of one that is about to be replaced."""
 _LEFTOVER = re.compile(rf"(?P<step>step-\d+)((?P<aside>\{ASIDE})|\{PARTIAL})|{OLDER}\{PARTIAL}|\.probe-[0-9a-f]+")
+BRANCH = "branch-"
+"""Begins the names of folders that hold the checkpoints of an abandoned branch."""
 _PIECE = 1 << 20
+log = logging.getLogger("octopipe.checkpoint")
 
 
 class DamagedCheckpoint(OctoPipeError):
@@ -246,6 +254,27 @@ def rotate(folder: str | os.PathLike[str], keep: int) -> None:
     sync_folder(home)
 
 
+def set_aside(folder: str | os.PathLike[str], after: int) -> Path | None:
+    """Move the checkpoints of later steps into a folder of their own, which is returned; None where there are none.
+
+    The newest goes first: whenever this is cut short, what is left is a run up to some step.
+    """
+    home = Path(folder)
+    later = [path for path in checkpoints(home) if _step(path) > after]
+    if not later:
+        return None
+    number = 1
+    while (home / f"{BRANCH}{number}").exists():
+        number += 1
+    branch = home / f"{BRANCH}{number}"
+    branch.mkdir()
+    for path in reversed(later):
+        path.rename(branch / path.name)
+    sync_folder(branch)
+    sync_folder(home)
+    return branch
+
+
 def _step(path: Path) -> int:
     return int(path.name[5:])
 
@@ -273,7 +302,10 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
     if not checkpoints(path):
         refuse_dcp(path)
         raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
-    return choose(path, step)[0]
+    found, problems = choose(path, step)
+    for why in problems:
+        log.warning("%s: passed over; %s is used, the newest good checkpoint", why, found.name)
+    return found
 
 
 def refuse_dcp(folder: str | os.PathLike[str]) -> None:

@@ -218,6 +218,8 @@ class _Run:
         self.seen = 0
         """Samples trained on, by all pipelines."""
         self.saved: str | None = None
+        self.notices: list[str] = []
+        """What the user must hear, as far as this rank knows."""
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
         self._numbers = sequence_numbers(job.lengths, job.groups)
@@ -247,6 +249,7 @@ class _Run:
             predicted=None if profile is None else predict(plan, profile),
             measured=measured,
             checkpoint=self.saved,
+            notices=tuple(self.notices),
             stopped_by=self.stopped_by,
         )
 
@@ -283,10 +286,15 @@ class _Run:
         assert self.job.checkpoint is not None
         path, problems = choose(self.job.checkpoint, self.job.resume_step)
         for why in problems:
-            self.seat.tell(Phase(text=f"damaged: {why}"))
+            self._notice(f"damaged checkpoint: {why}")
         if problems:
-            self.seat.tell(Phase(text=f"going on from {path.name}, the newest good checkpoint"))
+            self._notice(f"going on from {path.name}, the newest good checkpoint")
         return path
+
+    def _notice(self, text: str) -> None:
+        """What a user must hear wherever the output goes."""
+        self.notices.append(text)
+        self.seat.tell(Phase(text=text, notice=True))
 
     def steps(self, stop: StopRequest | None = None) -> Iterator[None]:
         """Train; comes back after every step. A signal that was noted ends the run after the step, saved."""
@@ -346,6 +354,11 @@ class _Run:
             return
         self._saving = None
         self.saved = str(saving.finish())
+        if saving.set_aside is not None:
+            self._notice(
+                f"checkpoints of the branch that was left are in {shown(saving.set_aside)}; --checkpoint with that "
+                "folder and --resume go on with it"
+            )
 
     def _adapt(self, step: int) -> None:
         """Correct the costs by the step just made; switch plans where that pays."""

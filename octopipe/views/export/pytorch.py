@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.plans.setting import lowering_costs
 from octopipe.simulation.lowering import lower
 
 ACTIVE_STAGES = 3
@@ -90,7 +91,7 @@ def pytorch_csv(plan: Plan) -> str:
 def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None) -> str:
     """The text for `_load_csv(path, format="compute_comms")`: our order of sends and receives, proven.
 
-    `costs` time the lowering (default: equal layers).
+    `costs` time the lowering (default: those that the plan carries).
     """
     return _text(communicating_rows(torch_order(plan).plan, costs))
 
@@ -105,9 +106,7 @@ def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tupl
             raise OctoPipeError(
                 f"rank {rank} holds no stage; PyTorch's runtime needs one on every rank: use fewer ranks"
             )
-    if costs is None:
-        costs = CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
-    program = lower(plan, costs, channel="single")
+    program = lower(plan, lowering_costs(plan) if costs is None else costs, channel="single")
     rows = []
     for rank in range(plan.num_ranks):
         cells: list[str] = []

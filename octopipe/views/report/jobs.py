@@ -17,6 +17,7 @@ from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeEr
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import carried
 from octopipe.search.systems import build_plan, get_system
 from octopipe.simulation.simulator import simulate
 from octopipe.views.report.entry import Entry
@@ -195,7 +196,8 @@ class Job:
         """The plan with the setting that prices it again."""
         if self.plan is None:
             raise OctoPipeError("there is no plan yet; wait for the first one")
-        return self.plan.with_extra(setting={k: v for k, v in self._setting.items() if v is not None})
+        setting = {k: v for k, v in self._setting.items() if v is not None}
+        return self.plan.with_extra(**carried(self.costs, setting))
 
 
 class Jobs:

@@ -18,6 +18,7 @@ from pathlib import Path
 import octopipe
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import write_whole
+from octopipe.costs.measured import AUTHORS
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import load_plan, save_plan
 from octopipe.plans.plan import Plan
@@ -31,7 +32,6 @@ from octopipe.views.reproduce.reading import LINK_GB_PER_S, Reading, baseline, r
 
 PROFILES_VARIABLE = "OCTOPIPE_PROFILES"
 ROOT = Path(octopipe.__file__).resolve().parents[1]
-SIBLING = ROOT.parent / "shared" / "profiles"
 MEASURED = ROOT / "benchmarks" / "results" / "h200-copy-engine-2026-11-15.jsonl"
 LANES = 2
 """Threads of a search. Fixed: what lanes tell each other is part of the result."""
@@ -72,11 +72,9 @@ def _files(path: Path | None) -> list[Path]:
     return sorted(path.glob("*.json")) if path.is_dir() else [path]
 
 
-ELSEWHERE = frozenset(
-    (
-        *("runtime", "nn", "measure", "training", "report", "verbs", "cli.py", "planner"),
-        *("huggingface", "torch_engine", "torchtitan.py", "megatron"),
-    )
+ELSEWHERE = (
+    *("runtime", "cli", "views/report", "search/planner"),
+    *("huggingface", "torch_engine", "torchtitan.py", "megatron"),
 )
 """Rooms whose code makes no number of the reproduction."""
 
@@ -87,19 +85,19 @@ def code_digest(*, without: str = "") -> str:
     h = hashlib.sha256()
     folder = Path(octopipe.__file__).resolve().parent
     for file in sorted(folder.rglob("*.py")):
-        name = file.relative_to(folder)
-        if name.parts[0] not in ELSEWHERE and name.parts[0] != without:
-            h.update(str(name).encode() + b"\0" + file.read_bytes() + b"\0")
+        name = file.relative_to(folder).as_posix()
+        if not any(name == room or name.startswith(f"{room}/") for room in (*ELSEWHERE, without) if room):
+            h.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return h.hexdigest()[:16]
 
 
 def find_profiles(given: str | None) -> Path | None:
-    """The folder of layer times: what was given ("none": none at all), the environment's, or the sibling folder."""
+    """The folder of layer times: what was given ("none": none at all), the environment's, or the package's own."""
     named = given if given is not None else os.environ.get(PROFILES_VARIABLE) or None
     if named == "none":
         return None
     if named is None:
-        return SIBLING if SIBLING.is_dir() else None
+        return AUTHORS
     folder = Path(named)
     if not folder.is_dir() or not any(folder.glob("*.json")):
         raise OctoPipeError(f"{named}: no folder of layer-times files; give one, or --profiles none")
@@ -208,7 +206,7 @@ class Bench:
             begin,
             seed,
             LANES,
-            code_digest(without="reproduce"),
+            code_digest(without="views/reproduce"),
         )
         key = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
         if key in self.plans:

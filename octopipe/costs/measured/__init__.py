@@ -1,0 +1,28 @@
+"""Facts that others measured, kept with the package: layer times of models, and published training runs.
+
+Knows: which files there are and where they came from (each file names its source). Does not know: how they are read
+(`layer_times.py`) or what is fitted to them (`analytic/calibration.py`).
+
+>>> measured_models()[:2]
+['h800/jamba-100b', 'h800/jamba-20b']
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+AUTHORS = FOLDER / "h800"
+"""Layer times measured by the authors of the paper, one file per model."""
+PUBLISHED_RUNS = FOLDER / "published-runs.csv"
+"""Training runs that others published: their splits and what they reached."""
+
+
+def measured_models() -> list[str]:
+    """Names that stand for a file of measured layer times wherever a model is asked for: `device/model`."""
+    return sorted(f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.json"))
+
+
+def measured_file(name: str) -> Path | None:
+    """The file behind such a name; None where there is none."""
+    return FOLDER / f"{name}.json" if name in measured_models() else None
