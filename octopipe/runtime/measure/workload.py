@@ -45,6 +45,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise OctoPipeError(f"dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.graphs and self.device == "cpu":
+            raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
         if self.tokens < 1 or self.micro_batch_size < 1:
             raise OctoPipeError(f"{self.micro_batch_size} x {self.tokens} tokens; give at least one of each")
 

@@ -130,7 +130,6 @@ class GraphedOps(Ops):
             torch.cuda.reset_peak_memory_stats(self._device)
             self._pool = Pool(self._device)
             self._bind()
-            gc.disable()  # what it frees while an op is captured would be freed in the middle of that op
         elif self._phase == REPLAYING:
             self._bind()
 
@@ -144,7 +143,6 @@ class GraphedOps(Ops):
         elif self._phase == WATCHED:
             self._decide()
         elif self._phase == CAPTURING:
-            gc.enable()
             if self._late:
                 self._rescue()
                 return
@@ -191,7 +189,6 @@ class GraphedOps(Ops):
         """Begin anew: something that the graphs took for granted has changed."""
         if self._graphs or self._pool is not None:
             torch.cuda.synchronize(self._device)
-        gc.enable()
         self._graphs.clear()
         self._pool, self._watch = None, None
         self._seen.clear()

@@ -10,6 +10,7 @@ memory would never be used again by the graphs captured after it, as it is witho
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,18 @@ _VIEW = "_graph_view"
 """The attribute of a tensor made by a captured op: its view, which replays hand on in its place."""
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all pools: libraries keep a workspace per stream."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        # They make it now: made while capturing it would lie in a pool.
+        small = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+        torch.mm(small, small)
+    stream.synchronize()
+    return stream
+
+
 class Pool:
     """A private pool of device memory, and the stream that work is captured on."""
 
@@ -31,12 +44,7 @@ class Pool:
         self._id = torch.cuda.graph_pool_handle()
         self._kept: list[Graph] = []
         """All graphs of the pool: torch gives its memory back with the last of them."""
-        self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            # Libraries make their workspaces of a stream now: made while capturing they would lie in the pool.
-            small = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-            torch.mm(small, small)
-        self._stream.synchronize()
+        self._stream = _capture_stream(device)
 
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
         """A graph of everything that `body` launches (nothing of it runs now), and what it returned."""
