@@ -46,8 +46,8 @@ class Permute(torch.autograd.Function):
 class AddRows(torch.autograd.Function):
     """`x` plus, row by row, the row of `table` that `which` names.
 
-    Of the lookup `table[which]` torch adds up the gradient row after row, as long as the fullest expert's queue: half of
-    a backward's time. As a product with zeros and ones it takes one pass, however tokens are spread.
+    Of a lookup `table[which]` torch adds up the gradient row after row, for as long as the fullest expert's queue is:
+    half of a backward's time. As a product with zeros and ones it takes one pass, however tokens are spread.
     """
 
     @staticmethod
