@@ -198,14 +198,13 @@ class Head(nn.Module):
                 out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
             return as_layer_returns(out, anatomy.returns)
 
-        self._desk.visit = visit
-        if self._routers is None:
-            with Unpacked(inputs):
+        with self._desk.asked(visit), Unpacked(inputs):
+            if self._routers is None:
                 return self.model(**inputs, use_cache=False).logits
-        said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
-        with Unpacked(inputs), self._routers.saying(self.model, said):
-            out = self.model(**inputs, use_cache=False)
-        return out.logits, out.aux_loss
+            said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
+            with self._routers.saying(self.model, said):
+                out = self.model(**inputs, use_cache=False)
+            return out.logits, out.aux_loss
 
     def _stand_ins_on(self, device: torch.device) -> None:
         for name, like in self._missing:

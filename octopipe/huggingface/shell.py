@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,15 @@ class Desk:
     """What the stand-ins of one shell report to; `visit(number, args, kwargs)` gives a layer's output."""
 
     visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
+    @contextmanager
+    def asked(self, visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """For one forward: what it has seen, hidden states with their graphs, must not outlive it here."""
+        self.visit = visit
+        try:
+            yield
+        finally:
+            del self.visit
 
 
 class StandIn(nn.Module):
@@ -167,9 +177,8 @@ def collect(
             raise Stop
         return as_layer_returns(leaves[at], returns)
 
-    desk.visit = visit
     try:
-        with Unpacked(inputs):
+        with desk.asked(visit), Unpacked(inputs):
             shell(**inputs, use_cache=False)
     except Stop:
         return got

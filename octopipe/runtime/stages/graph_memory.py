@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,19 +50,32 @@ class Pool:
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
         """A graph of everything that `body` launches (nothing of it runs now), and what it returned."""
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._stream.device.index]
+        drawn = generator.get_state()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # an op that launches nothing
             # Other threads of ours ask for events meanwhile: only this one must keep to the rules.
             graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
             try:
                 result = body()
+                graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                self._break_off(graph, generator, drawn)
                 raise
-            graph.capture_end()
         self._kept.append(graph)
         return graph, result
+
+    def _break_off(self, graph: Graph, generator: torch.Generator, drawn: Tensor) -> None:
+        """After a capture that failed: end it, and what torch leaves behind then. Its allocator would go on serving the
+        pool, and its generator would refuse to draw outside a capture."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._id)
+        fresh = torch.Generator(self._stream.device)
+        fresh.set_state(drawn)
+        generator.graphsafe_set_state(fresh)
 
 
 class Inputs:
