@@ -20,8 +20,8 @@ test-all: $(VENV)/.test
 
 # What touches torch's own interfaces: run with TORCH="torch==2.9.*" or TORCH=torch for the oldest and the newest.
 test-torch: $(VENV)/.test
-	$(BIN)/pytest -n 3 --dist worksteal tests/test_torch_engine.py tests/test_torchtitan.py tests/test_executor.py \
-		tests/test_stage.py tests/test_wgrad.py tests/test_odd_layers.py tests/test_checkpoint.py tests/test_meshes.py
+	$(BIN)/pytest -n 3 --dist worksteal tests/test_torch_private.py tests/test_torch_engine.py tests/test_torchtitan.py \
+		tests/test_executor.py tests/test_stage.py tests/test_wgrad.py tests/test_odd_layers.py tests/test_checkpoint.py tests/test_meshes.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check octopipe tests benchmarks scripts examples
@@ -73,7 +73,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/pip
 # Browser tests drive Debian's Chromium; it is installed where that is allowed, and skipped elsewhere.
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,dev]"
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,train,dev]"
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
 	@touch $@

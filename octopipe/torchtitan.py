@@ -22,6 +22,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.torch_engine import PlanStage, schedule
+from octopipe.torch_engine.torch_private import mesh_argument
 from octopipe.views.export.pytorch import torch_order
 from octopipe.views.export.torchtitan import TitanSettings, module_names, titan_settings
 
@@ -74,9 +75,8 @@ def pipelining_fn(plan: Plan, *, costs: CostTable | None = None) -> Callable[...
                 **more,
             )
             models.append(part)
-            stages.append(
-                PlanStage(part, number, len(parts), device, group=group, get_mesh=_mesh_finder(parallel_dims))
-            )
+            mesh_finder = mesh_argument(_mesh_finder(parallel_dims))
+            stages.append(PlanStage(part, number, len(parts), device, group=group, **mesh_finder))
         made = schedule(plan, stages, _scalar(loss_fn), costs=costs, scale_grads=False)
         return made, models, mine[0] == 0, mine[-1] == len(parts) - 1
 

@@ -271,7 +271,7 @@ def test_the_legend_of_models_knows_every_letter(capsys: pytest.CaptureFixture[s
     from octopipe.models.zoo import names, preset
 
     out = run(capsys, "models")[1]
-    legend = out[out.rindex("\n\n") :]
+    legend = out.split("\n\n")[1]
     for symbol in {symbol for name in names() for symbol in preset(name).pattern}:
         assert f"{symbol} " in legend, symbol
 

@@ -12,6 +12,7 @@ import struct
 import sys
 import types
 import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,17 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import save_plan
-from octopipe.plans.plan import KINDS, Op, Plan, Stage
+from octopipe.plans.plan import KINDS, Op, Plan, Stage, parse_slots
 from octopipe.plans.readers.megatron_text import read_megatron
 from octopipe.plans.readers.torch_csv import read_torch_csv
-from octopipe.search.foreign_plan import megatron_plan
+from octopipe.search.foreign_plan import megatron_plan, torch_plan
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.views.export.megatron import megatron_arguments, megatron_layout
 from octopipe.views.export.perfetto import trace_bytes, trace_events
 from octopipe.views.export.png import timeline_png
-from octopipe.views.export.pytorch import pytorch_csv, pytorch_csv_with_communication
+from octopipe.views.export.pytorch import actions_of_version, pytorch_csv, pytorch_csv_with_communication
 from octopipe.views.export.scene import LEFT, RIGHT
 from octopipe.views.export.style import BUBBLES, COLOURS, shade, ticks
 from octopipe.views.export.svg import timeline_svg
@@ -354,9 +355,10 @@ def test_torch_csv_renames_micro_batches_the_last_stage_runs_out_of_order(tmp_pa
 def test_torch_csv_with_communication_is_what_pytorchs_own_simulator_accepts(system: str) -> None:
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     plan, _ = _case(system)
-    text = pytorch_csv_with_communication(plan)
+    text = pytorch_csv_with_communication(plan, version=version("torch"))
     rows = [[schedules._Action.from_str(c) for c in row] for row in csv.reader(text.splitlines())]
-    unmoving = ("SHARD", "REDUCE")
+    # Its simulator has no waits: they come after a receive that has been posted, which is checked below.
+    unmoving = ("SHARD", "REDUCE", "WAIT")
     moves = {rank: [a for a in row if not any(u in str(a) for u in unmoving)] for rank, row in enumerate(rows)}
     home = {i: s.rank for i, s in enumerate(plan.stages)}
     # Its simulator raises where an action waits for ever.
@@ -364,9 +366,48 @@ def test_torch_csv_with_communication_is_what_pytorchs_own_simulator_accepts(sys
     for rank, row in enumerate(rows):
         words = [str(a) for a in row]
         for s in plan.stages_of_rank(rank):
-            assert words.count(f"{s}REDUCE_GRAD") == 1
+            assert words.count(f"{s}REDUCE_GRAD") == ("REDUCE_GRAD" in actions_of_version(version("torch")))
             assert words.count(f"{s}UNSHARD") == words.count(f"{s}RESHARD") >= 1
     assert read_torch_csv(text).rows == tuple(tuple(map(str, order)) for order in plan.orders)
+
+
+@pytest.mark.parametrize("system", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_torch_csv_of_the_newest_version_waits_once_for_every_send_and_reduction(system: str) -> None:
+    plan, _ = _case(system)
+    for row in csv.reader(pytorch_csv_with_communication(plan).splitlines()):
+        at = {word: k for k, word in enumerate(row)}
+        assert len(at) == len(set(row))
+        sends = [word for word in row if re.fullmatch(r"\d+SEND_[FB]\d+", word)]
+        assert sends or plan.num_ranks == 1
+        assert sum("WAIT_SEND" in word for word in row) == len(sends)
+        for word in sends:
+            stage, kind, micro_batch = re.fullmatch(r"(\d+)SEND_([FB])(\d+)", word).groups()
+            wait = at[f"{stage}WAIT_SEND_{kind}{micro_batch}"]
+            assert wait > at[word]
+            if kind == "F":  # the gradient proves that the output was received
+                assert wait > min(at.get(f"{stage}{k}{micro_batch}", len(row)) for k in "BI")
+        reductions = [word for word in row if "REDUCE_GRAD" in word]
+        for start, wait in zip(reductions[::2], reductions[1::2], strict=True):
+            assert wait == start.replace("REDUCE", "WAIT_REDUCE")
+
+
+def test_torch_csv_is_written_for_the_version_that_is_asked_for(tmp_path: Path, capsys) -> None:
+    plan, _ = _case("1f1b")
+    path = tmp_path / "plan.json"
+    save_plan(plan, path)
+    found = {}
+    for number in ("2.9", "2.14.1", "2.15.0+cu130"):
+        assert main(["export", str(path), "--to", "torch-csv", "--with-communication", "--torch", number]) == 0
+        captured = capsys.readouterr()
+        assert f"written for PyTorch {number}" in captured.err
+        found[number] = {word.strip("0123456789") for word in captured.out.replace("\n", ",").split(",") if word}
+    assert "REDUCE_GRAD" not in found["2.9"]
+    assert found["2.14.1"] - found["2.9"] == {"REDUCE_GRAD"}
+    assert found["2.15.0+cu130"] - found["2.14.1"] == {"WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B"}
+    for wrong in ("2.8", "new"):
+        assert main(["export", str(path), "--to", "torch-csv", "--with-communication", "--torch", wrong]) == 2
+        assert "not a version of PyTorch" in capsys.readouterr().err
+    assert main(["export", str(path), "--to", "svg", "--torch", "2.13"]) == 2
 
 
 # -- Perfetto ------------------------------------------------------------------------------------------
@@ -543,3 +584,18 @@ def test_export_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "x.json").write_text('{"format": "other/1"}')
     assert main(["export", str(tmp_path / "x.json"), "--to", "svg"]) == 2
     assert "neither a plan nor a timeline" in capsys.readouterr().err
+
+
+def test_pairs_travel_through_pytorchs_csv() -> None:
+    stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
+    orders, pairs = parse_slots([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1+1B0", "1B1"]])
+    plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders, pairs=pairs).check()
+    text = pytorch_csv(plan)
+    assert text.splitlines()[1] == "1F0,(1F1;1B0)OVERLAP_F_B,1B1"
+    assert torch_plan(read_torch_csv(text)).plan.pairs == plan.pairs
+    rows = [row.split(",") for row in pytorch_csv_with_communication(plan).splitlines()]
+    at = rows[1].index("(1F1;1B0)OVERLAP_F_B")
+    assert rows[1].index("1RECV_F1") < at < rows[1].index("1SEND_B0")
+    assert torch_plan(read_torch_csv(pytorch_csv_with_communication(plan))).plan.pairs == plan.pairs
+    layout = megatron_layout(plan, "EL")
+    assert any("pairs are left out" in note for note in layout.notes)

@@ -339,8 +339,8 @@ def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest
     own = json.loads(capsys.readouterr().out)
     assert own["layers"] == "octopipe's own layers"
     # The first loss is the unsplit model's own on the same tokens.
-    from octopipe.runtime.training.data import micro_batches as tokens
-    from octopipe.runtime.training.data import open_tokens
+    from octopipe.runtime.training.data.batches import micro_batches as tokens
+    from octopipe.runtime.training.data.opening import open_source
 
     parts = layers(folder)
     modules = [factory() for factory in parts]
@@ -348,7 +348,7 @@ def test_train_runs_the_models_own_code_and_says_so(folder: Path, capsys: pytest
     for k, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             model.get_parameter(parts.name_in_model(k, name)).data.copy_(parameter)
-    inputs, targets = tokens(open_tokens(None, vocab=parts.vocab, seq=8, seed=0), 0, 2, 1)
+    inputs, targets = tokens(open_source(None, vocab=parts.vocab, seq=8, seed=0), 0, 2, 1)
     with torch.no_grad():
         losses = [float(model(input_ids=a, labels=a, shift_labels=b).loss) for a, b in zip(inputs, targets)]
     assert mine["losses"][0] == pytest.approx(sum(losses) / 2, abs=1e-5)

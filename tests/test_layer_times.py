@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.layer_times import costs_of_layer_times, load_layer_times
+from octopipe.costs.profile_file import Profile, profile_from_object
 
 GOOD = {
     "pattern": "EM-M*L",
@@ -164,3 +166,45 @@ def test_any_object_loads_or_is_refused_in_one_line(changes):
         assert "\n" not in str(error) and len(str(error)) < 600
     else:
         assert table.num_layers == len(table.symbols)
+
+
+MOE = {
+    "pattern": "EXL",
+    "forward_ms": {"E": 0.1, "X": 4.0, "L": 1.0},
+    "backward_ms": {"E": 0.0, "X": 5.0, "L": 1.0},
+    "weight_ms": {"E": 0.1, "X": 2.0, "L": 1.0},
+    "segments": {
+        "forward": {"X": [["compute", 2.0], ["exchange", 0.8], ["beside", 0.3], ["compute", 0.4], ["exchange", 0.8]]},
+        "backward": {"X": [["exchange", 1.0], ["compute", 4.0]]},
+        "slows_compute": 0.1,
+    },
+}
+
+
+def test_segments_say_what_is_exchanged() -> None:
+    costs = costs_of_layer_times(MOE, name="moe")
+    assert costs.exchanges and costs.segments is not None
+    assert costs.segments.share("F", "exchange") * costs.forward_ms == pytest.approx([0.0, 1.6, 0.0])
+    assert costs.segments.share("I", "exchange") * costs.input_ms == pytest.approx([0.0, 1.0, 0.0])
+    again = profile_from_object(msgspec.json.decode(Profile(costs=costs).to_json()), name="moe").costs
+    assert again.segments is not None and again.segments.slows_compute == 0.1
+    for kind in "FI":
+        assert again.segments.share(kind, "exchange") == pytest.approx(costs.segments.share(kind, "exchange"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"forward": {"X": [["compute", 1.0], ["exchange", 0.8]]}}, "make them equal"),
+        ({"forward": {"X": [["network", 4.0]]}}, 'give \\["compute", ms\\]'),
+        ({"forward": {"X": [["compute", 3.0], ["beside", 1.0]]}}, "directly after"),
+        ({"forward": {"X": [["compute", -4.0]]}}, "number between"),
+        ({"forward": [[], []]}, "one per layer"),
+        ({"slows_compute": "much"}, "give a number"),
+        ([], "give an object"),
+    ],
+)
+def test_wrong_segments_are_one_line(change: object, words: str) -> None:
+    segments = {**MOE["segments"], **change} if isinstance(change, dict) else change  # type: ignore[dict-item]
+    with pytest.raises(OctoPipeError, match=words):
+        costs_of_layer_times({**MOE, "segments": segments}, name="moe")

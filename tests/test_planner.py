@@ -19,8 +19,9 @@ from octopipe.plans.file import load_plan
 from octopipe.search.planner import search as planner_search
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.estimate import estimate, evenest_ms
+from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.search import Candidate, Pricer, judge, search
-from octopipe.search.planner.splits import RUNTIMES, Split, parse_split, splits
+from octopipe.search.planner.splits import Split, parse_split, splits
 from octopipe.simulation.simulator import simulate
 
 SMALL = {"gpus": 8, "global_batch": 16}
@@ -39,7 +40,7 @@ def test_splits_use_all_gpus_and_divide_everything() -> None:
         assert s.tp * s.cp * s.pp * s.dp == 16
         assert 64 % (s.dp * s.micro_batch_size) == 0
         assert (s.tp * s.cp * s.dp) % s.ep == 0 and 128 % s.ep == 0
-        assert s.vp * s.pp <= 48 and (s.vp == 1 or 64 // (s.dp * s.micro_batch_size) % s.pp == 0)
+        assert s.vp * s.pp <= 50 and (s.vp == 1 or 64 // (s.dp * s.micro_batch_size) % s.pp == 0)
     assert {s.ep for s in every} == {1, 2, 4, 8, 16}
     only = list(splits(spec, base(), gpus=16, global_batch=64, fixed={"tp": 2, "pp": 4, "zero": 1}))
     assert {(s.tp, s.pp, s.zero) for s in only} == {(2, 4, 1)}
@@ -105,8 +106,9 @@ def test_a_split_is_tuned_for_what_tuning_gives_it_not_for_what_it_is_without(mo
     """A hybrid cut evenly is worst in long pipelines, and gains most there."""
     tuned: list[Split] = []
 
-    def noted(pricer: Pricer, candidate: Candidate, *_: object) -> None:
+    def noted(pricer: Pricer, candidate: Candidate, *_: object) -> tuple[None, str]:
         tuned.append(candidate.split)
+        return None, ""
 
     monkeypatch.setattr(planner_search, "tune_candidate", noted)
     spec, cluster = preset("nemotron-h-56b"), base("h100", seq=8192)
@@ -117,7 +119,8 @@ def test_a_split_is_tuned_for_what_tuning_gives_it_not_for_what_it_is_without(mo
     kept, *_ = judge(pricer, every, MODES, lambda words: None)
     hoped = min((c for c in kept if c.split.pp > 1), key=lambda c: c.tuned_ms)
     assert hoped.tuned_ms < 0.97 * found.best.step_ms
-    assert any((s.tp, s.cp, s.pp, s.dp) == (2, 2, 8, 2) for s in tuned), (tuned, hoped.split)
+    sizes = [(s.tp, s.cp, s.pp, s.dp) for s in (hoped.split, *tuned)]
+    assert sizes[0] in sizes[1:], (tuned, hoped.split)
 
 
 @pytest.mark.parametrize("vp", [1, 2, 4])
@@ -171,7 +174,7 @@ def test_large_models_fit_the_clusters_they_are_trained_on(model: str, kind: str
 
 def test_octopipes_own_runtime_recomputes_by_ops_and_holds_state_whole() -> None:
     """`octopipe train` has no switch for checkpointed layers: what must be recomputed is in the plan, and fits."""
-    spec, cluster = preset("llama3-8b"), base("h100", seq=16384)
+    spec, cluster = preset("llama3-8b"), base("h100", seq=20480)
     fixed = {"micro_batch_size": 1}
     found = search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], budget_s=4.0, fixed=fixed)
     best = found.best
@@ -179,7 +182,7 @@ def test_octopipes_own_runtime_recomputes_by_ops_and_holds_state_whole() -> None
     assert best.setup.recompute == "none" and best.setup.zero == 0
     assert sum(op.kind == "R" for order in best.plan.orders for op in order) > 0
     assert simulate(best.plan, best.costs).fits
-    line = command_lines(best, model="llama3-8b", plan_file="p.json", runtime="any")
+    line = command_lines(best, spec=preset("llama3-8b"), model="llama3-8b", plan_file="p.json", runtime="any")
     assert "train llama3-8b --plan p.json" in line["octopipe"] and line["torch"].startswith("none: the plan recomputes")
     with pytest.raises(OctoPipeError, match="whole layers only"):
         search(spec, cluster, gpus=4, global_batch=16, runtime=RUNTIMES["octopipe"], recompute="selective")
@@ -191,11 +194,13 @@ def test_a_command_line_is_given_only_where_it_runs_the_split() -> None:
     def lines(recompute: str = "none", **sizes: int) -> dict[str, str]:
         usual = {"tp": 1, "cp": 1, "ep": 1, "pp": 2, "dp": 4, "vp": 1, "micro_batch_size": 1, "zero": 0}
         split = Split(**usual | sizes)
-        return command_lines(pricer.simulated(split, recompute), model="m", plan_file="p.json", runtime="any")
+        return command_lines(
+            pricer.simulated(split, recompute), spec=pricer.spec, model="m", plan_file="p.json", runtime="any"
+        )
 
     assert "-m octopipe train" in lines()["octopipe"]
     assert "ZeRO-1; plan with --for octopipe" in lines(zero=1)["octopipe"]
-    assert "shards no tensor" in lines(tp=2, dp=2)["octopipe"]
+    assert "divides no tensor" in lines(tp=2, dp=2)["octopipe"]
     assert "selective recomputation; plan with" in lines("selective")["octopipe"]
     assert "all checkpointed layers" in lines("full")["torch"] and "pp 2 x dp 4" in lines("full")["torch"]
     assert "--recompute-granularity selective" in lines("selective", zero=1)["megatron"]
@@ -204,7 +209,7 @@ def test_a_command_line_is_given_only_where_it_runs_the_split() -> None:
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=x", "fast=3"])
 def test_sizes_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(OctoPipeError, match="write tp=4,pp=8,vp=5"):
+    with pytest.raises(OctoPipeError, match="tp=4,pp=8,vp=5"):
         parse_split(text)
 
 

@@ -135,6 +135,10 @@ def test_the_form_is_answered_by_the_same_search_as_the_verb() -> None:
     asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "16", "seq": "4096", "budget_s": "1"}
     found = planned(asked)
     assert found["gpus"] == 8 and found["candidates"][0]["fits"] and panel(found)
-    for wrong, said in (({"gpus": "many"}, "gpus"), ({"budget_s": "soon"}, "no number"), ({"today": "x"}, "no size")):
+    for wrong, said in (
+        ({"gpus": "many"}, "gpus"),
+        ({"budget_s": "soon"}, "no number"),
+        ({"today": "x"}, "cannot read"),
+    ):
         with pytest.raises(OctoPipeError, match=said):
             planned({**asked, **wrong})

@@ -88,6 +88,24 @@ def accumulate(world, plan, kind):
     return _worst(grads, expected, times=3)
 
 
+def evaluate(world, plan, steps_before):
+    """Losses of `eval` after some training steps, and whether gradients are what they were before it."""
+    case = make("plain", plan.num_micro_batches)
+    _, expected = plain_gradients(*case)
+    stages = torch_engine.make_stages(plan, case.layers, group=world.group)
+    engine = torch_engine.schedule(plan, stages, case.loss_fn)
+    batch, target = torch.cat(case.inputs), torch.cat(case.targets)
+    for _ in range(steps_before):
+        engine.step(batch, target=target)
+    before = [None if p.grad is None else p.grad.clone() for s in stages for p in s.submod.parameters()]
+    losses: list[torch.Tensor] = []
+    with torch.no_grad():
+        engine.eval(batch, target=target, losses=losses)
+    after = [p.grad for s in stages for p in s.submod.parameters()]
+    same = all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in zip(before, after))
+    return same, max((abs(float(a) - b) for a, b in zip(losses, expected)), default=0.0), len(losses)
+
+
 def renaming_warns(world, plan):
     case = make("plain", plan.num_micro_batches)
     with warnings.catch_warnings(record=True) as caught:
@@ -157,6 +175,14 @@ def test_published_systems_run_in_pytorchs_runtime(system, two):
 def test_gradients_of_several_steps_add_up(kind, two):
     plan = build_plan("zb-h1", CostTable.uniform(num_layers=NUM_LAYERS), 2, 4)
     assert max(two.run(accumulate, plan, kind)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_eval_gives_the_losses_and_leaves_gradients_alone(steps_before, two):
+    plan = build_plan("interleaved", CostTable.uniform(num_layers=NUM_LAYERS), 2, 4)
+    found = two.run(evaluate, plan, steps_before)
+    assert all(same and error <= TOLERANCE for same, error, _ in found)
+    assert [count for _, _, count in found] == [0, 4]
 
 
 def test_micro_batches_are_renamed_where_upstream_would_mix_up_losses(two):

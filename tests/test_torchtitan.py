@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from types import SimpleNamespace
@@ -98,7 +99,9 @@ def run_plans(world, plans):
         assert seen == ["as given"] * len(parts)
         losses = []
         args = (tokens,) if first else ()
-        made.step(*args, target=labels if last else None, losses=losses if last else None, return_outputs=False)
+        # As torchtitan calls it; older versions of PyTorch, and the torchtitan of their time, have no such keyword.
+        quiet = {"return_outputs": False} if "return_outputs" in inspect.signature(made.step).parameters else {}
+        made.step(*args, target=labels if last else None, losses=losses if last else None, **quiet)
         worst = 0.0
         for part in parts:
             for name, p in part.named_parameters():

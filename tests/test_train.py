@@ -28,7 +28,10 @@ torch = pytest.importorskip("torch")
 from octopipe.runtime.ranks import launch  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints, latest, read_record  # noqa: E402
-from octopipe.runtime.training.data import SyntheticTokens, TokenFile, micro_batches, shuffled  # noqa: E402
+from octopipe.runtime.training.data.batches import micro_batches  # noqa: E402
+from octopipe.runtime.training.data.source import shuffled  # noqa: E402
+from octopipe.runtime.training.data.synthetic import SyntheticTokens  # noqa: E402
+from octopipe.runtime.training.data.token_file import TokenFile  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -366,7 +369,7 @@ def test_a_token_file_gives_every_window_once_per_pass(tmp_path: Path, name: str
     [
         ("t.bin", b"", "no whole number"),
         ("t.bin", b"abc", "no whole number"),
-        ("t.bin", b"ab", "smaller --seq"),
+        ("t.bin", b"\x01\x00", "smaller --seq"),
         ("t.bin", b"\xff" * 64, "outside the model's vocabulary"),
         ("t.npy", b"garbage", "cannot be read"),
         ("t.txt", b"hello", "token files end in"),

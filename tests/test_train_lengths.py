@@ -19,7 +19,8 @@ torch = pytest.importorskip("torch")
 from octopipe.runtime.nn.build import build_layers  # noqa: E402
 from octopipe.runtime.nn.head import cross_entropy  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
-from octopipe.runtime.training.data import SyntheticTokens, length_micro_batches, weighted  # noqa: E402
+from octopipe.runtime.training.data.batches import StepLoss, length_micro_batches  # noqa: E402
+from octopipe.runtime.training.data.synthetic import SyntheticTokens  # noqa: E402
 from octopipe.runtime.training.job import TrainJob  # noqa: E402
 
 LENGTHS = (16, 3, 9, 5, 12, 16, 2, 7)
@@ -54,7 +55,7 @@ def test_weights_make_the_mean_over_all_tokens() -> None:
     expected = torch.autograd.grad(sum(losses), parameters)
     numbers = [[0, 2], [1, 3, 6], [4], [5, 7]]
     inputs, targets = length_micro_batches(source, 0, numbers, LENGTHS, 1)
-    loss = weighted(cross_entropy)
+    loss = StepLoss(cross_entropy, shifted=False)
     mean = sum(loss(run(x), y) for x, y in zip(inputs, targets, strict=True)) / len(numbers)
     found = torch.autograd.grad(mean, parameters)
     assert float(mean) == pytest.approx(float(sum(losses)), rel=1e-12)

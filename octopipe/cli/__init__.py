@@ -36,6 +36,7 @@ VERBS = {
     "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
+    "doctor": "what works on this machine, what does not, and the mend",
     "reproduce": "the paper's tables and figures made again, ours beside theirs",
     "completion": "print what makes a shell complete verbs, flags and names",
 }
@@ -49,7 +50,13 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted (Ctrl-C)",
     TERMINATED: "terminated (SIGTERM)",
 }
-EXTRAS = {"torch": "torch", "ortools": "exact", "transformers": "hf", "resvg_py": "png"}
+EXTRAS = {
+    "torch": "torch",
+    "ortools": "exact",
+    "transformers": "hf",
+    "resvg_py": "png",
+    **dict.fromkeys(("tokenizers", "datasets", "tensorboard"), "train"),
+}
 """Packages that are not always there, and the extra of ours that brings them."""
 
 

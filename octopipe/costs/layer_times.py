@@ -6,8 +6,12 @@ or how times are measured.
     {"pattern": "EM-M*-L",
      "forward_ms": {"E": 0.1, ...}, "backward_ms": {...}, "weight_ms": {...},     F, I and W of each symbol
      "activation_gib": {...}, "stash_gib": {...}, "params_gib": {...},            optional, 0 where absent
-     "boundary_gib": 0.01, "workspace_gib": 0.1, "tokens": 4096}                  optional
+     "boundary_gib": 0.01, "workspace_gib": 0.1, "tokens": 4096,                  optional
+     "segments": {"forward": {"X": [["compute", 1.0], ["exchange", 0.4]]}, "backward": {...},
+                  "slows_compute": 0.1, "slows_exchange": 0.0}}                   optional, see docs/plan-format.md
 
+`segments` says which parts of a layer's F and I (`backward`) exchange tokens between expert ranks, in milliseconds and
+in the order in which they run; they must add up to the layer's time. A symbol that is not there only computes.
 `boundary_gib` and `workspace_gib` are one number for all layers or one per symbol. Any table may be a list with
 one number per layer instead. Other keys are ignored (`profile_file.py` reads more of them).
 
@@ -27,6 +31,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, check_format, kind_of, read_json_object, shown, stem_of
 from octopipe.base.limits import MAX_LAYERS, MAX_TIME_MS, finite
 from octopipe.costs.cluster.hardware import GIB
+from octopipe.costs.segments import MAX_SEGMENTS, Part, Segments, alone_ms
 from octopipe.costs.table import Array, CostTable
 
 FORMAT = "octopipe.layer-times/1"
@@ -42,6 +47,8 @@ BYTES = {
 }
 """File key -> CostTable field; every one is optional."""
 MAX_TOKENS = 1 << 40
+TOLERANCE = 0.01
+"""By what share a layer's segments may differ from its time (measured separately, they never add up exactly)."""
 ONE_FOR_ALL = frozenset({"boundary_gib", "workspace_gib"})
 
 
@@ -70,11 +77,12 @@ def costs_of_layer_times(file: Mapping[str, object], *, name: str, where: str = 
                 f"{where}: stash_gib of {pattern[i]!r} ({stash[i] / GIB:g}) exceeds its activation_gib "
                 f"({held[i] / GIB:g}); the stash is the part of it that W still needs"
             )
+    segments = _segments(file.get("segments"), pattern, arrays, where)
     tokens = file.get("tokens")
     whole = isinstance(tokens, int) and not isinstance(tokens, bool)
     if tokens is not None and not (whole and 1 <= tokens <= MAX_TOKENS):  # type: ignore[operator]
         raise OctoPipeError(f"{where}: tokens is {brief(tokens)}; give a whole number >= 1, or leave it out")
-    return CostTable(model=name, symbols=pattern, tokens_per_micro_batch=tokens, **arrays)  # type: ignore[arg-type]
+    return CostTable(model=name, symbols=pattern, tokens_per_micro_batch=tokens, segments=segments, **arrays)  # type: ignore[arg-type]
 
 
 def _pattern(file: Mapping[str, object], where: str) -> str:
@@ -123,3 +131,57 @@ def _number(value: object, what: str) -> float:
     if number is None or not 0 <= number <= MAX_TIME_MS:
         raise OctoPipeError(f"{what} is {brief(value)}; give a number between 0 and 1e15")
     return number
+
+
+def segments_object(costs: CostTable) -> dict[str, object]:
+    """The costs' segments as the value of "segments", one list per layer; empty where there is no exchange."""
+    found = costs.segments
+    if found is None or not found.any_exchange:
+        return {}
+    rows = {
+        key: [[[lane, share * float(ms)] for lane, share in row] for row, ms in zip(parts, times, strict=True)]
+        for key, parts, times in (
+            ("forward", found.forward, costs.forward_ms),
+            ("backward", found.input, costs.input_ms),
+        )
+    }
+    return {**rows, "slows_compute": found.slows_compute, "slows_exchange": found.slows_exchange}
+
+
+def _segments(value: object, pattern: str, arrays: Mapping[str, Array], where: str) -> Segments | None:
+    if value is None:
+        return None
+    what = f'{where}: "segments"'
+    if not isinstance(value, dict):
+        raise OctoPipeError(f"{what} is a JSON {kind_of(value)}; give an object with forward and backward")
+    slows = [_number(value.get(key, 0.0), f"{what}: {key}") for key in ("slows_compute", "slows_exchange")]
+    columns = []
+    for key, field in (("forward", "forward_ms"), ("backward", "input_ms")):
+        table = value.get(key, {})
+        if not isinstance(table, dict | list) or (isinstance(table, list) and len(table) != len(pattern)):
+            raise OctoPipeError(f"{what}: {key}: give an object with a list per symbol, or a list with one per layer")
+        rows = []
+        for layer, symbol in enumerate(pattern):
+            row = table[layer] if isinstance(table, list) else table.get(symbol, [])
+            rows.append(_parts(row, f"{what}: {key} of {symbol!r}"))
+            took = alone_ms(rows[-1], *slows)
+            ms = float(arrays[field][layer])
+            if rows[-1] and abs(took - ms) > TOLERANCE * max(ms, took):
+                raise OctoPipeError(
+                    f"{what}: {key} of {symbol!r} takes {took:g} ms alone, the layer {ms:g}; make them equal"
+                )
+        columns.append(rows)
+    return Segments.from_ms(columns[0], columns[1], slows_compute=slows[0], slows_exchange=slows[1])
+
+
+def _parts(row: object, what: str) -> list[Part]:
+    if not isinstance(row, list) or len(row) > MAX_SEGMENTS:
+        raise OctoPipeError(f"{what}: give a list of at most {MAX_SEGMENTS} [lane, ms]")
+    out: list[Part] = []
+    for part in row:
+        if not isinstance(part, list) or len(part) != 2 or part[0] not in ("compute", "exchange", "beside"):
+            raise OctoPipeError(f'{what} holds {brief(part)}; give ["compute", ms], ["exchange", ms] or ["beside", ms]')
+        if part[0] == "beside" and (not out or out[-1][0] != "exchange"):
+            raise OctoPipeError(f'{what}: "beside" must stand directly after the "exchange" that it may run beside')
+        out.append((part[0], _number(part[1], f"{what}: {part[0]}")))
+    return out

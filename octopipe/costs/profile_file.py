@@ -31,7 +31,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, check_format, kind_of, read_json_object, shown, stem_of, write_whole
 from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import GIB, Link, Network
-from octopipe.costs.layer_times import BYTES, TIMES, costs_of_layer_times
+from octopipe.costs.layer_times import BYTES, TIMES, costs_of_layer_times, segments_object
 from octopipe.costs.table import CostTable
 
 FORMAT = "octopipe.profile/1"
@@ -73,6 +73,8 @@ class Profile:
             }
         out |= {key: (getattr(c, name) / GIB).tolist() for key, name in BYTES.items()}
         out["optimizer_ms"] = c.optimizer_ms.tolist()
+        if c.exchanges:
+            out["segments"] = segments_object(c)
         if c.tied_bytes:
             out["tied_gib"] = c.tied_bytes / GIB
         out["links"] = [

@@ -25,6 +25,7 @@ from octopipe.base.files import brief
 from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.segments import Segments
 
 Array = NDArray[np.float64]
 PER_LAYER = (
@@ -91,6 +92,8 @@ class CostTable:
     """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
     setup: Setup | None = None
     """What these costs are for; None where nobody said."""
+    segments: Segments | None = None
+    """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
 
     def __post_init__(self) -> None:
         layers = len(self.symbols)
@@ -112,6 +115,8 @@ class CostTable:
                 )
             values.setflags(write=False)
             object.__setattr__(self, name, values)
+        if self.segments is not None and self.segments.num_layers != layers:
+            raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
         larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
@@ -218,6 +223,11 @@ class CostTable:
                 return self.input_ms + self.weight_ms
         raise OctoPipeError(f"unknown op kind {kind!r}; one of F, I, W, B, R")
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether any op has an exchange that another op's computation could hide."""
+        return self.segments is not None and self.segments.any_exchange
+
     def factor(self, micro_batch: int) -> Array | float:
         """Size factor of a micro-batch, per layer."""
         return 1.0 if self.micro_batch_factor is None else self.micro_batch_factor[micro_batch]
@@ -255,8 +265,9 @@ class CostTable:
         if self.model_flops is not None:
             flops = self.model_flops * per_gpu_second
             out["model_tflops_per_gpu"] = flops / 1e12
-            if self.setup is not None and self.setup.gpu is not None:
-                out["mfu"] = flops / (1e3 * self.setup.gpu.peak_flops_per_ms(self.setup.precision))
+            peak = None if self.setup is None else self.setup.peak_flops_per_ms
+            if peak is not None:
+                out["mfu"] = flops / (1e3 * peak)
         return out
 
     def digest(self) -> str:
@@ -264,7 +275,7 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("setup", "model_flops") or (f.name == "tied_bytes" and not value):
+            if f.name in ("setup", "model_flops") or (f.name in ("tied_bytes", "segments") and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

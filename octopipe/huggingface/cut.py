@@ -111,6 +111,11 @@ class LayerList(list[Factory | nn.Module]):
         """Of the whole model, tied ones once."""
         return sum(p.numel() for p in self._cut.model.parameters())
 
+    @property
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Of every layer; a parameter that both ends use counts at both."""
+        return self._cut.layer_parameters()
+
     def name_in_model(self, layer: int, name: str) -> str:
         """A parameter or buffer of a layer of ours by its name in the transformers model."""
         return self._cut.prefix(layer) + name.split(".", 1)[1]
@@ -200,6 +205,15 @@ class _Cut:
 
     def _at_both_ends(self, names: list[str]) -> bool:
         return any(n in self.anatomy.embed_names for n in names) and any(n in self.anatomy.head_names for n in names)
+
+    def layer_parameters(self) -> tuple[int, ...]:
+        named, anatomy = dict(self.model.named_parameters(remove_duplicate=False)), self.anatomy
+        blocks = self.model.get_submodule(anatomy.path).children()
+        ends = []
+        for names in (anatomy.embed_names, anatomy.head_names):
+            held = {id(named[name]): named[name].numel() for name in names if name in named}
+            ends.append(sum(held.values()))
+        return (ends[0], *(sum(p.numel() for p in block.parameters()) for block in blocks), ends[1])
 
     def kinds(self) -> tuple[str, ...]:
         named = []

@@ -43,6 +43,8 @@ class HfModel:
     shortened: bool
     attention: str | None = None
     liger: bool = False
+    layer_parameters: tuple[int, ...] = ()
+    """Of every layer; a parameter that both ends use counts at both."""
 
     @property
     def num_layers(self) -> int:
@@ -89,6 +91,7 @@ def describe(
         shortened=num_layers is not None,
         attention=attention,
         liger=liger,
+        layer_parameters=parts.layer_parameters,
     )
 
 

@@ -24,6 +24,8 @@ def for_megatron(plan: Plan) -> Plan:
     Its stages are numbered along the chain. A rank is only a name here, unless your ranks differ in speed.
     """
     plan.check()
+    if plan.forks:
+        raise OctoPipeError("Megatron-Core's chunks form one chain; this plan's paths fork or join")
     if len(plan.routes) > 1:
         raise OctoPipeError(
             f"Megatron-Core's chunks form one chain; this plan has {len(plan.routes)} routes: use `octopipe train`"
@@ -45,6 +47,7 @@ def for_megatron(plan: Plan) -> Plan:
         num_micro_batches=plan.num_micro_batches,
         stages=tuple(Stage(first=s.first, stop=s.stop, rank=new[s.rank], recompute=s.recompute) for s in stages),
         orders=tuple(tuple(Op(number[op.stage], op.kind, op.micro_batch) for op in plan.orders[rank]) for rank in old),
+        pairs=frozenset((a._replace(stage=number[a.stage]), b._replace(stage=number[b.stage])) for a, b in plan.pairs),
         extra=plan.extra,
     )
 

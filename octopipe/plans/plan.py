@@ -1,6 +1,7 @@
 """Plan: every decision about a pipeline and nothing else, with the one rule for what an op depends on.
 
-Knows: stages, ranks, routes, orders. Does not know: times, transfers, memory, what makes a plan wrong (`plan_rules`).
+Knows: stages, ranks, paths, orders, pairs. Does not know: times, transfers, memory, what makes a plan wrong (`rules`),
+how plans are written down (`file`; docs/plan-format.md).
 
 >>> op = Op.parse("2F0"); op.stage, op.kind, op.micro_batch, str(op)
 (2, 'F', 0, '2F0')
@@ -8,7 +9,6 @@ Knows: stages, ranks, routes, orders. Does not know: times, transfers, memory, w
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from octopipe.base.display import html_of, one_line
 from octopipe.base.errors import OctoPipeError, PlanError
+from octopipe.plans.paths import Arrow, neighbours, only_chains
 
 KINDS = "FRIWB"
 """Forward, recompute, input gradient, weight gradient, fused backward; the position is the array code."""
@@ -56,6 +57,8 @@ class Stage:
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""
+    shard: tuple[int, int] | None = None
+    """(k, n): the k-th of n equal parts of its layers, each a stage of its own (a head cut by its vocabulary)."""
 
     @property
     def num_layers(self) -> int:
@@ -79,6 +82,8 @@ class OpTable(NamedTuple):
     """Ops of rank r are offsets[r] .. offsets[r+1]-1, in execution order."""
     index: NDArray[np.int32]  # type: ignore[assignment]  # shadows tuple.index, which nobody needs here
     """index[kind, stage, micro_batch]: the op's number, or -1."""
+    lead: NDArray[np.int32] | None = None
+    """The first op of the pair that the op is part of, itself where it is part of none; None in plans without pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +99,11 @@ class Plan:
     routes: tuple[tuple[int, ...], ...] = ()
     """The stages a micro-batch passes, in order; left out: one route over all stages."""
     route_of_micro_batch: tuple[int, ...] = ()
+    edges: tuple[tuple[Arrow, ...], ...] = ()
+    """Where paths fork or join: for each route the arrows (from, to) between its stages, which then stand in any order
+    in which arrows lead forward. Empty: every route is the chain of its stages."""
+    pairs: frozenset[tuple[Op, Op]] = frozenset()
+    """Ops that run together: each is two ops that stand side by side in one rank's order, the first one first."""
     model: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Provenance that never changes what the plan means (system, predicted numbers, cost digest)."""
@@ -103,6 +113,10 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.routes:
             object.__setattr__(self, "routes", (tuple(range(len(self.stages))),))
+        if self.edges and only_chains(
+            self.routes, self.edges, [(s.first, s.stop, s.shard) for s in self.stages], self.num_layers
+        ):
+            object.__setattr__(self, "edges", ())
         if not self.route_of_micro_batch and len(self.routes) == 1:
             operations = sum(map(len, self.orders))
             if self.num_micro_batches > max(operations, 1):
@@ -112,16 +126,22 @@ class Plan:
     # -- what an op depends on -------------------------------------------------------------------------
 
     def stage_before(self, stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Stages whose forward output `stage` consumes for this micro-batch (a chain today: none or one)."""
-        route = self.routes[self.route_of_micro_batch[micro_batch]]
-        at = route.index(stage)
-        return (route[at - 1],) if at > 0 else ()
+        """Stages whose forward output `stage` consumes for this micro-batch."""
+        return self._beside(stage, micro_batch, 0)
 
     def stage_after(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         """Stages that consume this stage's forward output for this micro-batch."""
-        route = self.routes[self.route_of_micro_batch[micro_batch]]
-        at = route.index(stage)
-        return (route[at + 1],) if at + 1 < len(route) else ()
+        return self._beside(stage, micro_batch, 1)
+
+    def _beside(self, stage: int, micro_batch: int, side: int) -> tuple[int, ...]:
+        number = self.route_of_micro_batch[micro_batch]
+        route = self.routes[number]
+        if self.edges:
+            if stage not in route:
+                raise ValueError(f"micro-batch {micro_batch} does not pass stage {stage}")
+            return tuple(arrow[side] for arrow in self.edges[number] if arrow[1 - side] == stage)
+        at = route.index(stage) + (1 if side else -1)
+        return (route[at],) if 0 <= at < len(route) else ()
 
     def table(self) -> OpTable:
         """The orders as arrays (computed once)."""
@@ -134,8 +154,10 @@ class Plan:
         """Data dependencies of every op as rows of op numbers padded with -1.
 
         This is the one rule that check, lowering, simulation and execution share:
-        F needs the forward of the stage before; R its own F; I (or B) its own F, its R where there is one,
-        and the I (or B) of the stage after; W its own I.
+        F needs the forwards of all stages before; R its own F; I (or B) its own F, its R where there is one,
+        and the I (or B) of all stages after; W its own I.
+        Columns: an F has the stages before it in column 0 and from column 3 on; I and B have F, R and the first
+        stage after in columns 0 to 2 and further stages after from column 3 on. Chains have three columns.
         """
         if self._preds is None:
             object.__setattr__(self, "_preds", _predecessors(self))
@@ -179,9 +201,27 @@ class Plan:
         """The same plan with more provenance beside it."""
         return replace(self, extra={**self.extra, **extra})
 
+    @property
+    def forks(self) -> bool:
+        """Whether some path is more than a chain, or some layer is cut into shards."""
+        return bool(self.edges) or any(s.shard is not None for s in self.stages)
+
+    def slots(self, rank: int) -> tuple[tuple[Op, ...], ...]:
+        """What the rank runs one after the other: single ops, and pairs as two ops."""
+        out: list[tuple[Op, ...]] = []
+        for op in self.orders[rank]:
+            if self.pairs and out and len(out[-1]) == 1 and (out[-1][0], op) in self.pairs:
+                out[-1] = (out[-1][0], op)
+            else:
+                out.append((op,))
+        return tuple(out)
+
     def to_csv(self) -> str:
         """One line per rank, ops separated by commas: PyTorch's compute-only schedule text."""
-        return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
+        if not self.pairs:
+            return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
+        rows = ([slot_text(slot) for slot in self.slots(rank)] for rank in range(len(self.orders)))
+        return "".join(",".join(row) + "\n" for row in rows)
 
     def __repr__(self) -> str:
         name = " on ".join(filter(None, (str(self.extra.get("system") or ""), self.model)))
@@ -193,7 +233,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read and check a plan file (`octopipe.plan/1`)."""
+        """Read and check a plan file (`octopipe.plan/1` or `/2`)."""
         from octopipe.plans.file import load_plan  # the format is a module of its own, and it builds plans
 
         return load_plan(path)
@@ -220,18 +260,44 @@ class Plan:
         return self
 
 
+def slot_text(slot: Sequence[Op]) -> str:
+    """An op, or a pair as PyTorch's schedule text writes it.
+
+    >>> slot_text((Op(2, "F", 3), Op(1, "I", 0)))
+    '(2F3;1I0)OVERLAP_F_B'
+    """
+    return str(slot[0]) if len(slot) == 1 else f"({';'.join(map(str, slot))})OVERLAP_F_B"
+
+
 def parse_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Op, ...], ...]:
     """Orders from text ops; the error names rank and position."""
+    return parse_slots(rows, pairs=False)[0]
+
+
+def parse_slots(
+    rows: Sequence[Sequence[str]], *, pairs: bool = True
+) -> tuple[tuple[tuple[Op, ...], ...], frozenset[tuple[Op, Op]]]:
+    """Orders and the pairs in them from text, where a pair is two ops joined by a plus sign.
+
+    >>> parse_slots([["0F1+0B0"]])[0]
+    ((Op(stage=0, kind='F', micro_batch=1), Op(stage=0, kind='B', micro_batch=0)),)
+    """
     orders = []
+    together = set()
     for rank, row in enumerate(rows):
-        ops = []
+        ops: list[Op] = []
         for position, text in enumerate(row):
             try:
-                ops.append(Op.parse(text))
+                found = [Op.parse(part) for part in (text.split("+") if pairs else [text])]
             except OctoPipeError as error:
                 raise PlanError([f"rank {rank}, position {position}: {error}"]) from None
+            if len(found) > 2:
+                raise PlanError([f"rank {rank}, position {position}: {text[:40]!r} joins more than two ops"])
+            if len(found) == 2:
+                together.add((found[0], found[1]))
+            ops += found
         orders.append(tuple(ops))
-    return tuple(orders)
+    return tuple(orders), frozenset(together)
 
 
 def _encode(plan: Plan) -> OpTable:
@@ -245,25 +311,33 @@ def _encode(plan: Plan) -> OpTable:
     rank = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     index = np.full((len(KINDS), len(plan.stages), plan.num_micro_batches), -1, np.int32)
     index[kind, stage, micro_batch] = np.arange(count, dtype=np.int32)
-    return OpTable(stage, kind, micro_batch, rank, offsets, index)
+    return OpTable(stage, kind, micro_batch, rank, offsets, index, _leads(plan, index))
+
+
+def _leads(plan: Plan, index: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    if not plan.pairs:
+        return None
+    lead = np.arange(sum(map(len, plan.orders)), dtype=np.int32)
+    for first, second in plan.pairs:
+        lead[index[CODES[second.kind], second.stage, second.micro_batch]] = index[
+            CODES[first.kind], first.stage, first.micro_batch
+        ]
+    return lead
 
 
 def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[route, stage] and after[route, stage], -1 where there is none."""
-    shape = (len(plan.routes), len(plan.stages))
-    before, after = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-    for r, route in enumerate(plan.routes):
-        for a, b in itertools.pairwise(route):
-            before[r, b] = a
-            after[r, a] = b
-    return before, after
+    """before[route, stage] and after[route, stage] of chains, -1 where there is none."""
+    if plan.edges:
+        raise OctoPipeError("this plan's paths fork or join; what was asked knows chains of stages only")
+    before, after = neighbours(plan.routes, plan.edges, len(plan.stages))
+    return np.ascontiguousarray(before[:, :, 0]), np.ascontiguousarray(after[:, :, 0])
 
 
 def _predecessors(plan: Plan) -> NDArray[np.int32]:
     t = plan.table()
-    before, after = route_neighbours(plan)
+    before, after = neighbours(plan.routes, plan.edges, len(plan.stages))
     route = np.asarray(plan.route_of_micro_batch, np.int32)[t.micro_batch]
-    preds = np.full((t.stage.size, 3), -1, np.int32)
+    preds = np.full((t.stage.size, 2 + max(before.shape[2], after.shape[2])), -1, np.int32)
 
     def lookup(kind: int, stage: NDArray[np.int32], micro_batch: NDArray[np.int32]) -> NDArray[np.int32]:
         return np.where(stage >= 0, t.index[kind, stage, micro_batch], -1)
@@ -271,20 +345,42 @@ def _predecessors(plan: Plan) -> NDArray[np.int32]:
     own_forward = t.index[F, t.stage, t.micro_batch]
     is_f, is_r, is_w = t.kind == F, t.kind == R, t.kind == W
     is_back = (t.kind == I) | (t.kind == B)
-    preds[is_f, 0] = lookup(F, before[route, t.stage], t.micro_batch)[is_f]
+    for k in range(before.shape[2]):
+        column = 0 if k == 0 else 2 + k
+        preds[is_f, column] = lookup(F, before[route, t.stage, k], t.micro_batch)[is_f]
     preds[is_r, 0] = own_forward[is_r]
     preds[is_w, 0] = t.index[I, t.stage, t.micro_batch][is_w]
     preds[is_back, 0] = own_forward[is_back]
     preds[is_back, 1] = t.index[R, t.stage, t.micro_batch][is_back]
-    following = after[route, t.stage]
-    gradient = np.maximum(lookup(I, following, t.micro_batch), lookup(B, following, t.micro_batch))
-    preds[is_back, 2] = gradient[is_back]
+    for k in range(after.shape[2]):
+        following = after[route, t.stage, k]
+        gradient = np.maximum(lookup(I, following, t.micro_batch), lookup(B, following, t.micro_batch))
+        preds[is_back, 2 + k] = gradient[is_back]
     return preds
 
 
 def with_rank_order(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The data dependencies plus, as one more column, the op before on the same rank."""
+    """The data dependencies plus, as one more column, the op before on the same rank.
+
+    A pair is one node: its first op waits for what either of the two needs, and its second op, which takes no time of
+    its own, for the first. `preds` may name other nodes (transfers) as well.
+    """
     previous = np.arange(-1, t.stage.size - 1, dtype=np.int32)
     starts = t.offsets[:-1]
     previous[starts[starts < t.stage.size]] = -1
-    return np.ascontiguousarray(np.column_stack((preds, previous)).astype(np.int32))
+    return np.ascontiguousarray(np.column_stack((joined(t, preds), previous)).astype(np.int32))
+
+
+def joined(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The predecessors of pairs as one node each (see `with_rank_order`); the table itself where there are no pairs."""
+    if t.lead is None:
+        return preds
+    second = np.flatnonzero(t.lead != np.arange(t.lead.size))
+    first = t.lead[second]
+    width = preds.shape[1]
+    out = np.full((preds.shape[0], 2 * width), -1, np.int32)
+    out[:, :width] = preds
+    out[first, width:] = preds[second]
+    out[second, :width] = -1
+    out[second, 0] = first
+    return out

@@ -1,7 +1,8 @@
 """What the parts of a plan cost: op times, transfer bytes and times, bytes a stage holds.
 
-Knows: how layer costs add up over a stage, a rank's speed, a micro-batch's size, recomputation. Does not
-know: when anything happens. Lowering, simulation and the tuner all take their prices from here.
+Knows: how layer costs add up over a stage, a rank's speed, a micro-batch's size, recomputation, shards. Does not
+know: when anything happens, what two ops cost together (`pair_price`). Lowering, simulation and the tuner all take
+their prices from here.
 """
 
 from __future__ import annotations
@@ -102,12 +103,24 @@ def _layers(stage: Stage) -> NDArray[np.int64]:
     return np.arange(stage.first, stage.stop)
 
 
+def _part(stage: Stage) -> float:
+    """The share of its layers' work, activations and weights that a stage has."""
+    return 1.0 if stage.shard is None else 1.0 / stage.shard[1]
+
+
+def _parts(plan: Plan) -> Array | float:
+    """That share for all stages, as a column; plain 1 where no layer is cut."""
+    if all(s.shard is None for s in plan.stages):
+        return 1.0
+    return np.array([_part(s) for s in plan.stages])[:, None]
+
+
 @_kept
 def stage_times(plan: Plan, costs: CostTable) -> Array:
     """Time of every op: [kind, stage, micro_batch], with the speed of the stage's rank."""
     whole = [_layers(s) for s in plan.stages]
     again = [np.asarray(s.recomputed_layers, dtype=np.int64) for s in plan.stages]
-    slow = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None]
+    slow = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None] * _parts(plan)
     out = np.empty((len(KINDS), len(plan.stages), plan.num_micro_batches))
     for code, kind in enumerate(KINDS):
         out[code] = slow * _per_micro_batch(plan, costs, costs.layer_times(kind), again if kind == "R" else whole)
@@ -115,14 +128,19 @@ def stage_times(plan: Plan, costs: CostTable) -> Array:
 
 
 def op_durations(plan: Plan, costs: CostTable) -> Array:
-    """Time of every op, in the op table's numbering."""
+    """Time of every op, in the op table's numbering; a pair's time stands at its first op, its second op has none."""
     t = plan.table()
-    return np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
+    alone = np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
+    if t.lead is None:
+        return alone
+    from octopipe.plans.pair_price import paired  # which prices single ops here
+
+    return paired(plan, costs, alone)
 
 
 @_kept
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
-    """Bytes of each stage's output and of its input gradient: two arrays [stages, micro_batches]."""
+    """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches]."""
     last = [np.array([s.stop - 1]) for s in plan.stages]
     before = [np.array([s.first - 1] if s.first > 0 else [], dtype=np.int64) for s in plan.stages]
     return (
@@ -159,8 +177,9 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation.
     """
     whole = [_layers(s) for s in plan.stages]
-    activation = _per_micro_batch(plan, costs, costs.activation_bytes, whole)
-    stash = _per_micro_batch(plan, costs, costs.stash_bytes, whole)
+    parts = _parts(plan)
+    activation = _per_micro_batch(plan, costs, costs.activation_bytes, whole) * parts
+    stash = _per_micro_batch(plan, costs, costs.stash_bytes, whole) * parts
     kept = activation.copy()
     for s, stage in enumerate(plan.stages):
         again = set(stage.recomputed_layers)
@@ -169,7 +188,7 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
         stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
         inputs = np.array([k - 1 for k in sorted(again) if k - 1 not in again and k > 0], dtype=np.int64)
         kept[s] = (
-            _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
+            _part(stage) * _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
             + _per_micro_batch(plan, costs, costs.boundary_bytes, [inputs])[0]
         )
     return StageMemory(np.minimum(kept, activation), activation, stash)
@@ -180,13 +199,14 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
     shares with the embedding once on a rank that holds both."""
     out = np.zeros(plan.num_ranks)
     for stage in plan.stages:
-        out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum()
+        out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum() * _part(stage)
     if costs.tied_bytes:
-        first, last = ({s.rank for s in plan.stages if k in range(s.first, s.stop)} for k in (0, plan.num_layers - 1))
+        whole = [s for s in plan.stages if s.shard is None]
+        first, last = ({s.rank for s in whole if k in range(s.first, s.stop)} for k in (0, plan.num_layers - 1))
         out[list(first & last)] -= costs.tied_bytes
     return out
 
 
 def workspace_bytes(plan: Plan, costs: CostTable) -> Array:
     """Extra bytes while an op of the stage runs: the hungriest layer's."""
-    return np.array([costs.workspace_bytes[s.first : s.stop].max() for s in plan.stages])
+    return np.array([costs.workspace_bytes[s.first : s.stop].max() * _part(s) for s in plan.stages])

@@ -14,6 +14,8 @@ import numpy as np
 
 from octopipe.base.graph import find_cycle
 from octopipe.base.limits import plan_too_large
+from octopipe.plans.pair_rules import pair_problems
+from octopipe.plans.paths import path_problems, too_many_arrows
 from octopipe.plans.plan import KINDS, B, F, I, Op, Plan, R, W, with_rank_order
 
 MAX_PROBLEMS = 20
@@ -21,11 +23,11 @@ MAX_PROBLEMS = 20
 
 def problems(plan: Plan) -> list[str]:
     """Everything wrong with the plan; empty when it can run."""
-    return _structure_problems(plan) or _op_problems(plan) or _order_problems(plan)
+    return _structure_problems(plan) or pair_problems(plan) or _op_problems(plan) or _order_problems(plan)
 
 
 def _structure_problems(plan: Plan) -> list[str]:
-    out = plan_too_large(plan)
+    out = plan_too_large(plan) + too_many_arrows(plan.edges)
     if out:
         return out
     for name in ("num_layers", "num_ranks", "num_micro_batches"):
@@ -43,6 +45,8 @@ def _structure_problems(plan: Plan) -> list[str]:
         again = () if isinstance(s.recompute, bool) else s.recompute
         if any(not s.first <= k < s.stop for k in again) or len(set(again)) != len(again):
             out.append(f"stage {i} recomputes layers {list(again)[:8]}; name some of [{s.first}, {s.stop}) once")
+        if s.shard is not None and not 0 <= s.shard[0] < s.shard[1]:
+            out.append(f"stage {i} is shard {list(s.shard)}; give [k, n] with 0 <= k < n")
     if out:
         return out[:MAX_PROBLEMS]
     if len(plan.route_of_micro_batch) != plan.num_micro_batches:
@@ -53,9 +57,12 @@ def _structure_problems(plan: Plan) -> list[str]:
     for m, r in enumerate(plan.route_of_micro_batch):
         if not 0 <= r < len(plan.routes):
             out.append(f"micro-batch {m} takes route {r}; routes go from 0 to {len(plan.routes) - 1}")
+    if plan.edges and len(plan.edges) != len(plan.routes):
+        return [f"edges has {len(plan.edges)} rows for {len(plan.routes)} paths; give one row per path"]
     used: set[int] = set()
+    held = [(s.first, s.stop, s.shard) for s in plan.stages]
     for r, route in enumerate(plan.routes):
-        out += _route_problems(plan, r, route)
+        out += path_problems(r, route, plan.edges[r], held) if plan.edges else _route_problems(plan, r, route)
         used.update(route)
     for i in range(len(plan.stages)):
         if i not in used:
@@ -69,6 +76,9 @@ def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str
         return [f"route {number} names stage {unknown[0]}; stages go from 0 to {len(plan.stages) - 1}"]
     if not route:
         return [f"route {number} is empty; list its stages"]
+    cut = [s for s in route if plan.stages[s].shard is not None]
+    if cut:
+        return [f"stage {cut[0]} is a shard, but route {number} is a chain; give the path's edges"]
     reached = 0
     for s in route:
         if plan.stages[s].first != reached:
@@ -171,18 +181,31 @@ def _order_problems(plan: Plan) -> list[str]:
     for number, column in np.argwhere(later)[:MAX_PROBLEMS]:
         op, needed = plan.op(int(number)), plan.op(int(preds[number, column]))
         out.append(f"rank {t.rank[number]} runs {op} before {needed}; move {needed} earlier")
+    if t.lead is not None:
+        inside = (preds >= 0) & (t.lead[np.maximum(preds, 0)] == t.lead[:, None])
+        for number, column in np.argwhere(inside)[:MAX_PROBLEMS]:
+            op, needed = plan.op(int(number)), plan.op(int(preds[number, column]))
+            out.append(f"rank {t.rank[number]} pairs {op} with {needed}, which it needs; run one after the other")
     out += _missing_recompute(plan)
     if out:
         return out[:MAX_PROBLEMS]
     cycle = find_cycle(with_rank_order(t, preds))
     if cycle:
-        words = [f"{plan.op(n)} (rank {t.rank[n]})" for n in cycle]
+        words = [f"{_slot_words(plan, n)} (rank {t.rank[n]})" for n in cycle]
         out.append(
             "the orders wait for each other in a circle: "
             + " needs ".join([*words[:12], "..." if len(words) > 12 else words[0]])
             + "; reorder one of these ranks"
         )
     return out
+
+
+def _slot_words(plan: Plan, number: int) -> str:
+    """An op, or the whole pair that it opens."""
+    t = plan.table()
+    if t.lead is None:
+        return str(plan.op(number))
+    return "+".join(str(plan.op(int(n))) for n in np.flatnonzero(t.lead == t.lead[number]))
 
 
 def _missing_recompute(plan: Plan) -> list[str]:

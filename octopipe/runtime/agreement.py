@@ -84,7 +84,8 @@ def _plan_parts(plan: Plan) -> dict[str, str]:
     parts: dict[str, Any] = {
         "the number of layers, ranks or micro-batches": (plan.num_layers, plan.num_ranks, plan.num_micro_batches),
         "the stages": plan.stages,
-        "the routes": (plan.routes, plan.route_of_micro_batch),
+        "the routes": (plan.routes, plan.route_of_micro_batch, plan.edges),
+        "the pairs": sorted(plan.pairs),
     }
     for rank, order in enumerate(plan.orders):
         parts[f"the order of rank {rank}"] = ",".join(map(str, order))

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.base.graph import topological_order
 from octopipe.plans.plan import CODES, KINDS, Op, Plan, R, with_rank_order
 from octopipe.simulation.lowering import Program
@@ -132,13 +133,17 @@ class RankProgram:
 def rank_program(program: Program, rank: int) -> RankProgram:
     """The steps of one rank."""
     plan = program.plan
+    if plan.forks:
+        raise OctoPipeError("this plan's paths fork or join, which the executor does not run; plan chains of stages")
     cells = _cells(plan, rank)
     transfers = {}
     steps: list[Step] = []
     t = plan.table()
-    for kind, op, consumer, peer, number in program.instructions(rank):
+    for kind, op, consumer, peer, number, beside in program.instructions(rank):
         if kind == "compute":
-            steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            # The two ops of a pair run one after the other.
+            for one in (op,) if beside is None else (op, beside):
+                steps.append(Step(CODES[one.kind], cells[one.stage, one.micro_batch], None, one))
             continue
         assert consumer is not None
         sending = kind == "send"

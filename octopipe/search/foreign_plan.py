@@ -224,8 +224,8 @@ def torch_plan(
         )
     if schedule.communicates:
         notes.append("its sends and receives are derived anew: a plan holds the order of computation")
-    if schedule.overlaps:
-        notes.append(f"{schedule.overlaps} OVERLAP_F_B pairs stand one after the other: a plan has no overlapped ops")
+    if schedule.pairs:
+        notes.append(f"{len(schedule.pairs)} OVERLAP_F_B are pairs of the plan: their ops run together")
     last = [op.micro_batch for op in orders[home[count - 1]] if op.stage == count - 1 and op.kind == "F"]
     if last != sorted(last):
         notes.append(
@@ -244,6 +244,7 @@ def torch_plan(
         num_micro_batches=micro_batches,
         stages=tuple(stages),
         orders=orders,
+        pairs=frozenset((Op.parse(a), Op.parse(b)) for a, b in schedule.pairs),
         extra={"system": "torch csv"},
     )
     return ForeignPlan(plan=plan.check(where), notes=tuple(notes))

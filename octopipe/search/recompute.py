@@ -29,24 +29,13 @@ def recomputing(plan: Plan, layers: Mapping[int, int] | None = None) -> Plan:
             whole = len(again) == stage.num_layers
             stages[s] = replace(stage, recompute=True if whole and again else again or False)
     orders = []
-    for order in plan.orders:
+    for rank in range(plan.num_ranks):
         out: list[Op] = []
-        for op in order:
-            if op.kind in "IB" and stages[op.stage].recompute:
-                out.append(Op(op.stage, "R", op.micro_batch))
-            out.append(op)
+        for slot in plan.slots(rank):  # what a pair's backward needs again is made before the pair
+            out += [Op(op.stage, "R", op.micro_batch) for op in slot if op.kind in "IB" and stages[op.stage].recompute]
+            out += slot
         orders.append(tuple(out))
-    return Plan(
-        model=plan.model,
-        num_layers=plan.num_layers,
-        num_ranks=plan.num_ranks,
-        num_micro_batches=plan.num_micro_batches,
-        stages=tuple(stages),
-        orders=tuple(orders),
-        routes=plan.routes,
-        route_of_micro_batch=plan.route_of_micro_batch,
-        extra=plan.extra,
-    )
+    return replace(plan, stages=tuple(stages), orders=tuple(orders))
 
 
 def recomputes(plan: Plan) -> bool:

@@ -21,7 +21,8 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import B, Plan
 from octopipe.plans.price import op_durations
-from octopipe.simulation.lowering import Channel, Program, lower
+from octopipe.simulation.lanes import lane_spans
+from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together
 from octopipe.simulation.simulator import after_pipeline, memory_curves
 from octopipe.simulation.timeline import Spans, Timeline, Transfers
 
@@ -38,6 +39,7 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
     t = plan.table()
     factor = np.where(t.kind == B, profile.fused_factor, 1.0)
     start, end, binding = advance(program, _levels(known, plan.num_ranks) * factor + profile.op_overhead_ms)
+    start = pairs_start_together(t, start)
     n = t.stage.size
     # What an op costs beside its layers passes after it, before the next op starts and its tensor leaves.
     ended = np.maximum(end[:n] - profile.op_overhead_ms, start[:n])
@@ -61,6 +63,7 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
         binding=binding,
         label=label or str(plan.extra.get("system", "")),
         model=costs.model,
+        lanes=lane_spans(plan, costs, spans),
     )
 
 

@@ -10,6 +10,8 @@ its window; each rank's program is its ops (keyed by their end) and its sends an
 transfer -> consumer, instruction before a posted send or receive) leads from a smaller key to a larger one,
 so there is no cycle. `prove_deadlock_free` checks the finished program again, from its instructions alone.
 
+A pair is one instruction: what either of its ops receives stands before it, what either sends after it.
+
 Near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
 """
 
@@ -27,7 +29,7 @@ from octopipe.base.display import one_line
 from octopipe.base.errors import DeadlockError, OctoPipeError
 from octopipe.base.graph import find_cycle, topological_order
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import F, Op, OpTable, Plan, with_rank_order
+from octopipe.plans.plan import F, Op, OpTable, Plan, joined, with_rank_order
 from octopipe.plans.price import boundary_bytes, match, op_durations
 from octopipe.simulation import engine as _engine
 from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
@@ -44,17 +46,19 @@ Floats = NDArray[np.float64]
 
 
 class Instruction(NamedTuple):
-    """One line of a rank's program: run `op`, or send / receive the tensor `op` made for `consumer`."""
+    """One line of a rank's program: run `op` (together with `beside`, where it is a pair), or send / receive the tensor
+    that `op` made for `consumer`."""
 
     kind: Literal["compute", "send", "receive"]
     op: Op
     consumer: Op | None = None
     peer: int = -1
     transfer: int = -1
+    beside: Op | None = None
 
     def __str__(self) -> str:
         if self.kind == "compute":
-            return str(self.op)
+            return str(self.op) if self.beside is None else f"{self.op}+{self.beside}"
         arrow = "->" if self.kind == "send" else "<-"
         return f"{self.kind}[{self.op} {arrow} rank {self.peer}]"
 
@@ -76,6 +80,7 @@ class Program:
     instr_offsets: Ints
     instr_kind: Ints
     instr_id: Ints
+    """The op of a compute instruction (of a pair its first), the transfer of a send or receive."""
     preds: Ints
     """The rendezvous graph: ops first, then transfers."""
     mismatched: int
@@ -98,7 +103,8 @@ class Program:
         for i in range(self.instr_offsets[rank], self.instr_offsets[rank + 1]):
             kind, number = int(self.instr_kind[i]), int(self.instr_id[i])
             if kind == COMPUTE:
-                yield Instruction("compute", self.plan.op(number))
+                pair = t.lead is not None and number + 1 < t.lead.size and t.lead[number + 1] == number
+                yield Instruction("compute", self.plan.op(number), beside=self.plan.op(number + 1) if pair else None)
                 continue
             a, b = int(self.source[number]), int(self.target[number])
             peer = int(t.rank[b] if kind == SEND else t.rank[a])
@@ -141,16 +147,18 @@ def lower(
     duration = op_durations(plan, costs)
 
     # Times when only a rank pair's own direction queues: the windows come from here.
-    graph = with_rank_order(t, data)
+    nodes = data.copy()
+    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
+    graph = with_rank_order(t, nodes)
     free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
     free[:computes] = graph
-    free[target, column] = computes + np.arange(source.size, dtype=np.int32)
     free[computes:, 0] = source
     free[computes:, 1] = _before_in_direction(t, source, target)
     order = topological_order(free)
     place = np.empty(order.size, np.int64)
     place[order] = np.arange(order.size)
     start, end, _ = _engine.longest_path(order, free, np.concatenate((duration, transfer_ms)))
+    start = pairs_start_together(t, start)
 
     def program(sorting: tuple[NDArray[np.float64], ...]) -> Program:
         return program_of(*_instructions(t, source, target, sorting))
@@ -184,7 +192,7 @@ def lower(
         chosen = cheapest_positions(
             t.rank, t.offsets, source, target, ready, need, transfer_ms, start[:computes], end[:computes], CANDIDATES
         )
-        met = meetings(t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks)
+        met = _meetings(plan, transfer_of, source, target, duration, transfer_ms)
         candidates = [by_key(ready), by_key(chosen), program_of(*met)]
         best = min(candidates, key=lambda p: _makespan(p, duration))
     else:
@@ -206,10 +214,55 @@ def _rendezvous(
     plan: Plan, channel: Channel, source: Ints, target: Ints, transfer_of: Ints, offsets: Ints, kinds: Ints, ids: Ints
 ) -> Ints:
     """The rendezvous graph of these instructions, as a predecessor table."""
-    data, rank = plan.predecessor_table(), plan.table().rank
+    t = plan.table()
+    data, carried = joined(t, plan.predecessor_table()), transfer_of
+    if t.lead is not None:
+        carried = np.where(data >= 0, joined(t, transfer_of), -1).astype(np.int32)
+        # The second op of a pair waits for the first, and that is no transfer.
+        carried[t.lead != np.arange(t.lead.size)] = -1
     return _engine.program_predecessors(
-        data, transfer_of, rank, source, target, offsets, kinds, ids, _MODES[channel], plan.num_ranks
+        data, carried, t.rank, source, target, offsets, kinds, ids, _MODES[channel], plan.num_ranks
     )
+
+
+def pairs_start_together(t: OpTable, start: Floats) -> Floats:
+    """The second op of a pair starts with the first; as a node of the graph it only waits for it."""
+    if t.lead is None:
+        return start
+    out = start.copy()
+    out[: t.lead.size] = start[t.lead]
+    return out
+
+
+def _meetings(
+    plan: Plan, transfer_of: Ints, source: Ints, target: Ints, duration: Floats, transfer_ms: Floats
+) -> tuple[Ints, Ints, Ints]:
+    """`blocking.meetings`, with pairs as one op each."""
+    t = plan.table()
+    data = plan.predecessor_table()
+    if t.lead is None:
+        return meetings(t.rank, t.offsets, data, transfer_of, source, target, duration, transfer_ms, plan.num_ranks)
+    first = np.flatnonzero(t.lead == np.arange(t.lead.size)).astype(np.int32)
+    short = (np.cumsum(t.lead == np.arange(t.lead.size)) - 1).astype(np.int32)[t.lead]
+    needs = joined(t, data)[first]
+    needs = np.where(needs >= 0, short[needs], -1).astype(np.int32)
+    carried = joined(t, transfer_of)[first]
+    sizes = np.bincount(t.rank[first], minlength=plan.num_ranks)
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+    kinds, ids, stops = meetings(
+        np.ascontiguousarray(t.rank[first]),
+        offsets,
+        needs,
+        np.ascontiguousarray(carried),
+        np.ascontiguousarray(short[source]),
+        np.ascontiguousarray(short[target]),
+        np.ascontiguousarray(duration[first]),
+        transfer_ms,
+        plan.num_ranks,
+    )
+    compute = kinds == COMPUTE
+    ids[compute] = first[ids[compute]]
+    return kinds, ids, stops
 
 
 def with_instructions(program: Program, kinds: Ints, ids: Ints, offsets: Ints) -> Program:
@@ -238,10 +291,9 @@ def prove_deadlock_free(program: Program) -> None:
 
 def _transfer_prices(plan: Plan, costs: CostTable, source: Ints, target: Ints) -> tuple[Floats, Floats]:
     t = plan.table()
-    out_bytes, gradient_bytes = boundary_bytes(plan, costs)
-    forward = t.kind[source] == F
-    stage, micro_batch = t.stage[source], t.micro_batch[source]
-    nbytes = np.where(forward, out_bytes[stage, micro_batch], gradient_bytes[stage, micro_batch])
+    # A gradient is as large as the output that it is the gradient of, which its consumer made.
+    maker = np.where(t.kind[source] == F, source, target)
+    nbytes = boundary_bytes(plan, costs)[0][t.stage[maker], t.micro_batch[maker]]
     latency, per_byte = np.zeros(source.size), np.zeros(source.size)
     a, b = t.rank[source], t.rank[target]
     for x, y in {(int(p), int(q)) for p, q in zip(a, b)}:
@@ -270,6 +322,10 @@ def _instructions(
     ids = np.concatenate((np.arange(computes), np.arange(transfers), np.arange(transfers))).astype(np.int32)
     columns: list[NDArray[Any]] = [ids, *reversed(sorting), lane]
     order = np.lexsort(columns)
+    if t.lead is not None:  # the second op of a pair has no instruction of its own
+        second = np.concatenate((t.lead != np.arange(computes), np.zeros(2 * transfers, bool)))
+        order = order[~second[order]]
+        lane = lane[~second]
     sizes = np.bincount(lane, minlength=t.offsets.size - 1)
     return kinds[order], ids[order], np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
 
@@ -288,18 +344,25 @@ def _sorted_by_readiness(
     A receive stands after the ops its rank has finished by then, less PREFETCH ops of slack; a later
     receive of the same direction never stands before an earlier one (the queue's order is the sender's).
     """
-    position = np.arange(t.rank.size) - t.offsets[t.rank]
-    slot = _receive_slots(t.rank, t.offsets, source, target, ready, end, PREFETCH, _by_direction(t, source, target))
+    position = _positions(t)
+    first = target if t.lead is None else np.ascontiguousarray(t.lead[target])
+    slot = _receive_slots(t.rank, t.offsets, source, first, ready, end, PREFETCH, _by_direction(t, source, target))
     slots = np.concatenate((position + 0.5, position[source] + 1.0, slot))
     return slots, np.concatenate((position, source, source)).astype(float)
 
 
 def _sorted_naively(t: OpTable, source: Ints, target: Ints) -> tuple[NDArray[np.float64], ...]:
     """Send right after producing, receive right before using."""
-    position = np.arange(t.rank.size) - t.offsets[t.rank]
+    position = _positions(t)
     slots = np.concatenate((position + 0.5, position[source] + 1.0, position[target] + 0.0))
     after_sends = np.concatenate((np.zeros(t.rank.size + source.size), np.ones(target.size)))
     return slots, after_sends
+
+
+def _positions(t: OpTable) -> NDArray[np.int64]:
+    """Every op's place in its rank's order; both ops of a pair stand where the first one does."""
+    lead = np.arange(t.rank.size) if t.lead is None else t.lead
+    return lead - t.offsets[t.rank]
 
 
 def _by_direction(t: OpTable, source: Ints, target: Ints) -> NDArray[np.int64]:

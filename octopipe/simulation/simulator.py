@@ -30,7 +30,8 @@ from octopipe.plans.price import (
     workspace_bytes,
 )
 from octopipe.simulation import engine as _engine
-from octopipe.simulation.lowering import Channel, Program, lower, prove_deadlock_free
+from octopipe.simulation.lanes import lane_spans
+from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together, prove_deadlock_free
 from octopipe.simulation.timeline import Extra, MemoryCurve, Spans, Timeline, Transfers
 
 Floats = NDArray[np.float64]
@@ -50,6 +51,7 @@ def simulate(
     computes = t.stage.size
     duration = np.concatenate((op_durations(plan, costs), program.transfer_ms))
     start, end, binding = _engine.longest_path(topological_order(program.preds), program.preds, duration)
+    start = pairs_start_together(t, start)
     spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], end[:computes])
     transfers = Transfers(
         program.source,
@@ -70,11 +72,19 @@ def simulate(
         binding=binding,
         label=label or str(plan.extra.get("system", "")),
         model=costs.model,
+        lanes=lane_spans(plan, costs, spans),
     )
 
 
 def makespan_ms(plan: Plan, costs: CostTable) -> float:
-    """The makespan under directed channels, without building a program or a timeline (no check either)."""
+    """The makespan under directed channels, without building a program or a timeline (no check either).
+
+    Plans with pairs, or with paths that fork, are lowered after all.
+    """
+    if plan.pairs or plan.edges:
+        program = lower(plan, costs, check=False)
+        duration = np.concatenate((op_durations(plan, costs), program.transfer_ms))
+        return float(_engine.longest_path(topological_order(program.preds), program.preds, duration)[1].max())
     t = plan.table()
     before, after = route_neighbours(plan)
     forward, gradient = hop_times(plan, costs)
@@ -139,19 +149,37 @@ def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: T
         time.append(when)
         delta.append(change)
 
-    out_bytes, gradient_bytes = boundary_bytes(plan, costs)
+    out_bytes = boundary_bytes(plan, costs)[0]
     data = plan.predecessor_table()
-    for column, kind in ((0, F), (2, None)):
-        consumer = np.flatnonzero((data[:, column] >= 0) & ((t.kind == F) if kind == F else (is_i | is_b)))
+    further = range(3, data.shape[1])
+    last_use = np.full(t.stage.size, -1.0)
+    for forward, column in [(True, k) for k in (0, *further)] + [(False, k) for k in (2, *further)]:
+        consumer = np.flatnonzero((data[:, column] >= 0) & ((t.kind == F) if forward else (is_i | is_b)))
         producer = data[consumer, column]
-        size = (out_bytes if kind == F else gradient_bytes)[t.stage[producer], t.micro_batch[producer]]
+        # A gradient is as large as the output that it is the gradient of, which its consumer made.
+        maker = producer if forward else consumer
+        size = out_bytes[t.stage[maker], t.micro_batch[maker]]
         carried = program.transfer_of[consumer, column]
         local = carried < 0
-        add(t.rank[producer], spans.end_ms[producer], size)
-        add(t.rank[consumer], spans.start_ms[consumer] if kind == F else spans.end_ms[consumer], -size)
         moved = carried[~local]
-        add(transfers.source[moved], transfers.end_ms[moved], -size[~local])
+        if forward and plan.edges:
+            # What several stages take is one tensor on its maker's rank, until the last of them has it.
+            let_go = np.where(local, spans.start_ms[consumer], 0.0)
+            let_go[~local] = transfers.end_ms[moved]
+            np.maximum.at(last_use, producer, let_go)
+        else:
+            add(t.rank[producer], spans.end_ms[producer], size)
+            add(t.rank[consumer], spans.start_ms[consumer] if forward else spans.end_ms[consumer], -size)
+            add(transfers.source[moved], transfers.end_ms[moved], -size[~local])
+            add(transfers.destination[moved], transfers.start_ms[moved], size[~local])
+            continue
         add(transfers.destination[moved], transfers.start_ms[moved], size[~local])
+        add(t.rank[consumer[~local]], spans.start_ms[consumer[~local]], -size[~local])
+    made = np.flatnonzero(last_use >= 0.0)
+    if made.size:
+        size = out_bytes[t.stage[made], t.micro_batch[made]]
+        add(t.rank[made], spans.end_ms[made], size)
+        add(t.rank[made], last_use[made], -size)
     ranks, times, deltas = np.concatenate(rank), np.concatenate(time), np.concatenate(delta)
     by = np.lexsort((times, ranks))
     ranks, times, deltas = ranks[by], times[by], deltas[by]

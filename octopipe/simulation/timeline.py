@@ -68,6 +68,30 @@ class Extra(NamedTuple):
     end_ms: float
 
 
+class LaneSpans(NamedTuple):
+    """What the two lanes of the ranks did within the spans: where ops have an exchange, and in pairs."""
+
+    span: Ints
+    """The span it is part of."""
+    lane: Ints
+    """0 compute, 1 exchange."""
+    start_ms: Floats
+    end_ms: Floats
+
+
+class Exchange(NamedTuple):
+    """Exchanges between expert ranks, over all ranks."""
+
+    total_ms: float
+    hidden_ms: float
+    """The part of it during which the same rank computed."""
+
+    @property
+    def share(self) -> float:
+        """Share that is hidden; 1 where there is no exchange."""
+        return self.hidden_ms / self.total_ms if self.total_ms > 0 else 1.0
+
+
 class MemoryCurve(NamedTuple):
     """Bytes in use on a rank: `bytes[i]` holds from `times_ms[i]` on; static bytes included."""
 
@@ -121,6 +145,8 @@ class Timeline:
     model: str = ""
     setting: Mapping[str, Any] = field(default_factory=dict)
     """What it was predicted or measured for, where that is known: GPU, TP, sequence length, ..."""
+    lanes: LaneSpans | None = None
+    """Compute and exchange within the spans; None where no op has an exchange and none is paired."""
 
     # -- times -----------------------------------------------------------------------------------------
 
@@ -146,8 +172,36 @@ class Timeline:
 
     @cached_property
     def busy_ms(self) -> Floats:
-        took = self.spans.end_ms - self.spans.start_ms
+        took = self._took()
         return np.bincount(self.spans.rank, weights=took, minlength=self.num_ranks).astype(np.float64)
+
+    def _took(self) -> Floats:
+        """Time of every span that no earlier span of its rank covers: two ops that run together count once."""
+        start, end = self.spans.start_ms, self.spans.end_ms
+        if self.lanes is None:
+            return end - start
+        out = end - start
+        for rank in np.unique(self.spans.rank):
+            mine = self.spans.rank == rank
+            covered = np.concatenate(([0.0], np.maximum.accumulate(end[mine])[:-1]))
+            out[mine] = np.maximum(end[mine] - np.maximum(start[mine], covered), 0.0)
+        return out
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """How much of the exchanges between expert ranks is hidden behind computation."""
+        if self.lanes is None:
+            return Exchange(0.0, 0.0)
+        n = self.lanes
+        rank = self.spans.rank[n.span]
+        total = hidden = 0.0
+        for r in range(self.num_ranks):
+            exchanging, computing = ((rank == r) & (n.lane == lane) for lane in (1, 0))
+            total += float((n.end_ms[exchanging] - n.start_ms[exchanging]).sum())
+            busy = _union(n.start_ms[computing], n.end_ms[computing])
+            until, since = (_covered(*busy, times[exchanging]) for times in (n.end_ms, n.start_ms))
+            hidden += float((until - since).sum())
+        return Exchange(total, min(hidden, total))
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -209,11 +263,9 @@ class Timeline:
         """Compute time of a rank before each of `times`."""
         mine = self.spans.rank == rank
         start, end = self.spans.start_ms[mine], self.spans.end_ms[mine]
-        before = np.concatenate(([0.0], np.cumsum(end - start)))
-        k = np.searchsorted(start, times, side="right")
-        last = np.maximum(k - 1, 0)
-        running = np.minimum(times, end[last]) - start[last]  # negative before the first op
-        return np.asarray(before[last] + np.maximum(running, 0.0))
+        if self.lanes is not None:
+            start, end = _union(start, end)
+        return _covered(start, end, times)
 
     # -- memory ----------------------------------------------------------------------------------------
 
@@ -261,7 +313,11 @@ class Timeline:
             "communications": o.communications,
             "overlapped": o.overlapped,
             "overlap_rate": o.rate,
-        }
+        } | (
+            {}
+            if self.lanes is None
+            else {"exchange_ms": self.exchange.total_ms, "exchange_hidden": self.exchange.share}
+        )
 
     def __repr__(self) -> str:
         return one_line(
@@ -294,7 +350,8 @@ class Timeline:
                 "label": self.label,
                 "model": self.model,
                 "setting": dict(self.setting),
-            },
+            }
+            | ({} if self.lanes is None else {"lanes": {k: v.tolist() for k, v in self.lanes._asdict().items()}}),
             enc_hook=plain,
         )
 
@@ -324,7 +381,29 @@ def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
         label=record.label,
         model=record.model,
         setting=record.setting or {},
+        lanes=None if record.lanes is None else _columns(LaneSpans, record.lanes),
     )
+
+
+def _covered(start: Floats, end: Floats, times: Floats) -> Floats:
+    """How much of the intervals, which do not overlap and stand in order, lies before each of `times`."""
+    if start.size == 0:
+        return np.zeros(times.size)
+    before = np.concatenate(([0.0], np.cumsum(end - start)))
+    k = np.searchsorted(start, times, side="right")
+    last = np.maximum(k - 1, 0)
+    running = np.minimum(times, end[last]) - start[last]  # negative before the first interval
+    return np.asarray(before[last] + np.maximum(running, 0.0))
+
+
+def _union(start: Floats, end: Floats) -> tuple[Floats, Floats]:
+    """Intervals as few that do not overlap, in order of time."""
+    if start.size == 0:
+        return start, end
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    fresh = np.concatenate(([True], start[1:] > end[:-1]))
+    return start[fresh], np.maximum.reduceat(end, np.flatnonzero(fresh))
 
 
 def _columns(kind: Any, record: Any) -> Any:

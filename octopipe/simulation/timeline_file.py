@@ -49,6 +49,15 @@ class TransferColumns(msgspec.Struct):
     nbytes: list[Bytes]
 
 
+class LaneColumns(msgspec.Struct):
+    """Compute and exchange within the spans."""
+
+    span: list[Node]
+    lane: list[Annotated[int, Meta(ge=0, lt=2)]]
+    start_ms: list[Time]
+    end_ms: list[Time]
+
+
 class CurveRecord(msgspec.Struct):
     """Memory of one rank."""
 
@@ -80,6 +89,7 @@ class TimelineRecord(msgspec.Struct):
     label: str
     model: str
     setting: dict[str, Any] | None = None
+    lanes: LaneColumns | None = None
 
 
 def read_record(data: bytes, where: str) -> TimelineRecord:
@@ -102,7 +112,8 @@ def read_record(data: bytes, where: str) -> TimelineRecord:
 def _problem(record: TimelineRecord) -> str:
     """What cannot be true in the record, or nothing."""
     spans, transfers, ranks = record.spans, record.transfers, record.num_ranks
-    for name, columns in (("spans", spans), ("transfers", transfers)):
+    lanes = record.lanes or LaneColumns([], [], [], [])
+    for name, columns in (("spans", spans), ("transfers", transfers), ("lanes", lanes)):
         lengths = {field: len(getattr(columns, field)) for field in columns.__struct_fields__}
         if len(set(lengths.values())) > 1:
             return f"columns of {name} differ in length ({', '.join(f'{k} {n}' for k, n in lengths.items())})"
@@ -115,6 +126,7 @@ def _problem(record: TimelineRecord) -> str:
         ("producer of a transfer", transfers.producer, ops),
         ("consumer of a transfer", transfers.consumer, ops),
         ("binding node", record.binding, nodes),
+        ("span of a lane", lanes.span, ops),
     ):
         if numbers and max(numbers) >= stop:
             return f"{what} is {max(numbers)}; they go from 0 to {stop - 1}"
@@ -122,7 +134,7 @@ def _problem(record: TimelineRecord) -> str:
         return f"binding has {len(record.binding)} entries for {nodes} ops and transfers"
     if not _ends(np.array(record.binding, np.int32)):
         return "binding leads in a circle: nothing there was first"
-    for what, part in (("op", spans), ("transfer", transfers)):
+    for what, part in (("op", spans), ("transfer", transfers), ("part of a lane", lanes)):
         late = np.flatnonzero(np.array(part.end_ms, float) < np.array(part.start_ms, float))
         if late.size:
             return f"{what} {int(late[0])} ends before it starts"

@@ -1,10 +1,10 @@
 """A plan inside PyTorch's pipeline runtime.
 
-Knows: how a plan's orders and our proven sends and receives become the actions that
-`_PipelineScheduleRuntime` walks, and what that runtime needs put right: micro-batches named in the last stage's
-order (`export/pytorch.py`), the mean over micro-batches taken at the loss (its own division after the step also
-divides what earlier steps left in `.grad`, and a tied parameter once per stage), ties added up. Does not know:
-what runs inside a stage.
+Knows: how a plan's orders and our proven sends and receives become the actions that PyTorch's runtime walks (those
+of them that the installed version has), and what that runtime needs put right: micro-batches named in the last
+stage's order (`views/export/pytorch.py`), the mean over micro-batches taken at the loss (its own division after the
+step also divides what earlier steps left in `.grad`, and a tied parameter once per stage), ties added up. Does not
+know: what runs inside a stage, or PyTorch's private names (`torch_private.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.torch_engine.ties import TIES, OneSum
-from octopipe.views.export.pytorch import communicating_rows, torch_order
+from octopipe.torch_engine.torch_private import PipelineRuntime, known_actions, load_actions, repair_first_contact
+from octopipe.views.export.pytorch import communicating_rows, rows_with, torch_order
 
 
-class PlanSchedule(schedules._PipelineScheduleRuntime):
+class PlanSchedule(PipelineRuntime):
     """PyTorch's runtime with a plan loaded: `step`, `eval` and the rest are PyTorch's own."""
 
     notes: tuple[str, ...] = ()
@@ -72,13 +73,9 @@ def schedule(
     rows = communicating_rows(order.plan, costs)
     out = PlanSchedule(mine, order.plan.num_micro_batches, loss_fn=loss_fn, scale_grads=False, **more)
     out.mean, out.notes, out.renamed = scale_grads, order.notes, order.renamed
-    known = {kind.value for kind in schedules._ComputationType}
-    actions: dict[int, list[Any]] = {}
-    for rank, row in enumerate(rows):
-        words = [w for w in row if "REDUCE_GRAD" in known or not w.endswith("REDUCE_GRAD")]
-        actions[rank] = [schedules._Action.from_str(word) for word in words]
-    out.pipeline_order = {rank: [a for a in row if a.is_compute_op] for rank, row in actions.items()}
-    out._prepare_schedule_with_comms(actions, format="compute_comms")
+    for stage in mine:
+        repair_first_contact(stage)
+    load_actions(out, rows_with(rows, known_actions()))
     for note in order.notes:
         if "renamed" in note:
             warnings.warn(f"octopipe: {note}", stacklevel=2)

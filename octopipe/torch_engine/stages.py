@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue
+from octopipe.torch_engine.torch_private import run_backward
 
 Layer = nn.Module | Callable[[], nn.Module]
 
@@ -80,21 +81,8 @@ class _StageMode(SplitMode):
     def _outer_backward(
         self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, **_: Any
     ) -> None:
-        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        seeds = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
-        seeds = seeds * len(roots) if len(seeds) == 1 and seeds[0] is None else seeds
-        both = zip(roots, seeds, strict=True)
-        pairs = [(r, torch.ones_like(r) if g is None else g) for r, g in both if r.requires_grad]
         with self:
-            torch.autograd.graph._engine_run_backward(
-                tuple(r for r, _ in pairs),
-                tuple(g for _, g in pairs),
-                bool(retain_graph),
-                create_graph,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            run_backward(tensors, grad_tensors, retain_graph, create_graph)
 
 
 class PlanStage(PipelineStage):

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="torch-csv: with this plan's proven order of sends and receives (format compute_comms)",
     )
+    parser.add_argument(
+        "--torch",
+        metavar="VERSION",
+        help="with --with-communication: the PyTorch that will load it (default: the one installed, else the newest)",
+    )
     add_cost_arguments(parser)
 
 
@@ -66,6 +71,8 @@ def _export(args: argparse.Namespace) -> bytes:
 
     if args.with_communication and args.to not in ("torch-csv", "pytorch"):
         raise OctoPipeError(f"--with-communication says nothing about {args.to}; use it with --to torch-csv")
+    if args.torch is not None and not args.with_communication:
+        raise OctoPipeError("--torch is for --to torch-csv --with-communication: other formats do not depend on it")
     if args.to in ("torch-csv", "pytorch"):
         return _torch_csv(args)
     from octopipe.views.report.load import load_entry
@@ -117,7 +124,21 @@ def _torch_csv(args: argparse.Namespace) -> bytes:
         from octopipe.plans.setting import costs_of_plan
 
         costs = costs_of_plan(plan, setting, args.file)
-    return pytorch_csv_with_communication(plan, costs).encode()
+    version = args.torch or _installed_torch()
+    say([f"written for PyTorch {version}; --torch VERSION writes it for another"])
+    return pytorch_csv_with_communication(plan, costs, version=version).encode()
+
+
+def _installed_torch() -> str:
+    """The version of the PyTorch in this environment, else the newest whose schedules are known."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from octopipe.views.export.pytorch import ACTIONS_SINCE
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ".".join(map(str, max(ACTIONS_SINCE)))
 
 
 def _of_timeline(args: argparse.Namespace, entry: Entry) -> bytes:

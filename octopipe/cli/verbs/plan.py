@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, words in (
         ("tp", "GPUs per layer"),
         ("cp", "GPUs per sequence"),
-        ("ep", "GPUs the experts are dealt to"),
+        ("ep", "GPUs that the experts are divided over"),
         ("pp", "pipeline ranks"),
         ("dp", "pipelines side by side"),
         ("vp", "stages per pipeline rank"),
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--for",
         dest="runtime",
-        choices=("any", "megatron", "torch", "octopipe"),
+        choices=("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe"),
         default="any",
         help="only what this runtime can run (default: any)",
     )
@@ -65,6 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--today", metavar="SIZES", help="what you run now, e.g. tp=4,pp=8,vp=5: shown beside")
     group.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="for all of it (default: 30s)")
+    group.add_argument(
+        "--margin",
+        type=share,
+        default=0.02,
+        metavar="SHARE",
+        help="splits within this share of the fastest count as equally fast, and the simplest of them with memory to "
+        "spare wins (default: 0.02; 0: the fastest)",
+    )
     group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
     group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
@@ -85,13 +93,25 @@ def _systems(text: str) -> tuple[str, ...]:
     return names
 
 
+def share(text: str) -> float:
+    """An argparse type: a share between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a share; give a number from 0 up to 1")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
     from octopipe.cli.verbs.tune import _check_writable
     from octopipe.plans.file import save_plan
     from octopipe.search.planner.commands import command_lines
+    from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
-    from octopipe.search.planner.splits import RUNTIMES, parse_split
+    from octopipe.search.planner.splits import parse_split
 
     for path in (args.output, args.page):
         if path:
@@ -123,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
                 runtime=RUNTIMES[args.runtime],
                 recompute=args.recompute or "auto",
                 budget_s=args.budget,
+                margin=args.margin,
                 seed=args.seed,
                 say=None if status is None else status.update,
             )
@@ -144,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         from octopipe.views.report.cluster import page
 
         write_whole(args.page, page(record).encode())
-    lines = command_lines(best, model=args.model, plan_file=args.output or "plan.json", runtime=args.runtime)
+    lines = command_lines(best, spec=spec, model=args.model, plan_file=args.output, runtime=args.runtime)
     if args.json:
         print_json(numbers_of(args, found, lines))
     else:
@@ -195,7 +216,7 @@ def _record(
 ) -> dict[str, Any]:
     """What the panel of a report and the page draw."""
     from octopipe.search.planner.record import record_of, scaled
-    from octopipe.search.planner.splits import RUNTIMES
+    from octopipe.search.planner.runtimes import RUNTIMES
 
     points = scaled(spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime])
     return record_of(found, model=spec.name, words=changes(found), scaling=points)
@@ -233,6 +254,9 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) ->
         "splits": found.splits,
         "judged": found.judged,
         "cut_short": found.cut_short,
+        "skipped": list(found.skipped),
+        "margin": found.margin,
+        "fastest": None if found.fastest is None else found.fastest.as_dict(),
         "seconds": found.seconds,
     }
 
@@ -282,15 +306,30 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
     rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
     seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
     out.print(seen, style="dim")
+    for sentence in found.skipped:
+        out.print(sentence, style="dim")
 
 
 def changes(found: Found) -> list[str]:
     """The winner in words, beside what runs today."""
+    from octopipe.costs.analytic.calibration import is_calibrated
+
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
     step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
+    if best.setup.gpu is not None and not is_calibrated(best.setup.gpu, best.setup.precision):
+        out.append(
+            f"No published run calibrates {best.setup.gpu.name} in {best.setup.precision} here. Its shares of the peak "
+            "are taken from Hopper, so absolute numbers may be far off; the order of splits is more certain."
+        )
+    if found.fastest is not None:
+        gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
+        out.append(
+            f"{found.fastest.split.words()} ({found.fastest.how}) is {gain:.1f} % faster by this model, less than its "
+            "error; the simpler split with memory to spare is chosen (--margin 0 takes the fastest)."
+        )
     if today is None:
         return out
     fits = "" if today.fits else f", and needs {today.peak_gib:.0f} of {today.limit_gib:.0f} GiB: it does not fit"

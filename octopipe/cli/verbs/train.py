@@ -6,32 +6,27 @@ Knows: flags, the live line, what is said at the end. Does not know: how trainin
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import (
     add_length_arguments,
     add_model_arguments,
-    console,
-    named,
     non_negative,
     print_json,
     seed_number,
     whole_number,
 )
-from octopipe.cli.verbs.runnable import kernel_words, model_of, needs_torch, told
+from octopipe.cli.verbs.runnable import kernel_words, model_of, needs_torch
+from octopipe.cli.verbs.train_result import Screen, summary, tell
 from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
     from octopipe.models.lengths import Groups
     from octopipe.plans.plan import Plan
-    from octopipe.runtime.training.job import Phase, StepReport, TrainJob, TrainResult
-
-GIB = float(1 << 30)
-
+    from octopipe.runtime.training.data.opening import Reading
+    from octopipe.runtime.training.job import TrainJob
 
 ELASTIC_TUNE_S = 10.0
 """For a new plan where the one that was given is for another number of ranks."""
@@ -62,6 +57,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
     run_.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
     run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps until the full learning rate")
+    run_.add_argument(
+        "--schedule",
+        choices=("constant", "linear", "cosine", "wsd"),
+        default="constant",
+        help="of the learning rate after the warm-up (default: constant)",
+    )
+    run_.add_argument("--min-lr", type=non_negative, default=0.0, help="what the schedule falls to (default: 0)")
+    run_.add_argument(
+        "--schedule-steps", type=whole_number, metavar="N", help="the step the schedule ends with (default: --steps)"
+    )
+    run_.add_argument(
+        "--decay-steps", type=whole_number, metavar="N", help="of --schedule wsd: its last part (default: a tenth)"
+    )
+    run_.add_argument(
+        "--weight-decay",
+        type=non_negative,
+        default=0.1,
+        help="of matrices; norms, biases and vectors do not decay (default: 0.1)",
+    )
+    run_.add_argument("--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="of Adam (default: 0.9,0.95)")
+    run_.add_argument("--eps", type=non_negative, default=1e-8, help="of Adam (default: 1e-8)")
     run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
@@ -81,14 +97,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--graphs", action=argparse.BooleanOptionalAction, help="ops replayed from CUDA graphs (default: on cuda)"
     )
-    run_.add_argument("--data", metavar="FILE", help="tokens: .npy, or .bin of uint16 (default: synthetic text)")
     run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
     run_.add_argument(
         "--adapt", type=whole_number, metavar="N", help="every N steps: re-tune on measured times, switch if it pays"
     )
     run_.add_argument("--no-measure", action="store_true", help="no measurement: start at once, predict nothing")
+    run_.add_argument("--no-memory-check", action="store_true", help="start even where memory seems too small")
     run_.add_argument("--timeout", type=seconds, default=300.0, metavar="TIME", help="for any wait (default: 300s)")
+    add_data_arguments(parser.add_argument_group("data"))
     kept = parser.add_argument_group("what is kept")
     kept.add_argument("--checkpoint", metavar="DIR", help="save at the end, and see --save-every")
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
@@ -101,7 +118,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
+    kept.add_argument("--log", metavar="FILE", help="append one JSON object per report to this file")
+    kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard's event files there")
+    kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE says so")
+    kept.add_argument(
+        "--log-every", type=whole_number, metavar="N", help="steps between reports (default: 1; on a GPU a hundredth)"
+    )
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def add_data_arguments(group: Any) -> None:
+    group.add_argument(
+        "--data",
+        metavar="PATH",
+        help="text: .jsonl, or a folder of datasets' save_to_disk; tokens: .npy, .bin, Megatron's .bin and .idx "
+        "(default: made-up text)",
+    )
+    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or its folder (default: MODEL's folder)")
+    group.add_argument("--text-key", default="text", metavar="KEY", help="the field with the text (default: text)")
+    group.add_argument(
+        "--data-dtype", choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"), help="of the ids in a .bin"
+    )
+    group.add_argument(
+        "--document-mask",
+        action=argparse.BooleanOptionalAction,
+        help="documents of one sample do not see each other (default: where the layers allow it)",
+    )
+    group.add_argument("--eval-data", metavar="PATH", help="kept aside: loss and perplexity at the end")
+    group.add_argument("--eval-every", type=whole_number, metavar="N", help="and every N steps")
+    group.add_argument("--eval-samples", type=whole_number, metavar="N", help="the most of them (default: all)")
+    group.add_argument("--new-data", action="store_true", help="with --resume: other --data, from its beginning")
+
+
+def two_betas(text: str) -> tuple[float, float]:
+    """An argparse type: `0.9,0.95`."""
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of numbers; write e.g. 0.9,0.95") from None
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: betas are from 0 to below 1")
+    return first, second
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,10 +171,16 @@ def run(args: argparse.Namespace) -> int:
         launch.warm_up(*([] if isinstance(job.spec, ModelSpec) else ["octopipe.huggingface.warm"]))
     with needs_torch():
         from octopipe.runtime.training.guard import ASKED
+        from octopipe.runtime.training.logs import Logs
         from octopipe.runtime.training.train import train
     screen = Screen(job, quiet=args.json)
-    with screen:
-        result = train(job, screen.show)
+    with Logs(args.log, tensorboard=args.tensorboard, wandb=args.wandb, about=told_about(job)) as logs, screen:
+
+        def heard(news: Any) -> None:
+            logs.show(news)
+            screen.show(news)
+
+        result = train(job, heard)
     if result is None:  # a rank of torchrun's that is not the first
         return 0
     if args.output:
@@ -148,11 +211,12 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.runtime.training.job import TrainJob
     from octopipe.search.systems.registry import get_system
 
+    reading = reading_from(args)
     kernels: dict[str, Any] = {"kernels": args.kernels, "device": args.device}
     spec = model_of(args.model, scale=args.scale, num_layers=args.layers, own=args.own_layers, **kernels)
     plan = load_plan(args.plan) if args.plan else None
     get_system(args.system)
-    for path in (args.output, args.timeline):
+    for path in (args.output, args.timeline, args.log):
         if path:
             check_target(path)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
@@ -190,6 +254,13 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         groups=groups,
         lr=args.lr,
         warmup=args.warmup,
+        schedule=args.schedule,
+        schedule_steps=args.schedule_steps,
+        min_lr=args.min_lr,
+        decay_steps=args.decay_steps,
+        weight_decay=args.weight_decay,
+        betas=args.betas,
+        eps=args.eps,
         optimizer=args.optimizer,
         clip=args.clip or None,
         dtype=args.dtype,
@@ -197,6 +268,13 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         compile_scans=args.compile_scans,
         kernels=() if hasattr(spec, "class_name") else args.kernels,
         data=args.data,
+        reading=reading,
+        new_data=args.new_data,
+        eval_data=args.eval_data,
+        eval_every=args.eval_every,
+        eval_samples=args.eval_samples,
+        log_every=args.log_every,
+        memory_check=not args.no_memory_check,
         seed=args.seed,
         profile=profile,
         measure=not args.no_measure,
@@ -211,6 +289,40 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
+
+
+def reading_from(args: argparse.Namespace) -> Reading:
+    """How data is read; whatever is wrong with it and needs no model to be seen is said here, before anything heavy."""
+    from pathlib import Path
+
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.runtime.training.data.opening import Reading, look
+
+    tokenizer = args.tokenizer
+    if tokenizer is None and os.path.isfile(os.path.join(args.model, "tokenizer.json")):
+        tokenizer = args.model
+    reading = Reading(tokenizer=tokenizer, dtype=args.data_dtype, text_key=args.text_key, apart=args.document_mask)
+    paths = [path for path in (args.data, args.eval_data) if path is not None]
+    for path in paths:
+        look(path, reading)
+    if not paths:
+        for flag in ("tokenizer", "data_dtype", "document_mask"):
+            if getattr(args, flag) is not None:
+                raise OctoPipeError(f"--{flag.replace('_', '-')} is about data; add --data")
+    if args.data_dtype and not any(Path(path).suffix in (".bin", ".npy", ".idx") for path in paths):
+        raise OctoPipeError(f"--data-dtype is the type of ids in a .bin; {paths[0]} needs none: leave it out")
+    return reading
+
+
+def told_about(job: TrainJob) -> dict[str, Any]:
+    """The run's settings for a log."""
+    return {
+        "model": job.spec.name, "nproc": job.nproc, "dp": job.dp, "seq": job.seq, "steps": job.steps,
+        "micro_batches": job.num_micro_batches, "micro_batch_size": job.micro_batch_size, "system": job.system,
+        "optimizer": job.optimizer, "weight_decay": job.weight_decay, "betas": list(job.betas), "clip": job.clip,
+        "dtype": job.dtype, "device": job.device, "data": job.data, "eval_data": job.eval_data, "seed": job.seed,
+        **job.learning_rate.about(),
+    }  # fmt: skip
 
 
 def lengths_from(
@@ -262,118 +374,3 @@ def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:
     start = 0.1 * max(lengths)
     found = micro_batch_samples(lengths, pp, lambda count, length: start + count * length)
     return tuple(tuple(lengths[i] for i in group) for group in found)
-
-
-class Screen:
-    """A live line on a terminal; on a pipe, a plain line now and then."""
-
-    def __init__(self, job: TrainJob, *, quiet: bool):
-        self.job, self.quiet = job, quiet
-        self._err = console(stderr=True)
-        self._live: Any = self._err.status("starting ranks") if self._err.is_terminal else nullcontext()
-        self._out = console()
-        self._every = max(1, job.steps // 20)
-
-    def __enter__(self) -> Screen:
-        self._status = self._live.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._live.__exit__(*error)
-
-    def show(self, news: Phase | StepReport) -> None:
-        from octopipe.runtime.training.job import Phase
-
-        text = news.text if isinstance(news, Phase) else step_line(news, self.job.steps)
-        if isinstance(news, Phase) and news.notice:
-            self._err.print(f"note: {text}", soft_wrap=True, markup=False, highlight=False)
-        elif self._status is not None:
-            self._status.update(text)
-        elif not self.quiet and not isinstance(news, Phase) and self._is_due(news.step):
-            self._out.print(text, soft_wrap=True)
-
-    def _is_due(self, step: int) -> bool:
-        return step % self._every == 0 or step in (1, self.job.steps)
-
-
-def step_line(r: StepReport, steps: int) -> str:
-    """One line: step, loss, speed, idle time, memory."""
-    memory = " ".join(f"{b / GIB:.2f}" for b in r.memory_bytes)
-    return (
-        f"step {r.step:>{len(str(steps))}}/{steps}  loss {r.loss:.4f}  {r.step_ms:.0f} ms  "
-        f"{r.tokens_per_s:,.0f} tokens/s  bubble {r.bubble_ratio:.1%}  memory {memory} GiB"
-    )
-
-
-def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
-    """The run as one JSON object."""
-    predicted = result.predicted
-    return {
-        "model": result.plan.model or None,
-        "layers": told(job.spec),
-        "system": result.plan.extra.get("system"),
-        "parameters": result.parameters,
-        "num_ranks": result.plan.num_ranks,
-        "num_micro_batches": result.plan.num_micro_batches,
-        "first_step": result.first_step,
-        "steps": len(result.reports),
-        "loss": result.losses[-1] if result.reports else None,
-        "losses": result.losses,
-        "step_ms": _finite(result.step_ms),
-        "pipeline_ms": _finite(result.pipeline_ms),
-        "predicted_ms": result.predicted_ms,
-        "bubble_ratio": _finite(result.bubble_ratio),
-        "predicted_bubble_ratio": None if predicted is None else predicted.bubble_ratio,
-        "tokens_per_s": result.reports[-1].tokens_per_s if result.reports else None,
-        "memory_gib": [b / GIB for b in result.reports[-1].memory_bytes] if result.reports else [],
-        "checkpoint": result.checkpoint,
-        "notices": list(result.notices),
-        "history": [
-            {
-                "step": r.step,
-                "loss": r.loss,
-                "step_ms": r.step_ms,
-                "pipeline_ms": r.pipeline_ms,
-                "bubble_ratio": r.bubble_ratio,
-            }
-            for r in result.reports
-        ],
-    }
-
-
-def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
-    """The end of a run, the verdict first."""
-    out = console()
-    if not result.reports:
-        out.print(f"nothing to do: the checkpoint is at step {result.first_step - 1}, --steps is {job.steps}")
-        return
-    first, last = result.reports[0], result.reports[-1]
-    name = str(result.plan.extra.get("system") or args.plan or "plan")
-    out.print(
-        f"[bold]loss {first.loss:.4f} -> {last.loss:.4f}[/] in steps {first.step} to {last.step}: "
-        f"{named(name)}, {job.nproc} ranks"
-    )
-    out.print(f"{named(job.spec.name)}: {told(job.spec)}", soft_wrap=True)
-    batch = f"{job.num_micro_batches} micro-batches of {job.micro_batch_size} x {job.seq} tokens"
-    if job.lengths:
-        batch = f"{job.num_micro_batches} micro-batches a pipeline of {len(job.lengths)} sequences in all, "
-        batch += f"{min(job.lengths)} to {max(job.lengths)} tokens"
-    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}")
-    out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
-    if result.predicted is not None:
-        predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio
-        off = predicted_ms / result.pipeline_ms - 1
-        out.print(f"         predicted {predicted_ms:.1f} ms, bubble {idle:.1%} ({off:+.1%})")
-    speed = 1e3 * job.tokens_per_step / result.step_ms
-    out.print(f"whole step {result.step_ms:.1f} ms, {speed:,.0f} tokens/s (medians)")
-    for text, path in (
-        ("checkpoint", result.checkpoint),
-        ("plan", args.output),
-        ("measured timeline", args.timeline),
-    ):
-        if path:
-            out.print(f"{text}: {named(path)}", soft_wrap=True)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

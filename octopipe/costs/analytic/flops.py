@@ -97,8 +97,9 @@ class Work:
     """Of the saved values, those that only a matrix product reads: one byte instead of two under fp8."""
     cheap_stream_width: float = 0.0
     cheap_inner_width: float = 0.0
-    """Of the saved values, those that selective recomputation drops: outputs of norms, of activation functions and of
-    latent up-projections, and the experts' outputs before they are weighted."""
+    """Of the saved values, those that selective recomputation drops, which is what runtimes have switches for: outputs
+    of the norms before attention and feed-forward, of the experts' activation functions and of latent up-projections,
+    and the experts' outputs before they are weighted. Dense feed-forwards, shared experts and scans have none."""
     cheap_flops: float = 0.0
     """Products that selective recomputation runs again."""
     ring_width: float = 0.0
@@ -165,8 +166,6 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 stream_width=2 * h,
                 quantized_stream_width=h,
                 quantized_inner_width=di,
-                cheap_stream_width=h,
-                cheap_inner_width=2 * di + 2 * gn,
                 inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
                 stash_stream_width=2 * h,
                 stash_inner_width=part.projection_width + di,
@@ -188,8 +187,6 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 stream_width=2 * h,
                 quantized_stream_width=h,
                 quantized_inner_width=di,
-                cheap_stream_width=h,
-                cheap_inner_width=2 * di,
                 inner_width=6 * di + low,
                 stash_stream_width=2 * h,
                 stash_inner_width=5 * di + low + part.dt_rank,
@@ -205,8 +202,6 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 stream_width=2 * h,
                 quantized_stream_width=h,
                 quantized_inner_width=vw,
-                cheap_stream_width=h,
-                cheap_inner_width=2 * kw + 2 * vw,
                 inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
                 stash_stream_width=2 * h,
                 stash_inner_width=part.projection_width + vw,
@@ -224,8 +219,6 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 stream_width=2 * h + 2 * d,
                 quantized_stream_width=h + d,
                 quantized_inner_width=w,
-                cheap_stream_width=h,
-                cheap_inner_width=3 * w + w,
                 inner_width=inner + 3 * w + 2 * w,
                 stash_stream_width=2 * h + 2 * d,
                 stash_inner_width=inner + w,
@@ -241,8 +234,6 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 stream_width=2 * h,
                 quantized_stream_width=h,
                 quantized_inner_width=w,
-                cheap_stream_width=h,
-                cheap_inner_width=w,
                 inner_width=4 * w + 2 * w,
                 stash_stream_width=2 * h,
                 stash_inner_width=4 * w + w,
@@ -256,7 +247,6 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 quantized_stream_width=h,
                 quantized_inner_width=part.ffn,
                 cheap_stream_width=h,
-                cheap_inner_width=part.ffn,
                 inner_width=part.matrices * part.ffn,
                 stash_stream_width=2 * h,
                 stash_inner_width=part.matrices * part.ffn,
@@ -280,7 +270,7 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 quantized_stream_width=h,
                 quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
                 cheap_stream_width=h,
-                cheap_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
+                cheap_inner_width=part.top_k * (w + part.ffn),
                 inner_width=routed + shared + latent,
                 stash_stream_width=2 * h,
                 stash_inner_width=routed + shared + latent,

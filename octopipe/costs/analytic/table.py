@@ -289,31 +289,40 @@ def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[W
     if setup.dp * setup.cp == 1 or setup.zero == 3:
         return 0.0
     exposed, layers_per_rank = 0.0, max(1.0, len(weights) / setup.pp)
-    behind = columns["forward_ms"] + columns["input_ms"] + columns["weight_ms"]
-    for i, whole in enumerate(reduction_ms(weights, pricing)):
-        exposed += max(whole - float(behind[i]), whole / layers_per_rank)
+    forward, backward = columns["forward_ms"], columns["input_ms"] + columns["weight_ms"]
+    for i, (reduced, gathered) in enumerate(reduction_parts_ms(weights, pricing)):
+        # ZeRO-2 reduced behind every backward, the last one too: of that only the last layer's share is left.
+        behind = math.inf if setup.zero == 2 else float(backward[i])
+        exposed += max(reduced - behind, reduced / layers_per_rank)
+        exposed += max(gathered - float(forward[i]), gathered / layers_per_rank)
     return exposed
 
 
 def reduction_ms(weights: Sequence[Weights], pricing: Pricing) -> list[float]:
     """Per layer, once a step: its gradient reduced over the replicas and its updated weights gathered, nothing
     overlapped."""
+    after = 0.0 if pricing.setup.zero >= 2 else 1.0
+    return [after * reduced + gathered for reduced, gathered in reduction_parts_ms(weights, pricing)]
+
+
+def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tuple[float, float]]:
+    """Per layer: reducing its gradient, which the backward hides, and gathering its updated weights, which the next
+    forward hides. Without ZeRO the second half of the all-reduce is counted with the first."""
     setup, cluster = pricing.setup, pricing.cluster
     if setup.dp * setup.cp == 1 or setup.zero == 3:
-        return [0.0] * len(weights)
+        return [(0.0, 0.0)] * len(weights)
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)
-    sizes = {
-        0: (setup.gradient_bytes, setup.gradient_bytes),
-        1: (setup.gradient_bytes, WEIGHT_BYTES),
-        2: (WEIGHT_BYTES,),
-    }[setup.zero]
-    known: dict[Weights, float] = {}
+    known: dict[Weights, tuple[float, float]] = {}
     for held in set(weights):
-        known[held] = sum(
-            ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link)
-            for count, n, stride in zip(held, shards_of(setup, cluster), strides, strict=True)
-            for size in sizes
-        )
+        groups = list(zip(held, shards_of(setup, cluster), strides, strict=True))
+
+        def ring(size: float, groups: list[tuple[float, float, int]] = groups) -> float:
+            return sum(
+                ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link) for count, n, stride in groups
+            )
+
+        reduced = ring(setup.gradient_bytes)
+        known[held] = (2 * reduced, 0.0) if setup.zero == 0 else (reduced, ring(WEIGHT_BYTES))
     return [known[held] for held in weights]
 
 

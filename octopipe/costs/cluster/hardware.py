@@ -139,7 +139,8 @@ def _gpus() -> Mapping[str, Gpu]:
     # Columns: dense bf16 and fp8 TFLOP/s, HBM (vendors' "GB" are GiB to within a percent of what the driver
     # shows), HBM TB/s, intra-node and inter-node GB/s per direction, GPUs on the fast links, generation, clock.
     # H800: data sheet, links as the paper's cluster. H100, H200, B200, GB200, GB300, MI300X: secondary sources.
-    # A100, L40S: from memory. An NVL72 rack has 72 GPUs; jobs take 64 of them, which powers of two divide.
+    # B300, MI355X, A100-40G: the vendors' data sheets. A100, L40S: from memory. An NVL72 rack has 72 GPUs; jobs take
+    # 64 of them, which powers of two divide.
     # To the host: PCIe 5 (4 for A100, L40S) x16 at about 80 % of its rate, NVLink-C2C for GB200 and GB300.
     # GB300 boards may draw 1400 W where GB200 draws 1200: at power ~ clock^3 that is a clock 5 % higher.
     rows = {
@@ -147,13 +148,16 @@ def _gpus() -> Mapping[str, Gpu]:
         "h100": (989, 1979, 80, 3.35, 450, 50, 8, "hopper", 1.0),
         "h200": (989, 1979, 141, 4.8, 450, 50, 8, "hopper", 1.0),
         "a100": (312, None, 80, 2.04, 300, 25, 8, "ampere", 1.0),
+        "a100-40g": (312, None, 40, 1.555, 300, 25, 8, "ampere", 1.0),
         "b200": (2250, 4500, 180, 7.7, 900, 50, 8, "blackwell", 1.0),
         "gb200": (2500, 5000, 186, 8.0, 900, 50, 64, "blackwell", 1.0),
         "gb300": (2500, 5000, 277, 8.0, 900, 100, 64, "blackwell", 1.05),
+        "b300": (2250, 4500, 270, 8.0, 900, 100, 8, "blackwell", 1.0),
         "mi300x": (1307, 2615, 192, 5.3, 448, 50, 8, "cdna3", 1.0),
+        "mi355x": (2500, 5000, 288, 8.0, 537, 50, 8, "cdna4", 1.0),
         "l40s": (362, 733, 48, 0.864, 32, 12, 8, "ada", 1.0),
     }
-    host = {"a100": 25.0, "l40s": 25.0, "gb200": 360.0, "gb300": 360.0}
+    host = {"a100": 25.0, "a100-40g": 25.0, "l40s": 25.0, "gb200": 360.0, "gb300": 360.0}
     return MappingProxyType(
         {
             name: Gpu(

@@ -64,8 +64,9 @@ class Setup:
     gradients: Gradients | None = None
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is fp8."""
     recompute: Recompute = "none"
-    """selective: outputs of norms, activation functions and latent up-projections again; full: whole layers again, one
-    at a time, from their inputs; auto: as much of both as it takes to fit."""
+    """selective: outputs of norms, of experts' activation functions and of latent up-projections again (Megatron-LM's
+    --recompute-modules layernorm moe_act mla_up_proj); full: whole layers again, one at a time, from their inputs;
+    auto: as much of both as it takes to fit."""
     recompute_layers: int | None = None
     """With full: so many layers, spread evenly over the model, the rest selectively; None: all."""
     sequence_parallel: bool = True
@@ -152,6 +153,19 @@ class Setup:
     def gradient_bytes(self) -> float:
         """Bytes of one parameter's gradient."""
         return 2.0 if (self.gradients or ("bf16" if self.precision == "fp8" else "fp32")) == "bf16" else 4.0
+
+    @property
+    def peak_flops_per_ms(self) -> float | None:
+        """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
+        if self.gpu is None:
+            return None
+        kinds = [(gpu(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
+        left, total = self.num_gpus, 0.0
+        for kind, number in kinds:
+            used = min(number, left)
+            total += used * kind.peak_flops_per_ms(self.precision)
+            left -= used
+        return total / max(self.num_gpus - left, 1)
 
     @property
     def gpu_memory_gib(self) -> float:

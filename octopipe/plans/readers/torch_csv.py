@@ -2,10 +2,11 @@
 
 Knows: both formats. `compute_only`: a row per rank, cells `2F0`, `1I3`, `1W3`, `0B2`, `(0F1;3B0)OVERLAP_F_B`,
 empty cells for idle slots. `compute_comms`: the same with `0SEND_F2`, `1RECV_B0` and so on, and `0UNSHARD`,
-`0RESHARD`, `0REDUCE_GRAD` where FSDP is used. Does not know: torch, stages' layers, plans.
+`0RESHARD`, `0REDUCE_GRAD` where FSDP is used; from PyTorch 2.15 on `0WAIT_SEND_F2`, `0WAIT_REDUCE_GRAD` too. Does
+not know: torch, stages' layers, plans.
 
 >>> read_torch_csv("0F0,0SEND_F0,0RECV_B0,0B0\\n1RECV_F0,(1F0;1B0)OVERLAP_F_B,1SEND_B0\\n")
-TorchSchedule(rows=(('0F0', '0B0'), ('1F0', '1B0')), communicates=True, overlaps=1)
+TorchSchedule(rows=(('0F0', '0B0'), ('1F0', '1B0')), communicates=True, pairs=(('1F0', '1B0'),))
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from octopipe.base.files import brief
 
 _COMPUTE = re.compile(r"[0-9]{1,9}[FIWB][0-9]{1,9}")
 _TRANSFER = re.compile(r"[0-9]{1,9}(SEND_F|RECV_F|SEND_B|RECV_B)[0-9]{1,9}")
-_SHARD = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
+_OTHER = re.compile(r"[0-9]{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD|WAIT_SEND_F|WAIT_SEND_B)[0-9]{0,9}")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -30,14 +31,15 @@ class TorchSchedule:
     rows: tuple[tuple[str, ...], ...]
     communicates: bool
     """Whether sends and receives were written out (they are derived anew where a plan is made)."""
-    overlaps: int
-    """Pairs that run as one OVERLAP_F_B; here they stand one after the other."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Ops that run together as one OVERLAP_F_B; in the rows they stand side by side."""
 
 
 def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
     """The compute ops of a schedule CSV; an unknown cell is an error that names rank and position."""
     rows: list[tuple[str, ...]] = []
-    communicates, overlaps = False, 0
+    communicates = False
+    pairs: list[tuple[str, str]] = []
     lines = list(csv.reader(text.splitlines()))
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
@@ -49,18 +51,19 @@ def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
                 row.append(word)
             elif match := _OVERLAP.fullmatch(word):
                 parts = [part.strip() for part in match[1].split(";")]
-                if not all(_COMPUTE.fullmatch(part) for part in parts):
+                if not all(_COMPUTE.fullmatch(part) for part in parts) or len(parts) > 2:
                     raise _unknown(where, rank, position, word)
                 row += parts
-                overlaps += 1
+                if len(parts) == 2:
+                    pairs.append((parts[0], parts[1]))
             elif _TRANSFER.fullmatch(word):
                 communicates = True
-            elif word and not _SHARD.fullmatch(word):
+            elif word and not _OTHER.fullmatch(word):
                 raise _unknown(where, rank, position, word)
         rows.append(tuple(row))
     if not any(rows):
         raise OctoPipeError(f"{where}: no ops in it; a schedule has one line per rank with cells such as 2F0")
-    return TorchSchedule(rows=tuple(rows), communicates=communicates, overlaps=overlaps)
+    return TorchSchedule(rows=tuple(rows), communicates=communicates, pairs=tuple(pairs))
 
 
 def _unknown(where: str, rank: int, position: int, word: str) -> OctoPipeError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
@@ -15,6 +15,8 @@ from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
+from octopipe.runtime.training.data.opening import Reading
+from octopipe.runtime.training.schedule import SCHEDULES, Schedule
 from octopipe.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -50,9 +52,19 @@ class TrainJob:
     """Default: the plan's, or twice the pipeline's ranks."""
     micro_batch_size: int = 1
     lr: float = 1e-3
+    schedule: str = "constant"
+    """How the learning rate goes on after the warm-up (`schedule.py`)."""
+    schedule_steps: int | None = None
+    """The step the schedule ends with; default: the last step of the run."""
+    min_lr: float = 0.0
     warmup: int = 0
+    decay_steps: int | None = None
+    """Of WSD's last part; default a tenth of all."""
     optimizer: str = "adamw"
     weight_decay: float = 0.1
+    """Of matrices; norms, biases and other vectors do not decay (`run_parts.decays`)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
     clip: float | None = 1.0
     dtype: str = "float32"
     """bfloat16: parameters stay float32, layers compute under autocast."""
@@ -64,6 +76,20 @@ class TrainJob:
     kernels: tuple[str, ...] = ()
     """Kernels of our own layers by name; a transformers model has its choice made already."""
     data: str | None = None
+    """Path of tokens or text; None: made-up text."""
+    reading: Reading = field(default_factory=Reading)
+    """How data is read."""
+    new_data: bool = False
+    """On resuming: other data than before is meant, and taken from its beginning."""
+    eval_data: str | None = None
+    eval_every: int | None = None
+    """Steps between two evaluations; the last step is always followed by one."""
+    eval_samples: int | None = None
+    """The most samples of an evaluation; default: all of the data."""
+    log_every: int | None = None
+    """Steps between two reports; default: every one on a CPU, every hundredth of the run on a GPU."""
+    memory_check: bool = True
+    """Compare what the run will hold with what is free before it starts."""
     seed: int = 0
     profile: Profile | None = None
     measure: bool = True
@@ -95,12 +121,15 @@ class TrainJob:
     def __post_init__(self) -> None:
         if self.lengths:
             self._check_lengths()
-        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda"))):
+        choices = (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda")), ("schedule", SCHEDULES))
+        for name, known in choices:
             if getattr(self, name) not in known:
                 raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
         for name in ("nproc", "steps", "dp", "seq", "micro_batch_size", "keep"):
             if getattr(self, name) < 1:
                 raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
+        _ = self.learning_rate
+        self._check_training()
         if self.nproc % self.dp:
             raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
         if self.graphs and self.device == "cpu":
@@ -151,6 +180,21 @@ class TrainJob:
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
 
+    def _check_training(self) -> None:
+        for name in ("eval_every", "eval_samples", "log_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OctoPipeError(f"{name} is {value}; give a whole number from 1 on")
+        if self.weight_decay < 0 or self.eps <= 0 or not all(0 <= beta < 1 for beta in self.betas):
+            raise OctoPipeError(
+                f"weight decay {self.weight_decay}, betas {self.betas}, eps {self.eps}; give a decay from 0 on, betas "
+                "from 0 to below 1 and an eps above 0"
+            )
+        if self.eval_data is None and (self.eval_every or self.eval_samples):
+            raise OctoPipeError("evaluations need data that was kept aside; add --eval-data")
+        if self.new_data and not self.resume:
+            raise OctoPipeError("--new-data is for a run that goes on; add --resume, or leave it out")
+
     def _check_lengths(self) -> None:
         if len(self.groups) != self.dp:
             raise OctoPipeError(f"micro-batches of {len(self.groups)} pipelines for dp {self.dp}; give one each")
@@ -170,6 +214,17 @@ class TrainJob:
     def replays(self) -> bool:
         """Whether ops are to be replayed from CUDA graphs."""
         return self.device == "cuda" if self.graphs is None else self.graphs
+
+    @property
+    def learning_rate(self) -> Schedule:
+        return Schedule(
+            kind=self.schedule,
+            rate=self.lr,
+            least=self.min_lr,
+            warmup=self.warmup,
+            steps=self.schedule_steps or self.steps,
+            decay=self.decay_steps,
+        )
 
     @property
     def pp(self) -> int:
@@ -213,6 +268,30 @@ class StepReport:
     memory_bytes: tuple[float, ...]
     """Per rank: the allocator's peak on a GPU, the process's resident memory on a CPU."""
     tokens_per_s: float
+    lr: float = math.nan
+    grad_norm: float = math.nan
+    """Before clipping."""
+    mfu: float | None = None
+    """The model's own FLOPs over what the GPUs could do at their data sheet's peak; None where that is not known."""
+    epoch: float | None = None
+    """Passes over the data so far; None for made-up text."""
+    samples: int = 0
+    """Trained on so far, by all pipelines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """An evaluation after a step."""
+
+    step: int
+    loss: float
+    """Mean over all tokens of the evaluation."""
+    tokens: int
+    samples: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +312,7 @@ class TrainResult:
     """What happened that was not asked for: damaged checkpoints passed over, branches set aside."""
     stopped_by: int = 0
     """The signal that ended the run before its last step, or 0."""
+    evaluations: tuple[EvalReport, ...] = ()
 
     @property
     def losses(self) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from octopipe.base.errors import OctoPipeError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.base.files import shown
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
@@ -32,9 +33,11 @@ from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
+from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import Phase, TrainJob
+from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
-from octopipe.runtime.wire.telling import broadcast_value
+from octopipe.runtime.wire.telling import broadcast_value, gather_values
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 
@@ -62,6 +65,10 @@ class Everyone:
             raise OctoPipeError(problem)
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return [value] if self._group is None else gather_values(self._group, value)
+
     def most(self, number: int, timeout_s: float) -> int:
         """The largest of all ranks' numbers."""
         if self._group is None:
@@ -84,6 +91,24 @@ def worlds(seat: launch.Seat, job: TrainJob) -> tuple[World, Everyone]:
     kind = "cuda" if "nccl" in backend else "cpu"
     mesh = init_device_mesh(kind, (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
     return World.make(None, None, mesh), Everyone(seat, group)
+
+
+def check_memory(
+    job: TrainJob, plan: Plan, profile: Profile | None, device: torch.device, seat: launch.Seat, everyone: Everyone
+) -> None:
+    """Before the model is built: every rank's share against what its GPU or host has free (collective)."""
+    if not job.memory_check:
+        return
+    host = socket.gethostname()
+    free: float | None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        place, free = f"{host}'s GPU {device.index}", float(torch.cuda.mem_get_info(device)[0])
+    else:
+        place, free = f"{host}", free_host_bytes()
+    seats = everyone.gather({"pp_rank": seat.rank % job.pp, "place": place, "free": free})
+    if text := check_places(job, plan, profile, seats):
+        raise DoesNotFitError(text)
 
 
 def length_factor(job: TrainJob) -> Any:
@@ -131,16 +156,30 @@ def measured_plan(
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not."""
-    parameters = [p for p in pipe.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": job.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in pipe.named_parameters():
+        if parameter.requires_grad:
+            owner = owners.get(name.rpartition(".")[0])
+            groups[decays(name, parameter, owner)].append(parameter)
+    listed = [
+        {"params": groups[True], "weight_decay": job.weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
     ]
     if job.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=job.lr, momentum=0.9)
+        return torch.optim.SGD(listed, lr=job.lr, momentum=0.9)
     kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=job.lr, betas=(0.9, 0.95), fused=job.device == "cuda" or None)
+    return kind(listed, lr=job.lr, betas=job.betas, eps=job.eps, fused=job.device == "cuda" or None)
+
+
+def decays(name: str, parameter: torch.Tensor, owner: torch.nn.Module | None = None) -> bool:
+    """Whether weight decay applies: to what has two dimensions or more, unless it is a bias or belongs to a norm.
+
+    So matrices, embeddings, convolutions and experts decay; norms, biases (of all experts in one tensor, too) and
+    vectors such as Mamba's A_log, D and dt_bias do not.
+    """
+    norm = owner is not None and "norm" in type(owner).__name__.lower()
+    return parameter.ndim >= 2 and not name.endswith("bias") and not norm
 
 
 def identity(spec: ModelSpec | HfModel) -> str:

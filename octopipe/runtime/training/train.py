@@ -24,34 +24,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from octopipe.base.errors import OctoPipeError
+from octopipe.base.errors import DoesNotFitError
 from octopipe.base.files import shown
 from octopipe.costs.profile_file import Profile
+from octopipe.huggingface.cut import LayerList
 from octopipe.models.lengths import sequence_numbers
 from octopipe.plans.plan import Plan
 from octopipe.runtime.batches import to_device
 from octopipe.runtime.measure.trial import Workload, profile_workload
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks import launch
-from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.training.adapt import Adapter, switch
 from octopipe.runtime.training.checkpoint import Saving, load_checkpoint, read_record
-from octopipe.runtime.training.data import length_micro_batches, micro_batches, open_tokens, weighted
+from octopipe.runtime.training.data.batches import StepLoss, counted_targets, length_micro_batches, micro_batches
+from octopipe.runtime.training.data.corpus import Windows
+from octopipe.runtime.training.data.opening import open_source
+from octopipe.runtime.training.evaluate import evaluate
 from octopipe.runtime.training.guard import Diverged, FiniteWatch, StopRequest
-from octopipe.runtime.training.job import Phase, StepReport, TrainJob, TrainResult
+from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJob, TrainResult
+from octopipe.runtime.training.memory_check import UNFIT
+from octopipe.runtime.training.progress import Progress, exchange
+from octopipe.runtime.training.ready import made_ready
+from octopipe.runtime.training.resuming import check_resumable, schedule_words, way_on
 from octopipe.runtime.training.run_parts import (
     Everyone,
     autocast,
     backend,
+    check_memory,
     folder,
     identity,
     length_factor,
     measured_plan,
-    memory_bytes,
     optimizer_of,
     plan_of,
     shared_gpu,
@@ -61,7 +67,7 @@ from octopipe.runtime.training.shelf import choose, latest
 from octopipe.runtime.wire.telling import moment, told
 from octopipe.simulation.contention import predict
 
-Listener = Callable[[Phase | StepReport], None]
+Listener = Callable[[Phase | StepReport | EvalReport], None]
 
 
 LOADING_S = 30.0
@@ -71,13 +77,16 @@ LOADING_S = 30.0
 def train(job: TrainJob, listen: Listener | None = None) -> TrainResult | None:
     """Run a job in processes of its own, or as one rank of torchrun's (then None on all ranks but the first)."""
     with folder(job):
+        job = made_ready(job, listen or launch.unheard)
         try:
             result: TrainResult | None = _start(train_rank, job, job, listen)
             return result
         except launch.RankError as error:
-            raise launch.RankError(error.rank, f"{error}{_way_on(job)}") from None
+            if UNFIT in str(error):
+                raise DoesNotFitError(str(error)) from None
+            raise launch.RankError(error.rank, f"{error}{way_on(job)}") from None
         except Diverged as error:
-            raise Diverged(f"{error}{_way_on(job)}") from None
+            raise Diverged(f"{error}{way_on(job)}") from None
 
 
 def train_in_turns(jobs: Sequence[TrainJob], listen: Listener | None = None) -> list[TrainResult] | None:
@@ -112,17 +121,6 @@ def _start(work: launch.Work, job: TrainJob, payload: Any, listen: Listener | No
 def _patience_s(job: TrainJob) -> float:
     """For waits that name no time of their own: while one rank tunes, the others wait for it."""
     return job.timeout_s + 2.0 * (job.tune_s or 0.0)
-
-
-def _way_on(job: TrainJob) -> str:
-    """What a run that failed can be resumed from."""
-    if job.checkpoint is None:
-        return ""
-    try:
-        path, _ = choose(job.checkpoint)
-    except OctoPipeError:
-        return ""
-    return f"; {shown(path)} is good: --resume goes on from it"
 
 
 def train_rank(seat: launch.Seat, job: TrainJob) -> TrainResult | None:
@@ -176,6 +174,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
+    check_memory(job, plan, profile, device, seat, everyone)
     seat.tell(Phase(text="building the model"))
 
     def make_pipe(plan: Plan) -> Pipeline:
@@ -183,7 +182,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         return Pipeline(
             layers,
             plan,
-            weighted(work.loss(layers)) if job.lengths else work.loss(layers),
+            StepLoss(work.loss(layers), shifted=isinstance(layers, LayerList)),
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,
@@ -229,10 +228,21 @@ class _Run:
         self._saving: Saving | None = None
         self.reports: list[StepReport] = []
         self._numbers = sequence_numbers(job.lengths, job.groups)
-        self._source = open_tokens(job.data, vocab=job.spec.vocab, seq=job.seq, seed=job.seed)
-        self._one_host = len({*pipe.world.gather(socket.gethostname())}) == 1
+        self.evaluations: list[EvalReport] = []
+        sizes: dict[str, Any] = {"vocab": job.spec.vocab, "seq": job.seq, "seed": job.seed}
+        sizes["apart"] = bool(job.reading.apart)
+        self._source = open_source(job.data, job.reading, **sizes)
+        self._about_data = self._source.about()
+        self._kept_aside = (
+            None if job.eval_data is None else open_source(job.eval_data, job.reading, **sizes, shuffle=False)
+        )
+        self._data_begins = 0
+        """How many samples had been seen when this data began."""
+        self._rate = job.learning_rate
+        self._norm: Tensor | None = None
+        self._progress = Progress(job, one_clock=len({*pipe.world.gather(socket.gethostname())}) == 1)
         # A GPU would wait for the host at every report.
-        self._every = 1 if job.device == "cpu" else max(1, job.steps // 100)
+        self._every = job.log_every or (1 if job.device == "cpu" else max(1, job.steps // 100))
         self.first = self.resume() if job.resume or self._has_begun() else 1
 
     def close(self) -> None:
@@ -257,6 +267,7 @@ class _Run:
             checkpoint=self.saved,
             notices=tuple(self.notices),
             stopped_by=self.stopped_by,
+            evaluations=tuple(self.evaluations),
         )
 
     def _has_begun(self) -> bool:
@@ -270,19 +281,10 @@ class _Run:
         """Load the newest good checkpoint, or the one asked for; the step to go on with."""
         with moment("while the checkpoint to go on from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
-        seen = read_record(path)
-        model, seed = seen.get("model"), seen.get("seed", self.job.seed)
-        if model != identity(self.job.spec):
-            raise OctoPipeError(
-                f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(self.job.spec)}; "
-                "use the same MODEL, --scale and --layers"
-            )
-        if seed != self.job.seed:
-            raise OctoPipeError(
-                f"{shown(path)} was trained with --seed {seed}, this run has {self.job.seed}: its data and dropout "
-                f"would be others; use --seed {seed}"
-            )
+        self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
         record = load_checkpoint(path, self.pipe, self.optimizer)
+        if changed := schedule_words(record.get("schedule"), self._rate.about()):
+            self._notice(f"the learning rate goes on by another schedule: {changed}")
         self.seen = int(record.get("samples", 0))
         self.pipe.step_number = record["step"]
         self.saved = str(path)
@@ -315,7 +317,7 @@ class _Run:
             last = step == job.steps or bool(self.stopped_by)
             reports = counted == self._every or last
             # The exchange of the step's numbers waits for all ranks, so the clock stops when the step is over.
-            rows = self._exchange() if reports else []
+            rows = exchange(self.pipe, job.timeout_s) if reports else []
             took_s += time.perf_counter() - began
             if reports:
                 report = self._report(step, float(loss), 1e3 * took_s / counted, rows)
@@ -331,11 +333,19 @@ class _Run:
                 with moment(f"while step {step} was saved"), told(_patience_s(job)):
                     self._save(step)
                     self._finish_saving(at_once=not job.async_save or last)
+            if self._kept_aside is not None and (last or (job.eval_every and step % job.eval_every == 0)):
+                self._evaluate(step)
             if job.adapt_every and step % job.adapt_every == 0 and not last:
                 self._adapt(step)
             yield
             if self.stopped_by:
                 return
+
+    def _evaluate(self, step: int) -> None:
+        assert self._kept_aside is not None
+        report = evaluate(self.pipe, self._kept_aside, self.job, step)
+        self.evaluations.append(report)
+        self.seat.tell(report)
 
     def _save(self, step: int) -> None:
         job = self.job
@@ -345,10 +355,22 @@ class _Run:
             self.pipe,
             self.optimizer,
             step=step,
-            about={"model": identity(job.spec), "samples": self.seen, "seed": job.seed},
+            about={
+                "model": identity(job.spec),
+                "samples": self.seen,
+                "seed": job.seed,
+                "data": {**self._about_data, **self._position()},
+                "schedule": self._rate.about(),
+            },
             keep=job.keep,
             background=job.async_save,
         )
+
+    def _position(self) -> dict[str, int]:
+        """Where the run is in its data: passes that are over, samples of the present one, and where it all began."""
+        number = self.seen - self._data_begins
+        laps, at = divmod(number, self._source.windows) if isinstance(self._source, Windows) else (0, number)
+        return {"epoch": laps, "position": at, "begins": self._data_begins}
 
     def _finish_saving(self, *, at_once: bool) -> None:
         """Make a checkpoint appear once all ranks have written it; say what went wrong with it."""
@@ -391,54 +413,40 @@ class _Run:
     def _step(self, step: int) -> Tensor:
         job, pipe, program = self.job, self.pipe, self.pipe.executor.program
         count = len(job.lengths) // job.dp if job.lengths else job.num_micro_batches * job.micro_batch_size
+        first = self.seen - self._data_begins
         inputs: Any = None
         targets: Any = None
         if job.lengths and (program.needs_batch or program.needs_target):
             inputs, targets = length_micro_batches(
-                self._source, self.seen, self._numbers[pipe.world.replica], job.lengths, job.dp
+                self._source, first, self._numbers[pipe.world.replica], job.lengths, job.dp
             )
             inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
         elif program.needs_batch or program.needs_target:
-            mine = self.seen + pipe.world.replica * count
-            inputs, targets = micro_batches(self._source, mine, job.num_micro_batches, job.micro_batch_size)
-            inputs, targets = ([t.to(pipe.device, non_blocking=True) for t in part] for part in (inputs, targets))
+            mine, size = first + pipe.world.replica * count, job.micro_batch_size
+            items = counted_targets(self._source, first, job.dp * count)
+            share = () if items is None else (items / (job.dp * job.num_micro_batches),)
+            inputs, targets = micro_batches(self._source, mine, job.num_micro_batches, size, *share)
+            inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
         loss = pipe.step(inputs, targets)
         assert loss is not None
-        norm = pipe.grad_norm() if job.clip is None else pipe.clip_grad_norm_(job.clip)
+        self._norm = norm = pipe.grad_norm() if job.clip is None else pipe.clip_grad_norm_(job.clip)
         self._watch.look(step, loss, norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = job.lr * min(1.0, step / job.warmup) if job.warmup else job.lr
+            group["lr"] = self._rate.at(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.seen += len(job.lengths) or job.dp * count
         return loss
 
-    def _exchange(self) -> list[list[float]]:
-        """Per rank of the pipeline: first start, last end, time at work (s), memory (bytes)."""
-        pipe = self.pipe
-        started, ended = pipe.recorder.times()
-        busy = sum(ended) - sum(started)
-        row = [min(started, default=math.inf), max(ended, default=-math.inf), busy, memory_bytes(pipe.device)]
-        table = torch.zeros(pipe.world.size, 4, dtype=torch.float64)
-        table[pipe.rank] = torch.tensor(row, dtype=torch.float64)
-        if pipe.world.control is not None:
-            work = dist.all_reduce(table, group=pipe.world.control, async_op=True)
-            wait_for(work, self.job.timeout_s, "the exchange of step times")
-        rows: list[list[float]] = table.tolist()
-        return rows
-
     def _report(self, step: int, loss: float, step_ms: float, rows: list[list[float]]) -> StepReport:
-        active = [row for row in rows if math.isfinite(row[0])]
-        if self._one_host:
-            span_s = max(row[1] for row in active) - min(row[0] for row in active)
-        else:  # clocks differ: the longest rank's own view
-            span_s = max(row[1] - row[0] for row in active)
-        return StepReport(
+        source, seen = self._source, self.seen - self._data_begins
+        return self._progress.report(
+            rows,
             step=step,
             loss=loss,
             step_ms=step_ms,
-            pipeline_ms=1e3 * span_s,
-            bubble_ratio=1.0 - sum(row[2] for row in active) / (len(rows) * span_s) if span_s > 0 else 0.0,
-            memory_bytes=tuple(row[3] for row in rows),
-            tokens_per_s=1e3 * self.job.tokens_per_step / step_ms,
+            lr=self._rate.at(step),
+            grad_norm=math.nan if self._norm is None else float(self._norm),
+            epoch=seen / source.windows if isinstance(source, Windows) else None,
+            samples=self.seen,
         )

@@ -1,13 +1,22 @@
-"""How a split is started: torchrun lines for Megatron-LM, for PyTorch and for `octopipe train`.
+"""How a split is started: commands for Megatron-LM, torchtitan, PyTorch, DeepSpeed and `octopipe train`.
 
-Knows: those programs' flags. Does not know: how a split was found.
+Knows: how each runtime is launched, and why one cannot run a split. Does not know: how a split was found, or
+Megatron-LM's flags (`megatron_line.py`).
 """
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
+
 from octopipe.base.errors import OctoPipeError
+from octopipe.models.spec import ModelSpec
+from octopipe.search.planner.megatron_line import megatron_line
+from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.search import Candidate
-from octopipe.views.export.megatron import megatron_arguments
+
+Line = Callable[[Candidate, ModelSpec, str, str | None], str]
+"""(split, model, the model as the user named it, the plan's file) -> a command; raises where there is none."""
 
 
 def torchrun(candidate: Candidate) -> str:
@@ -22,55 +31,16 @@ def torchrun(candidate: Candidate) -> str:
     return f"torchrun{where} --nproc-per-node {per_node}"
 
 
-def megatron_flags(candidate: Candidate) -> str:
-    """Megatron-LM's flags for the split; raises where it has no words for it."""
-    setup, split = candidate.setup, candidate.split
-    if candidate.how == "tuned":
-        plan = candidate.plan
-        whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
-        ours = "octopipe.megatron.forward_backward_func(plan) runs it on its chunks, " if whole else ""
-        raise OctoPipeError(f"its flags cannot say a tuned order; {ours}--for megatron plans what they can say")
-    if split.zero == 3 and split.pp > 1:
-        raise OctoPipeError("Megatron-LM's FSDP runs without a pipeline")
-    if split.zero == 2 and split.pp > 1:
-        raise OctoPipeError("Megatron-LM holds gradients in parts only without a pipeline; plan with --for megatron")
-    flags = [
-        f"--tensor-model-parallel-size {split.tp}",
-        f"--pipeline-model-parallel-size {split.pp}",
-        *([f"--context-parallel-size {split.cp}"] if split.cp > 1 else []),
-        *([f"--expert-model-parallel-size {split.ep}"] if split.ep > 1 else []),
-        f"--micro-batch-size {split.micro_batch_size} --global-batch-size {setup.global_batch}",
-        f"--seq-length {setup.seq}",
-    ]
-    if split.pp > 1 and candidate.plan is not None and candidate.costs is not None:
-        try:
-            layout = megatron_arguments(candidate.plan, candidate.costs.symbols).split(" ", 2)[2]
-            flags.insert(2, layout)
-        except OctoPipeError:
-            if split.vp > 1:
-                flags.insert(2, f"--num-virtual-stages-per-pipeline-rank {split.vp}")
-    flags += ["--sequence-parallel"] * (split.tp > 1 and setup.sequence_parallel)
-    if split.zero >= 2:
-        what = "optim_grads_params" if split.zero == 3 else "optim_grads"
-        flags += [f"--use-megatron-fsdp --data-parallel-sharding-strategy {what}"]
-    elif split.zero >= 1:
-        flags += ["--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"]
-    flags += ["--bf16"] + ["--fp8-format hybrid"] * (setup.precision == "fp8")
-    if setup.recompute == "full":
-        stages = max(1, split.pp * split.vp)
-        layers = setup.recompute_layers or (candidate.plan.num_layers - 2 if candidate.plan is not None else 1)
-        per_stage = -(-layers // stages)
-        flags += [f"--recompute-granularity full --recompute-method block --recompute-num-layers {per_stage}"]
-    elif setup.recompute == "selective":
-        flags += ["--recompute-granularity selective"]
-    return " ".join(flags)
+def megatron(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
+    line = megatron_line(candidate, spec)
+    environment = "".join(f"{name}={value} " for name, value in line.environment.items())
+    return f"{environment}{torchrun(candidate)} {line.script} {line.flags}"
 
 
-def octopipe_flags(candidate: Candidate, model: str, plan_file: str) -> str:
-    """`octopipe train`'s flags; raises where it cannot run the split."""
+def octopipe(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
     split, setup = candidate.split, candidate.setup
     if split.tp * split.cp * split.ep > 1:
-        raise OctoPipeError("`octopipe train` shards no tensor; give it layers that do, or plan with --for octopipe")
+        raise OctoPipeError("`octopipe train` divides no tensor; give it layers that do, or plan with --for octopipe")
     if split.zero and split.dp > 1:
         raise OctoPipeError(
             f"`octopipe train` holds weights, gradients and state whole on every replica, and this split counts on "
@@ -81,8 +51,9 @@ def octopipe_flags(candidate: Candidate, model: str, plan_file: str) -> str:
             f"`octopipe train` recomputes what a plan's R ops say, and this split counts on {recomputed(candidate)}; "
             "plan with --for octopipe"
         )
-    words = f"-m octopipe train {model} --plan {plan_file} --dp {split.dp} --seq {setup.seq}"
-    return f"{words} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
+    file = needs_file(plan_file)
+    words = f"{torchrun(candidate)} -m octopipe train {shlex.quote(model)} --plan {file} --dp {split.dp}"
+    return f"{words} --seq {setup.seq} --micro-batch-size {split.micro_batch_size} --dtype bfloat16 --device cuda"
 
 
 def recomputed(candidate: Candidate) -> str:
@@ -93,39 +64,118 @@ def recomputed(candidate: Candidate) -> str:
     return f"{setup.recompute_layers or 'all'} checkpointed layers"
 
 
-def torch_flags(candidate: Candidate, plan_file: str, start: str) -> str:
-    """PyTorch's schedule from a file; raises where its runtime cannot run the plan."""
-    split, plan = candidate.split, candidate.plan
+def needs_file(plan_file: str | None) -> str:
+    if plan_file is None:
+        raise OctoPipeError("the command reads the plan's file, and none was written; add -o plan.json")
+    return shlex.quote(plan_file)
+
+
+def for_torch(candidate: Candidate) -> None:
+    """Raise where torch.distributed.pipelining cannot run the plan."""
+    plan = candidate.plan
     if plan is not None and (len(plan.routes) > 1 or any(s.recompute for s in plan.stages)):
         what = "holds layers on several ranks" if len(plan.routes) > 1 else "recomputes single stages"
-        raise OctoPipeError(f"the plan {what}, which its runtime cannot; plan with --for torch")
-    mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}"
+        raise OctoPipeError(f"the plan {what}, and its runtime has no such plans; plan with --for torch")
+    if candidate.split.zero >= 2 and candidate.split.pp > 1:
+        raise OctoPipeError("torch's pipelining keeps weights and gradients whole between micro-batches")
+
+
+def torch(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
+    for_torch(candidate)
+    split, start = candidate.split, torchrun(candidate)
+    mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}, {sharding(candidate)}"
     if candidate.setup.recompute != "none":
         mesh += f", {recomputed(candidate)}"
     if split.pp == 1:
-        return f"{start} train.py  # {mesh}; no pipeline"
-    return (
-        f"octopipe export {plan_file} --to pytorch -o schedule.csv && {start} train.py  "
-        f"# {mesh}; the schedule reads schedule.csv"
+        return f"{start} train.py  # your own script: {mesh}; no pipeline"
+    export = f"octopipe export {needs_file(plan_file)} --to pytorch -o schedule.csv"
+    return f"{export} && {start} train.py  # your own script: {mesh}; its schedule reads schedule.csv"
+
+
+def sharding(candidate: Candidate) -> str:
+    """How replicas divide state, in FSDP2's words."""
+    split = candidate.split
+    if split.dp * split.cp == 1:
+        return "one replica"
+    if split.pp > 1:
+        return "fully_shard(reshard_after_forward=False) over dp and cp"
+    return {0: "DDP", 1: "ZeroRedundancyOptimizer"}.get(
+        split.zero, f"fully_shard(reshard_after_forward={split.zero == 3}) over dp and cp"
     )
 
 
-def command_lines(candidate: Candidate, *, model: str, plan_file: str, runtime: str) -> dict[str, str]:
-    """Runtime -> the line that starts the split there, or why there is none."""
-    start, out = torchrun(candidate), {}
-    if runtime in ("any", "megatron"):
+def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
+    for_torch(candidate)
+    split, setup = candidate.split, candidate.setup
+    if split.zero < 2 and split.pp == 1 and split.dp * split.cp > 1:
+        raise OctoPipeError(
+            "torchtitan divides weights or gradients of replicas too (FSDP2); plan with --for torchtitan"
+        )
+    if setup.recompute == "full" and setup.recompute_layers is not None:
+        raise OctoPipeError("torchtitan checkpoints every block or none; give --recompute full or none")
+    assert setup.seq is not None and setup.global_batch is not None
+    tokens = setup.seq * split.micro_batch_size
+    degrees = {"tensor": split.tp, "pipeline": split.pp, "context": split.cp, "expert": split.ep}
+    flags = [f"--parallelism.{name}_parallel_degree {size}" for name, size in degrees.items() if size > 1]
+    flags += [f"--parallelism.data_parallel_shard_degree {split.dp}"]
+    if split.dp * split.cp > 1:
+        keep = "never" if split.pp > 1 or split.zero < 3 else "always"
+        flags += [f"--parallelism.fsdp_reshard_after_forward {keep}"]
+    flags += [f"--training.max_context_length {setup.seq} --training.num_tokens_per_microbatch_per_dp_rank {tokens}"]
+    flags += [f"--training.num_tokens_per_train_step {setup.seq * setup.global_batch}"]
+    before = ""
+    if split.pp > 1:
+        flags += [f"--parallelism.num_pp_microbatches {setup.micro_batches}"]
+        before = f"octopipe export {needs_file(plan_file)} --to torchtitan -o schedule.csv && "
+        flags += ["--parallelism.pipeline_parallel_schedule _PipelineScheduleRuntime"]
+        flags += ["--parallelism.pipeline_parallel_schedule_csv schedule.csv"]
+    note = f"; {recomputed(candidate)}: choose it in the config" if setup.recompute != "none" else ""
+    names = "MODULE=<family> CONFIG=<config>"
+    return (
+        f"{before}{names} {torchrun(candidate)} -m torchtitan.train {' '.join(flags)}  # your config of {model}{note}"
+    )
+
+
+def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
+    split, setup = candidate.split, candidate.setup
+    if candidate.how not in ("1f1b", "estimated"):
+        raise OctoPipeError("DeepSpeed's pipeline runs plain 1F1B over an even partition; plan with --for deepspeed")
+    if split.cp * split.ep * split.vp > 1:
+        raise OctoPipeError("DeepSpeed's pipeline has no context or expert parallelism and one stage a rank")
+    settings = (
+        f'{{"train_batch_size": {setup.global_batch}, "train_micro_batch_size_per_gpu": {split.micro_batch_size}, '
+        f'"zero_optimization": {{"stage": {split.zero}}}, "bf16": {{"enabled": true}}}}'
+    )
+    pipeline = f"PipelineModule(num_stages={split.pp})" if split.pp > 1 else "no PipelineModule"
+    script = f"your own script, {pipeline}, tp {split.tp}; ds.json: {settings}"
+    return f"{torchrun(candidate)} train.py --deepspeed ds.json  # {script}"
+
+
+LINES: dict[str, Line] = {
+    "megatron": megatron,
+    "torchtitan": torchtitan,
+    "torch": torch,
+    "deepspeed": deepspeed,
+    "octopipe": octopipe,
+}
+
+
+def command_lines(
+    candidate: Candidate, *, spec: ModelSpec, model: str, plan_file: str | None, runtime: str
+) -> dict[str, str]:
+    """Runtime -> the command that starts the split there, or why there is none ("none: ...")."""
+    out = {}
+    for name, line in LINES.items():
+        if runtime not in ("any", name):
+            continue
         try:
-            out["megatron"] = f"{start} pretrain_gpt.py {megatron_flags(candidate)}"
+            out[name] = line(candidate, spec, model, plan_file)
         except OctoPipeError as error:
-            out["megatron"] = f"none: {error}"
-    if runtime in ("any", "octopipe"):
-        try:
-            out["octopipe"] = f"{start} {octopipe_flags(candidate, model, plan_file)}"
-        except OctoPipeError as error:
-            out["octopipe"] = f"none: {error}"
-    if runtime in ("any", "torch"):
-        try:
-            out["torch"] = torch_flags(candidate, plan_file, start)
-        except OctoPipeError as error:
-            out["torch"] = f"none: {error}"
+            out[name] = f"none: {error}"
     return out
+
+
+def runs_on(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    """The runtimes that have a command for the split, by name."""
+    lines = command_lines(candidate, spec=spec, model=spec.name, plan_file="plan.json", runtime="any")
+    return [name for name, line in lines.items() if not line.startswith("none: ") and name in RUNTIMES]

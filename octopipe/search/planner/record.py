@@ -11,8 +11,9 @@ from typing import Any
 
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
+from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.search import Candidate, Found, Pricer, judge, modes_of
-from octopipe.search.planner.splits import RUNTIMES, Runtime, splits
+from octopipe.search.planner.splits import splits
 
 MOST_ROWS = 12
 STEPS = (0.25, 0.5, 2.0, 4.0)

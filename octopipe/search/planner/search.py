@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.estimate import Estimate, estimate
-from octopipe.search.planner.splits import RUNTIMES, Runtime, Split, finer, least_state_bytes, splits
+from octopipe.search.planner.runtimes import RUNTIMES, Runtime
+from octopipe.search.planner.splits import Split, finer, least_state_bytes, splits
 from octopipe.search.recompute import least_recomputing, plan_under, recomputing
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -35,6 +36,12 @@ TUNABLE_OPS = 400_000
 """Above so many ops a search within seconds has only a few moves."""
 JUDGING, SIMULATING = 0.3, 0.15
 """Shares of the budget that judging and simulating may take; tuning gains more than either."""
+LEFT_FOR_TUNING = 0.94
+"""Share of the budget after which no search runs: the rest is for simulating what was found."""
+MARGIN = 0.02
+"""Splits this close to the fastest are within the model's own error of each other."""
+SPARE = 0.97
+"""A rank filled beyond this share of what it may use is at its limit."""
 Say = Callable[[str], None]
 
 
@@ -45,7 +52,7 @@ class Candidate:
     split: Split
     setup: Setup
     how: str
-    """estimated, 1f1b, interleaved or tuned."""
+    """estimated, tuned (any order), layout (layers per stage alone), or the published system it was simulated under."""
     step_ms: float
     tuned_ms: float
     """What tuning may come to, by estimate; of a simulated or tuned one its own step time."""
@@ -83,6 +90,12 @@ class Found:
     cut_short: bool
     """Time was over before every split that may be among the best was judged."""
     seconds: float
+    skipped: tuple[str, ...] = ()
+    """What was left out for time or size, and what more time may bring, in whole sentences."""
+    margin: float = 0.0
+    """Splits within this share of the fastest count as equally fast; the simplest of them was chosen."""
+    fastest: Candidate | None = None
+    """The fastest where `best` is a simpler one."""
 
 
 class Pricer:
@@ -163,6 +176,20 @@ class Pricer:
             plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
         return self.of_plan(split, plan, costs, system)
 
+    def scheduled(self, split: Split, system: str) -> Candidate | None:
+        """The split under a published schedule that needs a runtime for any order; None where it does not apply."""
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        try:
+            costs = self.costs(split)
+            plan = build_plan(system, costs, split.pp, m)
+            found = self.of_plan(split, plan, costs, system)
+            if not found.fits and not self.recompute_ops:
+                costs = self.costs(split, "selective")
+                found = self.of_plan(split, build_plan(system, costs, split.pp, m), costs, system)
+        except (NotApplicableError, DoesNotFitError):
+            return None
+        return found if found.fits else None
+
     def of_plan(self, split: Split, plan: Plan, costs: CostTable, how: str) -> Candidate:
         timeline = simulate(plan, costs, check=False)
         rate = costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms)
@@ -200,6 +227,7 @@ def search(
     runtime: Runtime = RUNTIMES["any"],
     recompute: str = "auto",
     budget_s: float = 30.0,
+    margin: float = MARGIN,
     seed: int = 0,
     say: Say | None = None,
 ) -> Found:
@@ -217,35 +245,45 @@ def search(
         )
     kept, judged, cut_short = judge(pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned)
     if "vp" not in (fixed or {}):
-        kept = _refined(pricer, kept, modes)
+        kept = _refined(pricer, kept, modes, runtime)
     if not kept:
         raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     tell("simulating the best few")
     simulated = _simulated(pricer, kept, recompute, SIMULATING * budget_s)
     present = _today(pricer, base, gpus, today, runtime, recompute) if today else None
     tuned: list[Candidate] = []
+    skipped = [f"Judging stopped after {judged} of {len(every)} splits: give a longer --budget."] * cut_short
     if runtime.tuned:
-        until = began + budget_s
+        until = began + LEFT_FOR_TUNING * budget_s
         worth = _varied([c for c in sorted(kept, key=_hoped_first) if c.split.pp > 1], TUNED, each=1)
         for i, candidate in enumerate(worth):
-            tell(f"tuning {candidate.split.words()}")
             known = next((c for c in simulated if c.split == candidate.split), None)
             begun = known or pricer.simulated(candidate.split, recompute)
             if known is None:
                 simulated.append(begun)
+            if runtime.any_order:
+                simulated += _zero_bubble(pricer, begun, until)
+            tell(f"tuning {candidate.split.words()}")
             share = (until - time.monotonic()) / (len(worth) - i)
-            better = tune_candidate(pricer, begun, share, seed, runtime, recompute)
+            better, why_not = tune_candidate(pricer, begun, share, seed, runtime, recompute)
             if better is not None:
                 tuned.append(better)
+            elif why_not:
+                hope = 100 * (begun.step_ms / candidate.tuned_ms - 1.0)
+                may = f" By estimate it may become up to {hope:.0f} % faster." if hope >= 1.0 else ""
+                skipped.append(f"{candidate.split.words()} was not tuned: {why_not}.{may}")
     fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
     if not fitting and not tuned:
-        raise DoesNotFitError(_nothing_fits(pricer, every, modes))
-    best = min([*fitting, *tuned], key=simpler_first)
-    if present is not None and present.fits and present.step_ms < best.step_ms:
-        best = present
+        raise DoesNotFitError(_unfit(pricer, min(simulated, key=lambda c: c.peak_gib - c.limit_gib)))
+    rivals = [*fitting, *tuned, *([present] if present is not None and present.fits else [])]
+    fastest = min(rivals, key=lambda c: c.step_ms)
+    best = simplest(rivals, margin)
     done = {c.split for c in simulated}
     rest = [c for c in kept if c.split not in done]
-    ranked = sorted([*tuned, *simulated, *rest], key=lambda c: (c is not best, not c.fits, simpler_first(c)))
+    # What was only estimated comes last: a closed form is not an answer beside a simulation.
+    ranked = sorted(
+        [*tuned, *simulated, *rest], key=lambda c: (c is not best, not c.fits, c.how == "estimated", c.step_ms)
+    )
     return Found(
         best=best,
         ranked=tuple(ranked),
@@ -254,7 +292,37 @@ def search(
         judged=judged,
         cut_short=cut_short,
         seconds=time.monotonic() - began,
+        skipped=tuple(skipped),
+        margin=margin,
+        fastest=fastest if fastest is not best else None,
     )
+
+
+def simplest(rivals: Sequence[Candidate], margin: float) -> Candidate:
+    """Of the splits that are as fast as the fastest within `margin`, the one that is simplest to run and leaves memory
+    free; of equally simple ones the fastest."""
+    fastest = min(c.step_ms for c in rivals)
+    close = [c for c in rivals if c.step_ms <= fastest * (1.0 + margin)]
+    return min(close, key=lambda c: (complexity(c), c.step_ms))
+
+
+def complexity(candidate: Candidate) -> float:
+    """How much there is to get right: groups of GPUs by their size, a schedule of one's own, memory at its limit."""
+    s = candidate.split
+    groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep) + 0.5 * math.log2(s.vp)
+    order = {"estimated": 0.0, "1f1b": 0.0, "interleaved": 0.0, "layout": 0.5}.get(candidate.how, 1.0)
+    memory = 2.0 if candidate.peak_gib > SPARE * candidate.limit_gib else 0.0
+    return groups + order + memory + (candidate.recompute != "none") + 0.25 * (s.zero >= 2)
+
+
+def _zero_bubble(pricer: Pricer, begun: Candidate, until: float) -> list[Candidate]:
+    """The split under zero-bubble schedules: what a tuned order has to beat, and what is left where it finds none."""
+    out = []
+    for system in ("zb-v", "zb-h1"):
+        if time.monotonic() < until:
+            found = pricer.scheduled(begun.split, system)
+            out += [found] if found is not None else []
+    return out
 
 
 def modes_of(recompute: str, runtime: Runtime) -> tuple[str, ...]:
@@ -314,14 +382,13 @@ def _simulated(pricer: Pricer, kept: Sequence[Candidate], recompute: str, second
     return out
 
 
-def _refined(pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...]) -> list[Candidate]:
+def _refined(pricer: Pricer, kept: Sequence[Candidate], modes: tuple[str, ...], runtime: Runtime) -> list[Candidate]:
     """The best splits with every number of stages per rank."""
     splits_seen = {c.split for c in kept}
     out = list(kept)
-    blocks = pricer.spec.num_layers - 2
     for candidate in kept[:SIMULATED]:
         m = pricer.global_batch // (candidate.split.dp * candidate.split.micro_batch_size)
-        for split in finer(candidate.split, blocks, m):
+        for split in finer(candidate.split, pricer.spec.num_layers, m, runtime):
             if split not in splits_seen:
                 splits_seen.add(split)
                 out.append(pricer.candidate(split, modes))
@@ -354,18 +421,23 @@ def _varied(kept: Sequence[Candidate], number: int, *, each: int) -> list[Candid
 
 def tune_candidate(
     pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime, recompute: str = "auto"
-) -> Candidate | None:
-    """The candidate's split with partition, placement and order tuned; None where that found nothing faster."""
+) -> tuple[Candidate | None, str]:
+    """The candidate's split tuned as far as the runtime can run it; None where that found nothing faster, with the
+    reason where no search ran."""
     from octopipe.search.tuner import tune
 
     plan, costs = candidate.plan, candidate.costs
     assert plan is not None and costs is not None
-    if budget_s < 1.0 or sum(map(len, plan.orders)) > TUNABLE_OPS:
-        return None
+    ops = sum(map(len, plan.orders))
+    if ops > TUNABLE_OPS:
+        return None, f"its {ops:,} ops a step are more than a search of seconds improves"
+    if budget_s < 1.0:
+        return None, "the budget was spent before"
     start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
     if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
         # The search knows better than a number of layers for all which ones to recompute.
         costs, start = pricer.costs(candidate.split, "selective"), None
+    assert runtime.target is not None
     try:
         result = tune(
             costs,
@@ -373,15 +445,16 @@ def tune_candidate(
             plan.num_micro_batches,
             budget_s=budget_s,
             seed=seed,
-            recompute=recompute == "auto",
+            recompute=recompute == "auto" and runtime.target == "octopipe",
             start=start,
-            target="torch" if runtime.name == "torch" else "octopipe",
+            target=runtime.target,
         )
     except OctoPipeError:
-        return None
+        return None, ""
     if candidate.fits and result.step_ms >= candidate.step_ms:
-        return None
-    return pricer.of_plan(candidate.split, result.plan, costs, "tuned")
+        return None, ""
+    how = "layout" if runtime.target == "megatron" else "tuned"
+    return pricer.of_plan(candidate.split, result.plan, costs, how), ""
 
 
 def _today(
@@ -400,6 +473,8 @@ def _today(
         named = ", ".join(f"{k} {today[k]}" for k in ("tp", "cp", "pp", "dp") if k in today) or "one GPU"
         need = f"is of {product * dp}" if "dp" in today else f"needs multiples of {product}"
         raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
+    if sizes["pp"] > 1:
+        sizes["zero"] = min(sizes["zero"], 1)  # what every runtime makes of it under a pipeline
     split = Split(dp=dp, **sizes)
     if pricer.global_batch % (dp * split.micro_batch_size):
         raise OctoPipeError(
@@ -419,9 +494,11 @@ def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]
             s.vp,
         ),
     )
-    found = pricer.candidate(leanest, modes)
+    return _unfit(pricer, pricer.candidate(leanest, modes))
+
+
+def _unfit(pricer: Pricer, found: Candidate) -> str:
     return (
-        f"no split of {leanest.tp * leanest.cp * leanest.pp * leanest.dp} GPUs fits {pricer.spec.name}: even "
-        f"{leanest.words()} needs {found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller "
-        "reserve or batch"
+        f"no split of {found.setup.num_gpus} GPUs fits {pricer.spec.name}: even {found.split.words()} needs "
+        f"{found.peak_gib:.1f} of {found.limit_gib:.1f} GiB; take more GPUs, or a smaller reserve or batch"
     )

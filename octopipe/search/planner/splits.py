@@ -7,52 +7,22 @@ Knows: what must divide what, what the user has fixed, and what a runtime can ru
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import Attention, LatentAttention, ModelSpec, Moe
+from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 
 CHUNKS = (1, 2, 4, 8)
-FINER_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24)
-"""Stages per rank that are judged, and those that are tried of the best splits."""
+MOST_CHUNKS = 32
+"""Stages per rank that every split is judged with, and the most that are tried of the best splits."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
-LEAST_SLICE = 4096
-"""Fewer tokens per GPU than this are not worth a context-parallel group."""
+LEAST_SLICE = 512
+"""Fewer tokens of a sequence per GPU than this are not tried with context parallelism."""
 MOST_PP = 64
 FIXABLE = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
-    """What a training runtime can run."""
-
-    name: str
-    zero: tuple[int, ...]
-    zero_3_with_pipeline: bool = True
-    most: Mapping[str, int] = field(default_factory=dict)
-    """Sizes it does not go beyond."""
-    tuned: bool = True
-    """Runs any order of ops, so that a tuned plan means something to it."""
-    placed: bool = True
-    """Runs stages on any rank; otherwise stage i is on rank i mod pp."""
-    recomputes_by_ops: bool = False
-    """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
-
-
-RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
-    {
-        # Megatron-LM: (interleaved) 1F1B with stages in turn; its FSDP replaces the pipeline.
-        "megatron": Runtime(name="megatron", zero=(1, 3), zero_3_with_pipeline=False, tuned=False, placed=False),
-        # torch.distributed.pipelining with FSDP2, DTensor TP, ring attention and expert parallelism (torchtitan).
-        "torch": Runtime(name="torch", zero=(1, 2, 3)),
-        # `octopipe train` divides models over pipelines and replicas; it shards no tensor and no state.
-        "octopipe": Runtime(name="octopipe", zero=(0,), most={"tp": 1, "cp": 1, "ep": 1}, recomputes_by_ops=True),
-        "any": Runtime(name="any", zero=(1, 2, 3)),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -85,7 +55,8 @@ class Split:
     def words(self) -> str:
         named = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp, "vp": self.vp, "dp": self.dp}
         text = ", ".join(f"{k} {v}" for k, v in named.items() if v > 1 or k in ("tp", "pp"))
-        return f"{text}, micro-batch {self.micro_batch_size}" + (", FSDP" if self.zero == 3 else "")
+        sharding = {2: ", ZeRO-2", 3: ", FSDP"}.get(self.zero, "")
+        return f"{text}, micro-batch {self.micro_batch_size}{sharding}"
 
 
 def divisors(number: int) -> list[int]:
@@ -104,7 +75,7 @@ def splits(
     """Every split of the GPUs that divides the model and the batch."""
     fixed = dict(fixed or {})
     assert base.gpu is not None and base.seq is not None
-    blocks = spec.num_layers - 2
+    layers = spec.num_layers  # embedding and head may be stages of their own
     experts = [part.experts for layer in spec for part in layer.parts if isinstance(part, Moe)]
     softmax = any(isinstance(part, Attention | LatentAttention) for layer in spec for part in layer.parts)
 
@@ -118,16 +89,16 @@ def splits(
         for cp in allowed("cp", [c for c in slices if c == 1 or base.seq // c >= LEAST_SLICE or "cp" in fixed]):
             if gpus % (tp * cp):
                 continue
-            most_pp = min(MOST_PP, blocks)
+            most_pp = min(MOST_PP, layers)
             for pp in allowed("pp", [p for p in divisors(gpus // (tp * cp)) if p <= most_pp]):
                 dp = gpus // (tp * cp * pp)
                 if dp not in allowed("dp", [dp]) or global_batch % dp:
                     continue
-                yield from _finer(base, tp, cp, pp, dp, blocks, experts, global_batch, fixed, allowed, runtime)
+                yield from _finer(base, tp, cp, pp, dp, layers, experts, global_batch, fixed, allowed, runtime)
 
 
 def _finer(  # type: ignore[no-untyped-def]
-    base, tp, cp, pp, dp, blocks, experts, global_batch, fixed, allowed, runtime
+    base, tp, cp, pp, dp, layers, experts, global_batch, fixed, allowed, runtime
 ) -> Iterator[Split]:
     """Micro-batch size, experts, stages per rank and sharding of one (tp, cp, pp, dp)."""
     share = global_batch // dp
@@ -135,30 +106,31 @@ def _finer(  # type: ignore[no-untyped-def]
     if experts:
         eps = [e for e in divisors(tp * cp * dp) if all(n % e == 0 for n in experts) and e & (e - 1) == 0]
         eps = sorted({*eps, *([fixed["ep"]] if "ep" in fixed and tp * cp * dp % fixed["ep"] == 0 else [])})
-    zeros = [z for z in runtime.zero if z < 3 or (dp * cp > 1 and (pp == 1 or runtime.zero_3_with_pipeline))]
+    # Where there is one replica nothing is divided: the levels are the same, and the first stands for all.
+    zeros = list(runtime.zero_levels(pp)) if dp * cp > 1 else list(runtime.zero_levels(pp)[:1])
     if "zero" in fixed:
-        zeros = [fixed["zero"]]
+        zeros = [z for z in [fixed["zero"]] if z < 2 or pp == 1]
     sizes = list(MICRO_BATCH_SIZES) if "micro_batch_size" not in fixed else [fixed["micro_batch_size"]]
     for size in sizes:
         if share % size:
             continue
         micro_batches = share // size
-        chunks = [v for v in CHUNKS if v == 1 or (pp > 1 and v * pp <= blocks and micro_batches % pp == 0)]
+        chunks = [v for v in CHUNKS if v == 1 or (pp > 1 and v * pp <= layers and micro_batches % pp == 0)]
         if "vp" in fixed:
-            chunks = [v for v in [fixed["vp"]] if v == 1 or (v * pp <= blocks and micro_batches % pp == 0)]
+            chunks = [v for v in [fixed["vp"]] if v == 1 or (v * pp <= layers and micro_batches % pp == 0)]
+        chunks = allowed("vp", chunks)
         for ep in allowed("ep", eps):
             for zero in zeros:
                 for vp in chunks:
                     yield Split(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, vp=vp, micro_batch_size=size, zero=zero)
 
 
-def finer(split: Split, blocks: int, micro_batches: int) -> list[Split]:
+def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNTIMES["any"]) -> list[Split]:
     """The same split with every number of stages per rank."""
-    return [
-        replace(split, vp=v)
-        for v in FINER_CHUNKS
-        if v == 1 or (split.pp > 1 and v * split.pp <= blocks and micro_batches % split.pp == 0)
-    ]
+    most = min(runtime.most.get("vp", MOST_CHUNKS), MOST_CHUNKS, layers // split.pp)
+    if split.pp == 1 or micro_batches % split.pp:
+        most = 1
+    return [replace(split, vp=v) for v in range(1, max(most, 1) + 1)]
 
 
 def least_state_bytes(split: Split, dense: float, experts: float, gradient_bytes: float) -> float:
@@ -196,7 +168,9 @@ def parse_split(text: str) -> dict[str, int]:
         name, _, value = part.partition("=")
         name = {"mbs": "micro_batch_size", "chunks": "vp"}.get(name.strip(), name.strip().replace("-", "_"))
         if name not in FIXABLE or not value.strip().isdigit() or (int(value) < 1 and name != "zero"):
-            raise OctoPipeError(f"{part!r} is no size; write tp=4,pp=8,vp=5 with {', '.join(FIXABLE)} (or mbs)")
+            raise OctoPipeError(
+                f"cannot read {part!r}; write sizes like tp=4,pp=8,vp=5, of {', '.join(FIXABLE)} (or mbs)"
+            )
         out[name] = int(value)
     if not out:
         raise OctoPipeError("no sizes; write tp=4,pp=8,vp=5")

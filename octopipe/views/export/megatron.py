@@ -53,6 +53,8 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
     """The plan in Megatron's flags, or one line about why they cannot say it."""
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
+    if plan.forks:
+        raise OctoPipeError("Megatron-LM knows one chain of stages; this plan's paths fork or join")
     if len(plan.routes) > 1:
         raise OctoPipeError(f"Megatron-LM knows one chain of stages; this plan has {len(plan.routes)} routes")
     pp, pieces = plan.num_ranks, _merged(plan)
@@ -76,6 +78,13 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
     notes.append(
         f"the order is Megatron's own {'1F1B' if len(cells) == pp else 'interleaved 1F1B'}; {_OTHERWISE} in its own"
     )
+    if plan.pairs:
+        how = (
+            "--overlap-moe-expert-parallel-comm --delay-wgrad-compute pairs each forward with the backward after it"
+            if len(cells) > pp
+            else "Megatron-LM overlaps the experts' exchange in interleaved 1F1B only (two or more stages a rank)"
+        )
+        notes.append(f"{len(plan.pairs)} pairs are left out: {how}")
     return MegatronLayout(pp=pp, text=text, ranks=ranks, notes=tuple(notes))
 
 

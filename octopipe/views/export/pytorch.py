@@ -1,8 +1,9 @@
 """A plan as the schedule CSVs that torch.distributed.pipelining loads, with or without communication.
 
-Knows: what PyTorch's schedule text can say (one line per rank; F, I, W and B of one chain of stages; sends,
-receives, FSDP's unshard and reshard, the reduction of gradients), and two things its runtime needs said:
-micro-batches in the order in which the last stage runs them, and a stage on every rank. Does not know: torch.
+Knows: what PyTorch's schedule text can say (one line per rank; F, I, W and B of one chain of stages; sends and the
+waits for them, receives, FSDP's unshard and reshard, the reduction of gradients and the wait for it), which version
+of PyTorch can say what, and two things its runtime needs said: micro-batches in the order in which the last stage
+runs them, and a stage on every rank. Does not know: torch.
 
 PyTorch's runtime appends losses as they are computed and reads them by micro-batch: where the last stage runs
 0, 2, 1 it gives wrong gradients and no error. So micro-batches are renamed here in the last stage's order; they
@@ -11,15 +12,25 @@ are alike, and only which slice of the batch is called 1 changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.plans.plan import Op, Plan, Stage, slot_text
 from octopipe.plans.setting import lowering_costs
 from octopipe.simulation.lowering import lower
 
+OLDEST_TORCH = (2, 9)
+ACTIONS_SINCE: dict[tuple[int, int], frozenset[str]] = {
+    OLDEST_TORCH: frozenset(
+        ("F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "OVERLAP_F_B")
+    ),
+    (2, 10): frozenset(("REDUCE_GRAD",)),
+    (2, 15): frozenset(("WAIT_REDUCE_GRAD", "WAIT_SEND_F", "WAIT_SEND_B")),
+}
+"""The PyTorch that first had an action in its schedules (`torch/distributed/pipelining/schedules.py` of each)."""
 ACTIVE_STAGES = 3
 """Sharded stages of one rank that are gathered at the same time, as in PyTorch's own lowering."""
 
@@ -38,6 +49,8 @@ class TorchOrder:
 def torch_order(plan: Plan) -> TorchOrder:
     """The plan in PyTorch's terms, or one line about why PyTorch cannot run it."""
     plan.check()
+    if plan.forks:
+        raise OctoPipeError("PyTorch's schedules know one chain of stages; this plan's paths fork or join")
     if len(plan.routes) > 1:
         raise OctoPipeError(
             "PyTorch's schedules know one chain of stages; this plan has "
@@ -67,6 +80,16 @@ def torch_order(plan: Plan) -> TorchOrder:
         tuple(Op(place[op.stage], op.kind, renamed[op.micro_batch]) for op in order if op.kind != "R")
         for order in plan.orders
     )
+
+    def named(op: Op) -> Op:
+        return Op(place[op.stage], op.kind, renamed[op.micro_batch])
+
+    pairs = frozenset((named(a), named(b)) for a, b in plan.pairs if a.kind == "F" and b.kind in "IB")
+    if len(pairs) < len(plan.pairs):
+        notes.append(
+            f"{len(plan.pairs) - len(pairs)} of {len(plan.pairs)} pairs became single ops: PyTorch's OVERLAP_F_B is a "
+            "forward and a backward"
+        )
     out = Plan(
         model=plan.model,
         num_layers=plan.num_layers,
@@ -74,6 +97,7 @@ def torch_order(plan: Plan) -> TorchOrder:
         num_micro_batches=plan.num_micro_batches,
         stages=stages,
         orders=orders,
+        pairs=pairs,
         extra=plan.extra,
     )
     return TorchOrder(plan=out, renamed=tuple(renamed), notes=tuple(notes))
@@ -85,19 +109,48 @@ def pytorch_csv(plan: Plan) -> str:
     R has no word in PyTorch's schedules: its stages recompute inside the backward when their module uses
     activation checkpointing, so R ops are left out.
     """
-    return _text(map(str, order) for order in torch_order(plan).plan.orders)
+    return torch_order(plan).plan.to_csv()
 
 
-def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None) -> str:
+def pytorch_csv_with_communication(plan: Plan, costs: CostTable | None = None, *, version: str | None = None) -> str:
     """The text for `_load_csv(path, format="compute_comms")`: our order of sends and receives, proven.
 
-    `costs` time the lowering (default: those that the plan carries).
+    `costs` time the lowering (default: those that the plan carries). `version`: the PyTorch that will load it (default:
+    the newest).
     """
-    return _text(communicating_rows(torch_order(plan).plan, costs))
+    return _text(rows_with(communicating_rows(torch_order(plan).plan, costs), actions_of_version(version)))
+
+
+def actions_of_version(version: str | None = None) -> frozenset[str]:
+    """The kinds of action in a schedule of this PyTorch (`2.13`, `2.15.0+cu130`); None: of the newest known.
+
+    >>> sorted(actions_of_version("2.15.0") - actions_of_version("2.14.1"))
+    ['WAIT_REDUCE_GRAD', 'WAIT_SEND_B', 'WAIT_SEND_F']
+    """
+    if version is None:
+        return frozenset().union(*ACTIONS_SINCE.values())
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (number := (int(match[1]), int(match[2]))) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise OctoPipeError(f"{version[:40]!r} is not a version of PyTorch from {oldest} on; write it like 2.13")
+    return frozenset().union(*(kinds for since, kinds in ACTIONS_SINCE.items() if since <= number))
+
+
+def rows_with(rows: Iterable[Sequence[str]], kinds: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """The rows without actions of any other kind: an older PyTorch does without them."""
+    return tuple(tuple(cell for cell in row if _kind(cell) in kinds) for row in rows)
+
+
+def _kind(cell: str) -> str:
+    """The kind of action in a cell; a pair is written `(2F3;1I0)OVERLAP_F_B`."""
+    return cell.rpartition(")")[2] if cell.startswith("(") else cell.strip("0123456789")
 
 
 def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tuple[str, ...], ...]:
-    """Per rank: compute, sends, receives, unshards, reshards and reductions, in order.
+    """Per rank: computation, sends, receives, waits, unshards, reshards and reductions, in order.
+
+    Every send has a wait, which PyTorch asks for from 2.15 on: after the backward of the same stage and micro-batch
+    where the output went to another stage, else at the end. It never stalls, and it lets go of what was sent.
 
     Lowered for one in-order queue per rank, which no backend is stricter than: free of deadlocks everywhere.
     """
@@ -110,15 +163,25 @@ def communicating_rows(plan: Plan, costs: CostTable | None = None) -> tuple[tupl
     rows = []
     for rank in range(plan.num_ranks):
         cells: list[str] = []
+        unwaited: dict[str, None] = {}
         for step in program.instructions(rank):
             if step.kind == "compute":
-                cells.append(str(step.op))
+                ops = (step.op,) if step.beside is None else (step.op, step.beside)
+                cells.append(slot_text(ops))
+                for op in ops:
+                    # The gradient that this backward needed came from the stage the output was sent to: it has arrived.
+                    sent = f"{op.stage}WAIT_SEND_F{op.micro_batch}"
+                    if op.kind in "BI" and sent in unwaited:
+                        cells.append(sent)
+                        del unwaited[sent]
             elif step.kind == "send":
-                cells.append(f"{step.op.stage}SEND_{_way(step.op)}{step.op.micro_batch}")
+                to = f"SEND_{_way(step.op)}{step.op.micro_batch}"
+                cells.append(f"{step.op.stage}{to}")
+                unwaited[f"{step.op.stage}WAIT_{to}"] = None
             else:
                 assert step.consumer is not None
                 cells.append(f"{step.consumer.stage}RECV_{_way(step.op)}{step.op.micro_batch}")
-        rows.append(tuple(_with_shards(cells, plan.orders[rank])))
+        rows.append(tuple(_with_shards([*cells, *unwaited], plan.slots(rank))))
     return tuple(rows)
 
 
@@ -126,19 +189,19 @@ def _way(op: Op) -> str:
     return "F" if op.kind == "F" else "B"
 
 
-def _with_shards(cells: Sequence[str], order: Sequence[Op]) -> list[str]:
+def _with_shards(cells: Sequence[str], slots: Sequence[Sequence[Op]]) -> list[str]:
     """Cells with UNSHARD before a stage's use, RESHARD when others come first, REDUCE_GRAD after its last op."""
-    ops = {str(op): k for k, op in enumerate(order)}
-    last = {op.stage: str(op) for op in order}
+    places = {slot_text(slot): k for k, slot in enumerate(slots)}
+    last = {op.stage: k for k, slot in enumerate(slots) for op in slot}
     active: list[int] = []
     out: list[str] = []
     for cell in cells:
-        at = ops.get(cell)
+        at = places.get(cell)
         if at is None:
             out.append(cell)
             continue
         soon: list[int] = []
-        for op in order[at:]:
+        for op in (op for slot in slots[at:] for op in slot):
             if op.stage not in soon:
                 soon.append(op.stage)
             if len(soon) == ACTIVE_STAGES:
@@ -147,9 +210,8 @@ def _with_shards(cells: Sequence[str], order: Sequence[Op]) -> list[str]:
         out += [f"{s}UNSHARD" for s in soon if s not in active]
         active = soon
         out.append(cell)
-        stage = order[at].stage
-        if last[stage] == cell:
-            out.append(f"{stage}REDUCE_GRAD")
+        for stage in (op.stage for op in slots[at] if last[op.stage] == at):
+            out += [f"{stage}REDUCE_GRAD", f"{stage}WAIT_REDUCE_GRAD"]
     return out + [f"{s}RESHARD" for s in active]
 
 

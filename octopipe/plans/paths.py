@@ -1,0 +1,154 @@
+"""Paths of micro-batches over stages: chains, and graphs that fork and join.
+
+Knows: the arrows of a path, who stands before and after a stage on it, and what is wrong with one. Does not know: ops,
+orders, costs.
+
+A path is a list of stages and arrows between them. A path that was given no arrows is the chain of its stages. At a
+fork several stages take a stage's output, and their gradients are added; at a join a stage takes several outputs
+together and hands a gradient back to each.
+
+>>> before, after = neighbours(((0, 1, 2, 3),), (((0, 2), (1, 2), (2, 3)),), 4)
+>>> before[0, 2].tolist(), after[0, 1].tolist()
+([0, 1], [2])
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrow = tuple[int, int]
+MAX_ARROWS = 1 << 20
+"""Arrows of all paths together."""
+MAX_DEGREE = 64
+"""The most stages that one stage takes its input from, or hands its output to."""
+
+
+def arrows_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Arrow]], number: int) -> Sequence[Arrow]:
+    """The arrows of one path: those it was given, or those of the chain of its stages."""
+    return edges[number] if edges else tuple(itertools.pairwise(routes[number]))
+
+
+def neighbours(
+    routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Arrow]], num_stages: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """before[path, stage, k] and after[path, stage, k]: the k-th stage before and after, -1 where there is none."""
+    lists: list[list[dict[int, list[int]]]] = [[], []]
+    for number in range(len(routes)):
+        before: dict[int, list[int]] = {}
+        after: dict[int, list[int]] = {}
+        for a, b in arrows_of(routes, edges, number):
+            before.setdefault(b, []).append(a)
+            after.setdefault(a, []).append(b)
+        lists[0].append(before)
+        lists[1].append(after)
+    out = []
+    for rows in lists:
+        width = max((len(found) for row in rows for found in row.values()), default=1)
+        table = np.full((len(routes), num_stages, max(width, 1)), -1, np.int32)
+        for number, row in enumerate(rows):
+            for stage, found in row.items():
+                table[number, stage, : len(found)] = found
+        out.append(table)
+    return out[0], out[1]
+
+
+def only_chains(
+    routes: Sequence[Sequence[int]],
+    edges: Sequence[Sequence[Arrow]],
+    stages: Sequence[tuple[int, int, Arrow | None]],
+    num_layers: int,
+) -> bool:
+    """Whether the arrows say nothing that a list of stages does not: chains through all layers, none of them cut."""
+    if len(edges) != len(routes):
+        return False
+    for route, arrows in zip(routes, edges, strict=True):
+        if tuple(arrows) != tuple(itertools.pairwise(route)) or any(not 0 <= s < len(stages) for s in route):
+            return False
+        held = [stages[s] for s in route]
+        ends = [0, *(stop for _, stop, _ in held)]
+        if ends[-1] != num_layers or any(first != end for (first, _, _), end in zip(held, ends)):
+            return False
+        if any(shard is not None for _, _, shard in held):
+            return False
+    return True
+
+
+def too_many_arrows(edges: Sequence[Sequence[Arrow]]) -> list[str]:
+    """The line about more arrows than are taken, or nothing: asked before tables are made of them."""
+    total = sum(map(len, edges))
+    if total > MAX_ARROWS:
+        return [f"{total} arrows of paths; at most {MAX_ARROWS} are taken"]
+    for number, arrows in enumerate(edges):
+        for side, word in ((0, "hands its output to"), (1, "takes its input from")):
+            counts: dict[int, int] = {}
+            for arrow in arrows:
+                counts[arrow[side]] = counts.get(arrow[side], 0) + 1
+                if counts[arrow[side]] > MAX_DEGREE:
+                    return [f"path {number}: stage {arrow[side]} {word} more than {MAX_DEGREE} stages"]
+    return []
+
+
+def path_problems(
+    number: int, route: Sequence[int], arrows: Sequence[Arrow], stages: Sequence[tuple[int, int, Arrow | None]]
+) -> list[str]:
+    """What is wrong with a path that was given arrows; `stages` are (first layer, stop, shard) of all stages."""
+    return list(itertools.islice(_problems(number, route, arrows, stages), 4))
+
+
+def _problems(
+    number: int, route: Sequence[int], arrows: Sequence[Arrow], stages: Sequence[tuple[int, int, Arrow | None]]
+) -> Iterator[str]:
+    members = set(route)
+    if not route:
+        yield f"path {number} is empty; list its stages"
+        return
+    if len(members) != len(route):
+        yield f"path {number} names a stage twice; name each once"
+        return
+    for s in route:
+        if not 0 <= s < len(stages):
+            yield f"path {number} names stage {s}; stages go from 0 to {len(stages) - 1}"
+            return
+    place = {s: k for k, s in enumerate(route)}
+    seen = set()
+    for a, b in arrows:
+        if a not in members or b not in members:
+            yield f"path {number}: arrow [{a}, {b}] leads to a stage that is not on the path; list it under stages"
+            return
+        if place[a] >= place[b]:
+            yield f"path {number}: arrow [{a}, {b}] leads back; list the stages so that every arrow leads forward"
+        if (a, b) in seen:
+            yield f"path {number} has the arrow [{a}, {b}] twice; keep one"
+        seen.add((a, b))
+    touched = {s for arrow in arrows for s in arrow}
+    for s in route:
+        if len(route) > 1 and s not in touched:
+            yield f"path {number}: stage {s} is joined to nothing; add an arrow or leave it out"
+    yield from _layers_once(number, route, stages)
+
+
+def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Arrow | None]]) -> Iterator[str]:
+    """Every layer of a path stands in one stage, or in all shards of one."""
+    whole: dict[int, int] = {}
+    parts: dict[tuple[int, int], list[Arrow]] = {}
+    for s in route:
+        first, stop, shard = stages[s]
+        if shard is not None:
+            parts.setdefault((first, stop), []).append(shard)
+            if len(parts[first, stop]) > 1:
+                continue
+        for layer in range(first, stop):
+            if layer in whole:
+                yield f"path {number}: layer {layer} stands in stage {whole[layer]} and in stage {s}; keep one"
+                return
+            whole[layer] = s
+    for (first, stop), held in parts.items():
+        if sorted(held) != [(k, held[0][1]) for k in range(held[0][1])]:
+            yield (
+                f"path {number}: layers [{first}, {stop}) have the shards {[list(k) for k in sorted(held)[:6]]}; "
+                f"each of the {held[0][1]} must be there once"
+            )

@@ -1,0 +1,114 @@
+"""Samples as micro-batches of tensors, and the loss of what they hold.
+
+Knows: which samples a training step takes, how targets that do not count are left out, and how micro-batches with
+different numbers of targets are weighed. Does not know: where samples come from, plans or devices.
+
+A step takes `replicas x micro-batches x size` consecutive sample numbers, so what a run sees does not depend on how
+they are spread, and a resumed run goes on where the old one stopped.
+
+The loss of a step is the mean over all its targets that count. Where a source has marks, every micro-batch's loss is
+the sum over its own targets, divided by `items`: the step's targets over its micro-batches. The mean over micro-batches
+and pipelines is then the mean over the step's targets, as in transformers' Trainer (`num_items_in_batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octopipe.runtime.training.data.source import IGNORED, Source
+
+__all__ = ["IGNORED", "StepLoss", "counted_targets", "length_micro_batches", "micro_batches"]
+
+
+def micro_batches(
+    source: Source, first: int, count: int, size: int, items: float | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Inputs and targets of `count` micro-batches of `size` samples, from sample `first` on.
+
+    Without marks both are tensors. With marks a target is a dict of `labels` and `items` (see the module), and an input
+    a dict with `position_ids` where documents are told apart.
+    """
+    inputs: list[Any] = []
+    targets: list[Any] = []
+    for m in range(count):
+        numbers = range(first + m * size, first + (m + 1) * size)
+        rows = np.stack([source.sample(k) for k in numbers])
+        ids, labels = torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+        marks = [source.marks(k) for k in numbers]
+        known = [mark for mark in marks if mark is not None]
+        if not known:
+            inputs.append(ids)
+            targets.append(labels)
+            continue
+        labels[torch.from_numpy(~np.stack([mark.counted for mark in known]))] = IGNORED
+        positions = [mark.positions for mark in known if mark.positions is not None]
+        inputs.append({"input_ids": ids, "position_ids": torch.from_numpy(np.stack(positions))} if positions else ids)
+        assert items is not None
+        targets.append({"labels": labels, "items": torch.tensor(items, dtype=torch.float64)})
+    return inputs, targets
+
+
+def counted_targets(source: Source, first: int, count: int) -> int | None:
+    """Targets that count in `count` samples; None for a source without marks."""
+    total = 0
+    for number in range(first, first + count):
+        marks = source.marks(number)
+        if marks is None:
+            return None
+        total += int(marks.counted.sum())
+    return total
+
+
+def length_micro_batches(
+    source: Source, first: int, numbers: Sequence[Sequence[int]], lengths: Sequence[int], dp: int
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Inputs, and (targets, weight), of micro-batches of sequences of different length.
+
+    Sequence i of the step is sample `first + i`, cut to its length; shorter ones are padded behind, where no causal
+    layer sees it. Weights make the mean over micro-batches and pipelines of the micro-batches' mean losses the mean
+    over all tokens of the step.
+    """
+    inputs: list[Tensor] = []
+    targets: list[tuple[Tensor, Tensor]] = []
+    total, count = sum(lengths), dp * len(numbers)
+    for group in numbers:
+        longest = max(lengths[i] for i in group)
+        rows = np.zeros((len(group), longest), np.int64)
+        wanted = np.full((len(group), longest), IGNORED, np.int64)
+        for row, i in enumerate(group):
+            tokens = source.sample(first + i)[: lengths[i] + 1]
+            rows[row, : lengths[i]] = tokens[:-1]
+            wanted[row, : lengths[i]] = tokens[1:]
+        inputs.append(torch.from_numpy(rows))
+        share = count * sum(lengths[i] for i in group) / total
+        targets.append((torch.from_numpy(wanted), torch.tensor(share, dtype=torch.float64)))
+    return inputs, targets
+
+
+class StepLoss:
+    """The loss of any target made here: next tokens, (next tokens, weight), or a dict of `labels` and `items`.
+
+    `shifted`: the loss of a transformers model, which divides by a number of items itself and adds its routers' loss.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], *, shifted: bool):
+        self._loss, self._shifted = loss, shifted
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        if isinstance(target, Tensor):
+            return self._loss(output, target)
+        if isinstance(target, tuple):
+            value = self._loss(output, target[0])
+            return value * target[1].to(value.dtype)
+        labels, items = target["labels"], target["items"]
+        if self._shifted:
+            # An evaluation is about tokens alone: what balances routers is part of training.
+            output = output[0] if target.get("tokens_alone") and isinstance(output, tuple) else output
+            return self._loss(output, {"shift_labels": labels, "num_items_in_batch": items})
+        value = self._loss(output, labels)
+        return value * ((labels != IGNORED).sum() / items).to(value.dtype)

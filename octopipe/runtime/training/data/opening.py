@@ -1,0 +1,110 @@
+"""What `--data` names: which kind of source a path is, looked at early and opened once the model is known.
+
+Knows: the kinds and in which order they are tried. Does not know: any format. Imports no torch.
+
+`look` finds in a moment whatever is wrong and needs no model; `open_source` reads, tokenizes where that is needed, and
+checks ids against the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import shown
+from octopipe.runtime.training.data import hf_dataset, megatron_file, text, token_file
+from octopipe.runtime.training.data.corpus import Corpus, Windows
+from octopipe.runtime.training.data.kept import Tell
+from octopipe.runtime.training.data.source import Source
+from octopipe.runtime.training.data.synthetic import SyntheticTokens
+from octopipe.runtime.training.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How files of data are read."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json, or a model's folder with one."""
+    dtype: str | None = None
+    """Of the ids in a `.bin`."""
+    text_key: str = "text"
+    """The field of a record that holds the text."""
+    apart: bool | None = None
+    """Whether documents of one sample may not see each other; None: they may not where that is possible."""
+
+
+def _silent(_: str) -> None:
+    """Nobody listens."""
+
+
+def look(path: str, reading: Reading) -> None:
+    """Raise for what is wrong with the data, before anything that takes time."""
+    if text.is_text(path):
+        _tokenizer(path, reading)
+        text.look(path, reading.text_key)
+    elif hf_dataset.is_dataset(path):
+        if hf_dataset.look(path, reading.text_key)[0] != "input_ids":
+            _tokenizer(path, reading)
+    elif megatron_file.paths_of(path) is not None:
+        megatron_file.read_megatron(path, dtype=reading.dtype)
+    elif Path(path).suffix in (".npy", ".bin"):
+        token_file.look(path, reading.dtype)
+    elif not Path(path).exists():
+        raise OctoPipeError(f"{shown(path)}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
+    else:
+        raise OctoPipeError(
+            f"{shown(path)}: not a kind of data that is read; give a .jsonl (with --tokenizer), .npy or .bin, "
+            "Megatron's .bin with its .idx, or a folder of datasets' save_to_disk"
+        )
+
+
+def read(path: str, reading: Reading, *, vocab: int, tell: Tell = _silent) -> Corpus:
+    """The corpus at a path, every id inside the vocabulary as far as it was looked at."""
+    look(path, reading)
+    if text.is_text(path):
+        tokenizer = _tokenizer(path, reading)
+        _fits(tokenizer, vocab)
+        corpus = text.read_text(path, tokenizer, key=reading.text_key, tell=tell)
+    elif hf_dataset.is_dataset(path):
+        chosen = None if reading.tokenizer is None else Tokenizer(reading.tokenizer)
+        corpus = hf_dataset.read_dataset(path, chosen, key=reading.text_key, tell=tell)
+    elif megatron_file.paths_of(path) is not None:
+        corpus = megatron_file.read_megatron(path, dtype=reading.dtype)
+    else:
+        corpus = token_file.read_tokens(path, vocab=vocab, dtype=reading.dtype)
+    corpus.check_vocabulary(vocab)
+    return corpus
+
+
+def open_source(
+    path: str | None,
+    reading: Reading | None = None,
+    *,
+    vocab: int,
+    seq: int,
+    seed: int,
+    apart: bool = False,
+    shuffle: bool = True,
+    tell: Tell = _silent,
+) -> Source:
+    """The samples at a path, or synthetic ones without a path."""
+    if path is None:
+        return SyntheticTokens(vocab=vocab, seq=seq, seed=seed)
+    corpus = read(path, reading or Reading(), vocab=vocab, tell=tell)
+    return Windows(corpus, vocab=vocab, seq=seq, seed=seed, apart=apart, shuffle=shuffle)
+
+
+def _tokenizer(path: str, reading: Reading) -> Tokenizer:
+    if reading.tokenizer is None:
+        raise OctoPipeError(f"{shown(path)} holds text; name its tokenizer: --tokenizer PATH")
+    return Tokenizer(reading.tokenizer)
+
+
+def _fits(tokenizer: Tokenizer, vocab: int) -> None:
+    if tokenizer.size > vocab:
+        raise OctoPipeError(
+            f"{tokenizer.where} has {tokenizer.size} tokens, the model a vocabulary of {vocab}; use the model's own "
+            "tokenizer"
+        )

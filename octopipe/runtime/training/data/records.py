@@ -1,0 +1,69 @@
+"""Records of text as documents: `text` alone, or a prompt with its completion.
+
+Knows: which of a record's fields are read, how they become tokens, what counts in the loss. Does not know: where
+records come from (`text.py`, `hf_dataset.py`). Imports no torch.
+
+A text becomes its tokens and the token that ends a document. A prompt and its completion become one document, of
+which the completion's tokens and the end count in the loss; such documents are not cut over samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.training.data.kept import Document
+from octopipe.runtime.training.data.tokenizer import Tokenizer
+
+PAIR = ("prompt", "completion")
+AT_ONCE = 512
+"""Records tokenized in one call."""
+
+
+def fields_of(record: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """The fields to read, by a first record: `key`, or prompt and completion."""
+    if key in record:
+        return (key,)
+    if all(name in record for name in PAIR):
+        return PAIR
+    have = ", ".join(sorted(map(str, record))[:8]) or "nothing"
+    mend = "; render chats into prompt and completion" if "messages" in record else ""
+    raise OctoPipeError(
+        f"{where}: neither {key!r} nor 'prompt' and 'completion' in it, but {have}; name the text: --text-key{mend}"
+    )
+
+
+def texts_of(record: Any, fields: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """A record's texts, or one line that names the record."""
+    if not isinstance(record, Mapping):
+        raise OctoPipeError(f"{where}: not an object with {' and '.join(fields)}")
+    for name in fields:
+        if not isinstance(record.get(name), str):
+            raise OctoPipeError(f"{where}: {name!r} is {'missing' if name not in record else 'no text'}")
+    return tuple(record[name] for name in fields)
+
+
+def documents_of(texts: Iterable[tuple[str, ...]], tokenizer: Tokenizer) -> Iterator[Document]:
+    """Every record's tokens."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    rows = iter(texts)
+    while chunk := list(itertools.islice(rows, AT_ONCE)):
+        firsts = tokenizer.encode([row[0] for row in chunk])
+        if len(chunk[0]) == 1:
+            for ids in firsts:
+                yield Document(ids if ids[-1:] == end or not ids else ids + end)
+            continue
+        seconds = tokenizer.encode([row[1] for row in chunk], special=False)
+        for prompt, completion in zip(firsts, seconds):
+            if end and prompt[-1:] == end and len(prompt) > 1:
+                prompt = prompt[:-1]  # a tokenizer that ends every text: this one goes on
+            completion = completion + end
+            yield Document(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+
+
+def notes_of(tokenizer: Tokenizer, where: str) -> tuple[str, ...]:
+    if tokenizer.end is not None:
+        return ()
+    return (f"{where}: the tokenizer names no token that ends a document; documents follow each other without one",)

@@ -1,0 +1,83 @@
+"""Text in a `.jsonl` file (also `.jsonl.gz`): one JSON object per line.
+
+Knows: lines, and what may be wrong with one. Does not know: which fields are read and how they become tokens
+(`records.py`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import shown
+from octopipe.runtime.training.data.corpus import Corpus
+from octopipe.runtime.training.data.kept import Tell, kept_corpus
+from octopipe.runtime.training.data.records import PAIR, documents_of, fields_of, notes_of, texts_of
+from octopipe.runtime.training.data.tokenizer import Tokenizer
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson")
+
+
+def is_text(path: str | os.PathLike[str]) -> bool:
+    return str(path).endswith(SUFFIXES)
+
+
+def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
+    """The fields to read, by the first record; raises for what is wrong so far. Takes no time."""
+    for number, record in _records(path):
+        where = f"{shown(path)} line {number}"
+        if not isinstance(record, dict):
+            raise OctoPipeError(f"{where}: a JSON value that is no object; one object per line is read")
+        found = fields_of(record, key, where)
+        texts_of(record, found, where)
+        return found
+    raise OctoPipeError(f"{shown(path)}: no record in it; give one JSON object per line")
+
+
+def read_text(path: str | os.PathLike[str], tokenizer: Tokenizer, *, key: str, tell: Tell) -> Corpus:
+    """The file's documents as tokens: made once, kept in the cache folder."""
+    fields, where = look(path, key), shown(path)
+    info = os.stat(path)
+    identity = [os.path.realpath(path), info.st_size, info.st_mtime_ns, tokenizer.fingerprint, list(fields)]
+
+    def texts() -> Iterator[tuple[str, ...]]:
+        tell(f"tokenizing {where}")
+        for number, record in _records(path):
+            yield texts_of(record, fields, f"{where} line {number}")
+
+    return kept_corpus(
+        identity,
+        lambda: documents_of(texts(), tokenizer),
+        where=where,
+        kind="jsonl",
+        whole=fields == PAIR,
+        tell=tell,
+        notes=notes_of(tokenizer, where),
+    )
+
+
+def _records(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
+    """Number and value of every line that is not blank."""
+    where = shown(path)
+    decode = msgspec.json.Decoder().decode
+    try:
+        if not Path(path).is_file():
+            raise OctoPipeError(f"{where}: no such file; check --data")
+        with gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, decode(line)
+                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                    why = " ".join(str(error).split())[:120]
+                    raise OctoPipeError(f"{where} line {number}: not valid JSON ({why})") from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise OctoPipeError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error})") from None

@@ -1,0 +1,89 @@
+"""Evaluation: the mean loss over tokens that were kept aside, and the perplexity.
+
+Knows: how a fixed set of samples runs through a pipeline, whatever its micro-batches, with every target counted once.
+Does not know: when a run evaluates (`train.py`).
+
+Samples are taken in the file's order, all of them or the first so many: every evaluation of a run sees the same
+tokens. A last batch that is not full is filled with samples whose targets are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.batches import to_device
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.training.data.batches import IGNORED, micro_batches
+from octopipe.runtime.training.data.corpus import Windows
+from octopipe.runtime.training.data.source import Source
+from octopipe.runtime.training.job import EvalReport, TrainJob
+
+
+def evaluation_samples(source: Source, job: TrainJob) -> int:
+    """How many samples an evaluation takes."""
+    if isinstance(source, Windows):
+        return min(source.windows, job.eval_samples or source.windows)
+    if job.eval_samples is None:
+        raise OctoPipeError("made-up text has no end; give --eval-samples")
+    return job.eval_samples
+
+
+def evaluate(pipe: Pipeline, source: Source, job: TrainJob, step: int) -> EvalReport:
+    """The loss of the samples under the pipeline's parameters (collective over all pipelines)."""
+    total, count = 0.0, 0
+    samples = evaluation_samples(source, job)
+    each = job.num_micro_batches * job.micro_batch_size
+    size, replica = job.dp * each, pipe.world.replica
+    program = pipe.executor.program
+    pipe.eval()
+    try:
+        for first in range(0, samples, size):
+            count += sum(_targets(source, k, job.seq) for k in range(first, min(first + size, samples)))
+            inputs: Any = None
+            targets: Any = None
+            if program.needs_batch or program.needs_target:
+                inputs, targets = _batch(source, first + replica * each, samples, job)
+                inputs, targets = (to_device(part, pipe.device) for part in (inputs, targets))
+            # Every micro-batch's loss is the sum over its targets (items: 1); the pipeline gives their mean.
+            total += float(pipe.evaluate(inputs, targets)) * job.num_micro_batches
+    finally:
+        pipe.train()
+    total *= job.dp
+    return EvalReport(step=step, loss=total / count, tokens=count, samples=samples)
+
+
+def _batch(source: Source, first: int, stop: int, job: TrainJob) -> tuple[list[Any], list[Any]]:
+    """One pipeline's micro-batches; samples from `stop` on are fillers."""
+    size = job.micro_batch_size
+    inputs, targets = micro_batches(_Wrapped(source, stop), first, job.num_micro_batches, size, 1.0)
+    for m, target in enumerate(targets):
+        if isinstance(target, torch.Tensor):
+            target = targets[m] = {"labels": target, "items": torch.tensor(1.0, dtype=torch.float64)}
+        target["tokens_alone"] = True
+        real = min(max(stop - (first + m * size), 0), size)
+        target["labels"][real:] = IGNORED
+    return inputs, targets
+
+
+class _Wrapped:
+    """Sample numbers from `stop` on are the first one again."""
+
+    def __init__(self, source: Source, stop: int):
+        self._source, self._stop = source, stop
+
+    def sample(self, number: int) -> Any:
+        return self._source.sample(number if number < self._stop else 0)
+
+    def marks(self, number: int) -> Any:
+        return self._source.marks(number if number < self._stop else 0)
+
+    def about(self) -> dict[str, object]:
+        return self._source.about()
+
+
+def _targets(source: Source, number: int, seq: int) -> int:
+    marks = source.marks(number)
+    return seq if marks is None else int(marks.counted.sum())

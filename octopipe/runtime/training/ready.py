@@ -1,0 +1,83 @@
+"""A run made ready before its ranks start: data read and checked, documents told apart where that works, memory.
+
+Knows: what is found out once, in the process that starts the ranks, and which lines a reader should see. Does not
+know: ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.huggingface.documents import cannot_keep_apart
+from octopipe.models.spec import ModelSpec
+from octopipe.runtime.ranks.rank_process import unheard
+from octopipe.runtime.training.data.corpus import Corpus, Windows
+from octopipe.runtime.training.data.opening import read
+from octopipe.runtime.training.job import Phase, TrainJob
+from octopipe.runtime.training.memory_check import check_host
+
+
+def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
+    """The job with what its data and model allow decided; raises for whatever would stop the run later."""
+    if os.environ.get("RANK", "0") != "0":  # under torchrun every rank comes here; the first one is heard
+        tell = unheard
+    check_host(job)
+    corpora = {}
+    for path in dict.fromkeys(p for p in (job.data, job.eval_data) if p is not None):
+        say = lambda text: tell(Phase(text=text))  # noqa: E731
+        corpora[path] = read(path, job.reading, vocab=job.spec.vocab, tell=say)
+    if not corpora:
+        return job
+    apart = _apart(job, list(corpora.values()), tell)
+    job = replace(job, reading=replace(job.reading, apart=apart))
+    for path, corpus in corpora.items():
+        samples = Windows(corpus, vocab=job.spec.vocab, seq=job.seq, seed=job.seed, apart=apart)
+        for text in (*corpus.notes, *_described(samples, path == job.data)):
+            tell(Phase(text=text, notice=True))
+        if job.lengths and samples.marks(0) is not None:
+            raise OctoPipeError(f"{corpus.where}: --lengths cuts samples of bare tokens; leave it out, or give tokens")
+    return job
+
+
+def _described(samples: Windows, trained: bool) -> list[str]:
+    corpus = samples.corpus
+    documents = "" if corpus.starts is None else f" in {corpus.starts.size:,} documents"
+    what = "data" if trained else "evaluation"
+    out = [
+        f"{what}: {corpus.where}, {corpus.tokens.shape[0]:,} tokens{documents}, {samples.windows:,} samples of "
+        f"{samples.seq} tokens" + (", documents kept apart" if samples.apart else "")
+    ]
+    if samples.cut:
+        out.append(f"{corpus.where}: {samples.cut:,} documents are longer than --seq and lose their end")
+    return out
+
+
+def _apart(job: TrainJob, corpora: list[Corpus], tell: Callable[[Any], None]) -> bool:
+    """Whether documents of one sample will not see each other."""
+    asked = job.reading.apart
+    known = [corpus for corpus in corpora if corpus.starts is not None]
+    if asked is False:
+        return False
+    if not known:
+        if asked:
+            raise OctoPipeError(f"{corpora[0].where} does not say where documents begin; leave --document-mask out")
+        return False
+    why = "--lengths says what a sequence is" if job.lengths else _obstacle(job)
+    if not why:
+        return True
+    if asked:
+        raise OctoPipeError(f"{job.spec.name}: documents cannot be kept apart: {why}; leave --document-mask out")
+    tell(Phase(text=f"documents of one sample see each other: {why}", notice=True))
+    return False
+
+
+def _obstacle(job: TrainJob) -> str:
+    if isinstance(job.spec, ModelSpec):
+        return "octopipe's own layers know no borders inside a sequence"
+    import torch
+
+    return cannot_keep_apart(job.spec.layers(dtype=torch.float32, device="cpu", seed=0))

@@ -1,0 +1,73 @@
+"""Whether a checkpoint can be gone on from: the same model, seed and data, or a line that says what differs.
+
+Knows: what a run writes about itself beside its layers. Does not know: how checkpoints lie on the disk (`shelf.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import shown
+from octopipe.runtime.training.job import TrainJob
+from octopipe.runtime.training.run_parts import identity
+from octopipe.runtime.training.shelf import choose
+
+SAME = ("kind", "fingerprint", "seq", "samples", "documents_apart", "words")
+"""What makes sample i the sample i it was before."""
+
+
+def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    """Raise where the run would be another one; returns how many samples had been seen when its data began."""
+    model, seed = record.get("model"), record.get("seed", job.seed)
+    if model != identity(job.spec):
+        raise OctoPipeError(
+            f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(job.spec)}; "
+            "use the same MODEL, --scale and --layers"
+        )
+    if seed != job.seed:
+        raise OctoPipeError(
+            f"{shown(path)} was trained with --seed {seed}, this run has {job.seed}: its data and dropout "
+            f"would be others; use --seed {seed}"
+        )
+    before = record.get("data")
+    seen = int(record.get("samples", 0))
+    if not isinstance(before, Mapping):  # written before data was noted
+        return seen if job.new_data else 0
+    differs = [key for key in SAME if before.get(key) != data.get(key)]
+    if not differs:
+        return seen if job.new_data else int(before.get("begins", 0))
+    if job.new_data:
+        return seen
+    raise OctoPipeError(
+        f"{shown(path)} was trained on {described(before)} and is at sample {before.get('position')} of pass "
+        f"{int(before.get('epoch', 0)) + 1}; this run has {described(data)} ({', '.join(differs)} differ): use the "
+        "same --data and --seq, or add --new-data to begin with the new one"
+    )
+
+
+def described(data: Mapping[str, Any]) -> str:
+    if data.get("kind") == "synthetic":
+        return "made-up text"
+    return f"{str(data.get('name'))[:80]} ({data.get('samples')} samples of {data.get('seq')} tokens)"
+
+
+def schedule_words(before: Any, now: Mapping[str, Any]) -> str:
+    """What differs between the schedule of a checkpoint and the one a run goes on with; "" where nothing does."""
+    if not isinstance(before, Mapping):
+        return ""
+    changed = [key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed)
+
+
+def way_on(job: TrainJob) -> str:
+    """What a run that failed can be resumed from."""
+    if job.checkpoint is None:
+        return ""
+    try:
+        path, _ = choose(job.checkpoint)
+    except OctoPipeError:
+        return ""
+    return f"; {shown(path)} is good: --resume goes on from it"

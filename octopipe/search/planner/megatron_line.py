@@ -1,0 +1,242 @@
+"""A split as a Megatron-LM command: the environment, the script, the model's flags and the split's flags.
+
+Knows: Megatron-LM's flags and the rules of its `validate_args` at the version `runtimes.py` names. Does not know: how a
+split was found or priced.
+
+Memory and traffic of a split are promised for exactly these flags, so whatever was priced has a flag here: gradients in
+bf16, the pieces that selective recomputation runs again, experts that tensor parallelism does not divide, FSDP's
+checkpoint format. A line that Megatron-LM would refuse is refused here with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.models.spec import Attention, Block, Embedding, Head, LatentAttention, Layer, Mlp, ModelSpec, Moe, Mtp
+from octopipe.views.export.megatron import megatron_layout
+
+if TYPE_CHECKING:
+    from octopipe.search.planner.search import Candidate
+
+DATA = ("--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 20", "--lr 1e-4", "--min-lr 1e-5")
+"""Enough to start a run that measures speed; replace it by your own data and schedule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronLine:
+    """One command, in its parts."""
+
+    environment: dict[str, str]
+    script: str
+    model: tuple[str, ...]
+    split: tuple[str, ...]
+
+    @property
+    def flags(self) -> str:
+        return " ".join((*self.model, *self.split, *DATA))
+
+
+def megatron_line(candidate: Candidate, spec: ModelSpec) -> MegatronLine:
+    """The command's parts; raises where Megatron-LM has no words for the split or the model."""
+    split = candidate.split
+    script, model = model_flags(spec, candidate.setup.seq or 0)
+    # Megatron-LM refuses tensor and context parallelism without this, and FSDP with it.
+    one = (split.tp > 1 or split.cp > 1) and split.zero < 2
+    return MegatronLine(
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if one else {},
+        script=script,
+        model=tuple(model),
+        split=tuple(split_flags(candidate, spec)),
+    )
+
+
+# -- the split -------------------------------------------------------------------------------------------------------
+
+
+def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    """Sizes, batch, layout, sharding, precision, recomputation."""
+    setup, split = candidate.setup, candidate.split
+    assert setup.gpu is not None
+    experts = any(isinstance(part, Moe) for layer in spec for part in layer.parts)
+    if candidate.how == "tuned":
+        plan = candidate.plan
+        whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
+        ours = "octopipe.megatron.forward_backward_func(plan) runs it on Megatron's chunks; " if whole else ""
+        raise OctoPipeError(f"its flags have no order of ops; {ours}--for megatron plans what flags can say")
+    if split.zero >= 2 and split.pp > 1:
+        raise OctoPipeError("Megatron-LM divides gradients and weights (its FSDP) only without a pipeline")
+    flags = [
+        f"--tensor-model-parallel-size {split.tp}",
+        f"--pipeline-model-parallel-size {split.pp}",
+        *_layout(candidate, spec),
+        *([f"--context-parallel-size {split.cp}"] if split.cp > 1 else []),
+    ]
+    cluster = setup.cluster()
+    if split.ep > 1 or (experts and split.tp > 1):
+        flags.append(f"--expert-model-parallel-size {split.ep} --expert-tensor-parallel-size {cluster.expert_tp}")
+    flags.append(f"--micro-batch-size {split.micro_batch_size} --global-batch-size {setup.global_batch}")
+    # Experts behind tensor parallelism need the stream divided too.
+    if split.tp > 1 and (setup.sequence_parallel or experts):
+        flags.append("--sequence-parallel")
+    if split.zero >= 2:
+        what = "optim_grads_params" if split.zero == 3 else "optim_grads"
+        flags += [f"--use-megatron-fsdp --data-parallel-sharding-strategy {what} --ckpt-format fsdp_dtensor"]
+        flags += ["--overlap-grad-reduce --overlap-param-gather --no-gradient-accumulation-fusion"]
+    elif split.zero == 1:
+        flags += ["--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"]
+    flags.append("--bf16")
+    if setup.gradient_bytes == 2:
+        flags.append("--grad-reduce-in-bf16")
+    if setup.precision == "fp8":
+        recipe = "mxfp8" if setup.gpu.generation == "blackwell" else "tensorwise"
+        flags.append(f"--fp8-format hybrid --fp8-recipe {recipe}")
+    return [*flags, *_recompute(candidate, spec)]
+
+
+def _has_experts(candidate: Candidate) -> bool:
+    return candidate.costs is not None and any(symbol in "X#xgGN" for symbol in candidate.costs.symbols)
+
+
+def _layout(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    """The partition as Megatron-LM's layout, or as the segments of a hybrid's pattern."""
+    plan, costs = candidate.plan, candidate.costs
+    if candidate.split.pp == 1 and all(isinstance(layer, Block | Mtp) for layer in spec.layers[1:-1]):
+        return []
+    if plan is None or costs is None:
+        raise OctoPipeError("the split was not simulated, so its layers per stage are not decided")
+    text = megatron_layout(plan, costs.symbols).text
+    flag = "--pipeline-model-parallel-layout" if text.kind == "layout" else "--hybrid-layer-pattern"
+    return [f"{flag} '{text.text()}'"]
+
+
+def _recompute(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    setup, split = candidate.setup, candidate.split
+    if setup.recompute == "full":
+        layers = candidate.plan.num_layers - 2 if candidate.plan is not None else 0
+        if setup.recompute_layers is None or setup.recompute_layers >= layers:
+            return ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+        # The count holds for each stage, and the largest stage has to recompute as much as was priced.
+        per_stage = -(-setup.recompute_layers // max(1, split.pp * split.vp))
+        return [f"--recompute-granularity full --recompute-method block --recompute-num-layers {per_stage}"]
+    if setup.recompute != "selective":
+        return []
+    parts = [part for layer in spec for part in layer.parts]
+    modules = ["layernorm"]
+    modules += ["moe_act"] if any(isinstance(part, Moe) for part in parts) else []
+    modules += ["mla_up_proj"] if any(isinstance(part, LatentAttention) for part in parts) else []
+    return [f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"]
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def model_flags(spec: ModelSpec, seq: int) -> tuple[str, list[str]]:
+    """Script and flags that build the model."""
+    embedding, head = spec.layers[0], spec.layers[-1]
+    if not isinstance(embedding, Embedding) or not isinstance(head, Head):
+        raise OctoPipeError(f"{spec.name} does not begin with an embedding and end with a head")
+    inner = [layer for layer in spec.layers[1:-1] if not isinstance(layer, Mtp)]
+    predictions = sum(isinstance(layer, Mtp) for layer in spec.layers)
+    parts = [part for layer in inner for part in layer.parts]
+    flags = [f"--hidden-size {embedding.hidden} --seq-length {seq} --max-position-embeddings {seq}"]
+    flags.append(f"--vocab-size {embedding.vocab - 1}")  # NullTokenizer adds one token
+    flags += [] if head.tied else ["--untie-embeddings-and-output-weights"]
+    flags.append(f"--normalization {'RMSNorm' if head.norm == 'rms' else 'LayerNorm'} --disable-bias-linear")
+    flags += _attention([p for p in parts if isinstance(p, Attention | LatentAttention)], spec.name)
+    flags += _feed_forward(
+        [p for p in parts if isinstance(p, Mlp)], [p for p in parts if isinstance(p, Moe)], spec.name
+    )
+    if all(isinstance(layer, Block) for layer in inner):
+        if unknown := sorted({p.kind for p in parts} - {"attention", "latent_attention", "mlp", "moe"}):
+            raise OctoPipeError(f"no Megatron-LM flags are known here for {', '.join(unknown)} layers; add your own")
+        flags.insert(0, f"--num-layers {len(inner)}")
+        flags += _moe_frequency(inner)
+        flags += [f"--mtp-num-layers {predictions}"] if predictions else []
+        return "pretrain_gpt.py", flags
+    return "pretrain_hybrid.py", [*flags, *_hybrid(inner, spec.name)]
+
+
+def _one(values: list[int], what: str, name: str) -> int:
+    if len(set(values)) > 1:
+        raise OctoPipeError(f"{name}: Megatron-LM has one {what} for all layers, and these differ; add your own flags")
+    return values[0]
+
+
+def _attention(found: list[Attention | LatentAttention], name: str) -> list[str]:
+    if not found:
+        return ["--num-attention-heads 8 --position-embedding-type none"]
+    heads = _one([p.heads for p in found], "number of heads", name)
+    flags = [f"--num-attention-heads {heads}"]
+    latent = [p for p in found if isinstance(p, LatentAttention)]
+    plain = [p for p in found if isinstance(p, Attention)]
+    if latent and plain:
+        raise OctoPipeError(f"{name}: Megatron-LM has latent or plain attention in all layers, not both")
+    if latent:
+        p = latent[0]
+        flags.append(f"--multi-latent-attention --kv-lora-rank {p.kv_rank} --qk-head-dim {p.nope_dim}")
+        flags.append(f"--qk-pos-emb-head-dim {p.rope_dim} --v-head-dim {p.v_dim} --position-embedding-type rope")
+        return [*flags, *([f"--q-lora-rank {p.q_rank}"] if p.q_rank else [])]
+    groups = _one([p.kv_heads for p in plain], "number of key-value heads", name)
+    flags += [f"--group-query-attention --num-query-groups {groups}"] if groups != heads else []
+    flags.append(f"--kv-channels {_one([p.head_dim for p in plain], 'head width', name)}")
+    flags += ["--qk-layernorm"] if plain[0].qk_norm else []
+    flags += ["--add-qkv-bias"] if plain[0].qkv_bias else []
+    windows = sorted({p.window for p in plain if p.window})
+    if windows:
+        full = [p.window is None for p in plain]
+        flags.append(f"--window-size {windows[0] - 1},0")
+        if any(full):
+            flags.append(f"--window-attn-skip-freq {full.index(True) + 1}")
+    theta = next((p.rope_theta for p in plain if p.rope_theta), None)
+    where = f"rope --rotary-base {int(theta)}" if theta else "none"
+    return [*flags, f"--position-embedding-type {where}"]
+
+
+ACTIVATIONS = {"swiglu": ["--swiglu"], "gelu": [], "relu2": ["--squared-relu"]}
+
+
+def _feed_forward(dense: list[Mlp], experts: list[Moe], name: str) -> list[str]:
+    flags: list[str] = []
+    kinds = sorted({*(p.activation for p in dense), *(p.activation for p in experts)})
+    if len(kinds) > 1 or (kinds and kinds[0] not in ACTIVATIONS):
+        raise OctoPipeError(f"{name}: no Megatron-LM flag is known here for {', '.join(kinds)}; add your own")
+    flags += ACTIVATIONS[kinds[0]] if kinds else []
+    if dense:
+        flags.append(f"--ffn-hidden-size {_one([p.ffn for p in dense], 'feed-forward width', name)}")
+    if experts:
+        p = experts[0]
+        flags.append(f"--num-experts {p.experts} --moe-router-topk {p.top_k} --moe-ffn-hidden-size {p.ffn}")
+        flags.append(
+            "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss"
+        )
+        flags += [] if dense else [f"--ffn-hidden-size {p.ffn}"]
+        flags += [f"--moe-shared-expert-intermediate-size {p.shared_ffn}"] if p.shared_ffn else []
+        flags += [f"--moe-latent-size {p.latent}"] if p.latent else []
+    return flags
+
+
+def _moe_frequency(inner: list[Layer]) -> list[str]:
+    """Which blocks have experts, where not all of them do."""
+    has = [any(isinstance(p, Moe) for p in layer.parts) for layer in inner]
+    if all(has) or not any(has):
+        return []
+    runs: list[tuple[int, int]] = []
+    for value in map(int, has):
+        if runs and runs[-1][0] == value:
+            runs[-1] = (value, runs[-1][1] + 1)
+        else:
+            runs.append((value, 1))
+    return [f"--moe-layer-freq '{'+'.join(f'[{value}]*{count}' for value, count in runs)}'"]
+
+
+def _hybrid(inner: list[Layer], name: str) -> list[str]:
+    mamba = [layer for layer in inner if layer.kind == "mamba2"]
+    others = sorted({layer.kind for layer in inner} - {"mamba2", "attention", "latent_attention", "mlp", "moe"})
+    if others or not mamba:
+        what = ", ".join(others) or "separate attention and feed-forward layers without Mamba"
+        raise OctoPipeError(f"{name}: no Megatron-LM flags are known here for {what}; add your own")
+    m = mamba[0]
+    sizes = f"--mamba-state-dim {m.state} --mamba-head-dim {m.head_dim} --mamba-num-groups {m.groups}"  # type: ignore[attr-defined]
+    return ["--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec", sizes]

@@ -1,0 +1,99 @@
+"""The training runtimes a split can be launched on: what each shards, keeps, recomputes and refuses.
+
+Knows: the rules of Megatron-LM, torchtitan, plain torch.distributed.pipelining, DeepSpeed and `octopipe train`, each
+at a stated version. Does not know: their flags (`commands.py`, `megatron_line.py`), splits or costs.
+
+What a pipeline does to ZeRO is the rule that matters most. Between micro-batches every one of these runtimes keeps
+weights and gradients whole: torch's pipelining turns FSDP's resharding and gradient reduction off until the last
+micro-batch, torchtitan does not reshard under a pipeline, DeepSpeed refuses ZeRO-2 and ZeRO-3 there, and Megatron-LM's
+FSDP replaces the pipeline. Only optimizer state stays divided, which is ZeRO-1 in memory and in traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Target = Literal["octopipe", "torch", "megatron"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What a training runtime can run."""
+
+    name: str
+    version: str
+    """What the rules below were read from."""
+    zero: tuple[int, ...]
+    """ZeRO levels without a pipeline."""
+    zero_with_pipeline: tuple[int, ...]
+    most: Mapping[str, int] = field(default_factory=dict)
+    """Sizes it does not go beyond."""
+    target: Target | None = "octopipe"
+    """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
+    recomputes_by_ops: bool = False
+    """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
+
+    @property
+    def tuned(self) -> bool:
+        """Is there anything to search beside the split: an order, a placement, or at least a partition?"""
+        return self.target is not None
+
+    @property
+    def any_order(self) -> bool:
+        """Runs any order of ops, so that a zero-bubble schedule or a tuned order means something to it."""
+        return self.target in ("octopipe", "torch")
+
+    def zero_levels(self, pp: int) -> tuple[int, ...]:
+        return self.zero if pp == 1 else self.zero_with_pipeline
+
+
+RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
+    {
+        # (Interleaved) 1F1B with stages in turn, any layers per stage (--pipeline-model-parallel-layout).
+        "megatron": Runtime(
+            name="megatron",
+            version="Megatron-LM, main of August 2026 (d98e8a6)",
+            zero=(1, 2, 3),
+            zero_with_pipeline=(1,),
+            target="megatron",
+        ),
+        # FSDP2, DTensor TP, context and expert parallelism around torch.distributed.pipelining.
+        "torchtitan": Runtime(
+            name="torchtitan",
+            version="torchtitan, main of August 2026 (b5bcd76)",
+            zero=(2, 3),
+            zero_with_pipeline=(1,),
+            target="torch",
+        ),
+        "torch": Runtime(
+            name="torch",
+            version="torch.distributed.pipelining with FSDP2, torch 2.9 to 2.15",
+            zero=(1, 2, 3),
+            zero_with_pipeline=(1,),
+            target="torch",
+        ),
+        # Its pipeline engine runs plain 1F1B over one chain of stages, without context or expert parallelism.
+        "deepspeed": Runtime(
+            name="deepspeed",
+            version="DeepSpeed 0.18",
+            zero=(1, 2, 3),
+            zero_with_pipeline=(1,),
+            most={"cp": 1, "ep": 1, "vp": 1},
+            target=None,
+        ),
+        # `octopipe train` divides models over pipelines and replicas; it shards no tensor and no state.
+        "octopipe": Runtime(
+            name="octopipe",
+            version="this package",
+            zero=(0,),
+            zero_with_pipeline=(0,),
+            most={"tp": 1, "cp": 1, "ep": 1},
+            recomputes_by_ops=True,
+        ),
+        # Every split that at least one of the others runs.
+        "any": Runtime(name="any", version="any of the others", zero=(1, 2, 3), zero_with_pipeline=(1,)),
+    }
+)

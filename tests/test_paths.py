@@ -1,0 +1,196 @@
+"""Paths that fork and join: what an op needs, files, rules, lowering, times and memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from plans import random_costs
+from test_pairs import slots_in_time, with_exchange, with_pairs
+
+from octopipe.base.errors import OctoPipeError, PlanError
+from octopipe.costs.cluster.hardware import Network
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import plan_from_json, plan_to_json
+from octopipe.plans.plan import Op, Plan, Stage, parse_orders
+from octopipe.simulation.lowering import CHANNELS, lower
+from octopipe.simulation.simulator import simulate
+
+
+def random_graph_plan(rng: random.Random) -> Plan:
+    """A plan whose paths are random graphs over stages, some of which are shards, in a random order."""
+    ranks, micro_batches = rng.randint(1, 4), rng.randint(1, 4)
+    stages: list[Stage] = []
+    layers = 0
+    for _ in range(rng.randint(2, 5)):
+        parts = rng.choice((1, 1, 1, 2, 3))
+        width = rng.randint(1, 2)
+        for k in range(parts):
+            shard = (k, parts) if parts > 1 else None
+            stages.append(Stage(first=layers, stop=layers + width, rank=rng.randrange(ranks), shard=shard))
+        layers += width
+    paths, edges = [], []
+    everything = list(range(len(stages)))
+    for number in range(rng.choice((1, 2))):
+        members = everything
+        if number:  # a second path may leave whole layers out, as a micro-batch without an image does
+            gone = rng.choice(stages).first
+            members = [s for s in everything if stages[s].first != gone] or everything
+        arrows = set()
+        for at, s in enumerate(members[1:], 1):
+            arrows |= {(before, s) for before in rng.sample(members[:at], min(at, rng.choice((1, 1, 2, 3))))}
+        for s in members[:-1]:
+            if not any(s in arrow for arrow in arrows):
+                arrows.add((s, members[-1]))
+        paths.append(tuple(members))
+        edges.append(tuple(sorted(arrows)))
+    route_of = tuple(rng.randrange(len(paths)) for _ in range(micro_batches))
+    needs: dict[Op, set[Op]] = {}
+    for m in range(micro_batches):
+        back = {s: Op(s, rng.choice("IB"), m) for s in paths[route_of[m]]}
+        for s in paths[route_of[m]]:
+            needs[Op(s, "F", m)] = {Op(a, "F", m) for a, b in edges[route_of[m]] if b == s}
+            needs[back[s]] = {Op(s, "F", m)} | {back[b] for a, b in edges[route_of[m]] if a == s}
+            if back[s].kind == "I":
+                needs[Op(s, "W", m)] = {back[s]}
+    orders: list[list[Op]] = [[] for _ in range(ranks)]
+    done: set[Op] = set()
+    while len(done) < len(needs):
+        op = rng.choice(sorted(op for op in needs if op not in done and needs[op] <= done))
+        done.add(op)
+        orders[stages[op.stage].rank].append(op)
+    plan = Plan(
+        num_layers=layers,
+        num_ranks=ranks,
+        num_micro_batches=micro_batches,
+        stages=tuple(stages),
+        orders=tuple(map(tuple, orders)),
+        routes=tuple(paths),
+        edges=tuple(edges),
+        route_of_micro_batch=route_of,
+    )
+    used = {s for path in plan.routes for s in path}
+    assert used == set(everything)
+    plan.check()
+    for op in needs:
+        assert set(plan.predecessors(op)) == needs[op]
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_times_equal_a_plain_event_loop_and_no_channel_deadlocks(seed: int) -> None:
+    rng = random.Random(seed)
+    plan = random_graph_plan(rng)
+    costs = with_exchange(rng, random_costs(rng, plan))
+    if rng.random() < 0.5:
+        plan = with_pairs(rng, plan)
+    timeline = simulate(plan, costs)
+    expected = slots_in_time(plan, costs)
+    for k in range(timeline.spans.rank.size):
+        assert (timeline.spans.start_ms[k], timeline.spans.end_ms[k]) == pytest.approx(expected[timeline.op(k)])
+    for channel in CHANNELS:
+        assert simulate(lower(plan, costs, channel=channel), costs).makespan_ms >= timeline.makespan_ms - 1e-9
+    for curve in timeline.memory:  # nothing is left when everything is done
+        assert curve.bytes.size == 0 or curve.bytes[-1] == pytest.approx(curve.static_bytes, abs=1e-6)
+    again = plan_from_json(plan_to_json(plan))
+    assert again == plan and plan_to_json(again) == plan_to_json(plan)
+
+
+def cut_head() -> Plan:
+    """A body, a head in two shards on two ranks, and a loss that joins them."""
+    stages = (
+        Stage(first=0, stop=1, rank=0),
+        Stage(first=1, stop=2, rank=0, shard=(0, 2)),
+        Stage(first=1, stop=2, rank=1, shard=(1, 2)),
+        Stage(first=2, stop=3, rank=1),
+    )
+    return Plan(
+        num_layers=3,
+        num_ranks=2,
+        num_micro_batches=1,
+        stages=stages,
+        orders=parse_orders([["0F0", "1F0", "1B0", "0B0"], ["2F0", "3F0", "3B0", "2B0"]]),
+        routes=((0, 1, 2, 3),),
+        edges=(((0, 1), (0, 2), (1, 3), (2, 3)),),
+    ).check()
+
+
+def test_a_head_cut_in_two_by_hand() -> None:
+    plan = cut_head()
+    costs = CostTable(
+        model="cut",
+        symbols="THL",
+        forward_ms=np.array([1.0, 4.0, 0.5]),
+        input_ms=np.array([1.0, 4.0, 0.5]),
+        weight_ms=np.array([1.0, 4.0, 0.0]),
+        activation_bytes=np.array([10.0, 8.0, 0.0]),
+        static_bytes=np.array([100.0, 40.0, 0.0]),
+        boundary_bytes=np.array([6.0, 1.0, 0.0]),
+        network=Network.constant(0.25),
+    )
+    timeline = simulate(plan, costs)
+    at = {timeline.op(k): (timeline.spans.start_ms[k], timeline.spans.end_ms[k]) for k in range(8)}
+    assert at[Op(1, "F", 0)] == (1.0, 3.0) and at[Op(2, "F", 0)] == (1.25, 3.25)
+    assert at[Op(3, "F", 0)] == (3.25, 3.75) and at[Op(3, "B", 0)] == (3.75, 4.25)
+    assert at[Op(2, "B", 0)] == (4.25, 8.25) and at[Op(1, "B", 0)] == (4.5, 8.5)
+    assert at[Op(0, "B", 0)] == (8.5, 10.5)  # the gradient of the other shard is there at 8.5, too
+    assert timeline.memory[0].static_bytes == 120.0 and timeline.memory[1].static_bytes == 20.0
+    # The body's output is one tensor, although two shards take it: while 1F0 runs, its own 4 bytes are added.
+    first = timeline.memory[0]
+    while_sending = first.bytes[np.searchsorted(first.times_ms, 1.1, side="right") - 1]
+    assert while_sending == 120.0 + 10.0 + 6.0 + 4.0
+
+
+def test_a_chain_written_as_a_path_is_the_chain() -> None:
+    stages = tuple(Stage(first=k, stop=k + 1, rank=k) for k in range(2))
+    chain = Plan(
+        num_layers=2,
+        num_ranks=2,
+        num_micro_batches=1,
+        stages=stages,
+        orders=parse_orders([["0F0", "0B0"], ["1F0", "1B0"]]),
+    )
+    record = msgspec.json.decode(plan_to_json(chain)) | {"format": "octopipe.plan/2", "paths": [{"edges": [[0, 1]]}]}
+    record.pop("routes"), record.pop("route_of_micro_batch")
+    assert plan_from_json(msgspec.json.encode(record)) == chain
+    again = plan_to_json(plan_from_json(msgspec.json.encode(record)))
+    assert again == plan_to_json(chain)
+
+
+@pytest.mark.parametrize(
+    ("edges", "words"),
+    [
+        (((0, 1), (0, 2), (1, 3), (3, 2)), "leads back"),
+        (((0, 1), (0, 2), (1, 3), (2, 3), (2, 3)), "twice"),
+        (((0, 1), (0, 2), (1, 9)), "not on the path"),
+        (((0, 1), (1, 3)), "joined to nothing"),
+    ],
+)
+def test_wrong_paths_are_named(edges: tuple[tuple[int, int], ...], words: str) -> None:
+    plan = replace(cut_head(), edges=(edges,))
+    assert any(words in p for p in plan.problems()), plan.problems()
+
+
+def test_shards_must_be_complete_and_need_arrows() -> None:
+    plan = cut_head()
+    one = (plan.stages[0], plan.stages[1], replace(plan.stages[2], shard=(0, 2)), plan.stages[3])
+    assert "each of the 2 must be there once" in replace(plan, stages=one).problems()[0]
+    assert "is a chain" in replace(plan, edges=()).problems()[0]
+    with pytest.raises(PlanError, match="circle"):
+        text = msgspec.json.decode(plan_to_json(plan))
+        text["paths"] = [{"edges": [[0, 1], [1, 0]]}]
+        plan_from_json(msgspec.json.encode(text))
+
+
+def test_what_knows_chains_only_says_so() -> None:
+    from octopipe.plans.price import hop_times
+    from octopipe.runtime.slots import rank_program
+
+    plan, costs = cut_head(), CostTable.uniform(num_layers=3)
+    with pytest.raises(OctoPipeError, match="fork or join"):
+        hop_times(plan, costs)
+    with pytest.raises(OctoPipeError, match="fork or join"):
+        rank_program(lower(plan, costs), 0)
