@@ -37,7 +37,7 @@ from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
-from octopipe.runtime.wire.telling import broadcast_value, gather_values
+from octopipe.runtime.wire.telling import broadcast_value, gather_values, moment
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 
@@ -135,22 +135,22 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
 
 
 def measured_plan(
-    job: TrainJob, work: Workload, world: World, profile: Profile, tell: Callable[[Phase], None]
-) -> tuple[TrainJob, Profile]:
-    """The job with the plan that was measured fastest, and the profile as the runs corrected it (collective)."""
-    assert job.tune_s is not None
-    outcome = tune_on_ranks(
-        world,
-        MeasuredTuneJob(
-            work=work,
-            profile=profile,
-            num_micro_batches=job.num_micro_batches,
-            tune_s=job.tune_s,
-            budget_s=10.0 * job.tune_s,
-            seed=job.seed,
-        ),
-        tell=lambda line: tell(Phase(text=line)),
+    job: TrainJob, work: Workload, world: World, profile: Profile | None, tell: Callable[[Phase], None]
+) -> tuple[TrainJob, Profile | None]:
+    """Where plans are to be run while tuning: the job with the plan that was measured fastest, and the profile as the
+    runs corrected it (collective). Otherwise both as they are."""
+    if not job.tune_measured or profile is None or job.tune_s is None:
+        return job, profile
+    wanted = MeasuredTuneJob(
+        work=work,
+        profile=profile,
+        num_micro_batches=job.num_micro_batches,
+        tune_s=job.tune_s,
+        budget_s=10.0 * job.tune_s,
+        seed=job.seed,
     )
+    with moment("while plans were tuned and run"):
+        outcome = tune_on_ranks(world, wanted, tell=lambda line: tell(Phase(text=line)))
     plan = outcome.best.plan.with_extra(measured=outcome.as_dict(), **carried(outcome.profile.costs))
     return replace(job, plan=plan, micro_batches=None), outcome.profile
 

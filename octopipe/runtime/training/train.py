@@ -169,9 +169,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     if profile is not None and job.groups:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
-    if job.tune_measured and profile is not None:
-        with moment("while plans were tuned and run"):
-            job, profile = measured_plan(job, work, world, profile, seat.tell)
+    job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     check_memory(job, plan, profile, device, seat, everyone)
