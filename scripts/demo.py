@@ -49,11 +49,10 @@ def main() -> int:
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     began = time.monotonic()
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # before the demo itself keeps the cores busy
     try:
         costs, results = published_systems()
         tuned_plan(costs, results, args.budget)
-        train_for_real(args.steps, busy)
+        train_for_real(args.steps)
     except OctoPipeError as error:
         out.print(f"octopipe: {error}", soft_wrap=True)
         return 2
@@ -119,7 +118,23 @@ def tuned(costs: CostTable, start: Plan | None, budget_s: float) -> TuneResult:
         return tune(costs, ranks, micro_batches, budget_s=budget_s, start=start, progress=tell)
 
 
-def train_for_real(steps: int, busy: float) -> None:
+def busy_cores(seconds: float = 0.5) -> float:
+    """Cores that other programs use just now; 0 where the system does not say. The load average would not do: it
+    remembers for minutes what was installed before the demo began."""
+
+    def used() -> float:
+        times = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        return sum(times) - times[3] - times[4]  # all but idle and waiting for disks
+
+    try:
+        before, began = used(), time.monotonic()
+        time.sleep(seconds)
+        return (used() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+
+
+def train_for_real(steps: int) -> None:
     part(3, "Training for real: two processes on this machine, 1F1B against a tuned plan")
     if importlib.util.find_spec("torch") is None:
         out.print('Skipped: torch is not installed; pip install "octopipe[torch]" and run this again.')
@@ -128,25 +143,19 @@ def train_for_real(steps: int, busy: float) -> None:
 
     spec = narrow_model()
     job = TrainJob(spec=spec, nproc=2, steps=steps, micro_batches=6, seq=128, timeout_s=60.0)
+    busy = busy_cores()
     plain, mine = run([job, replace(job, tune_s=5.0)])
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("plan", "predicted ms", "measured ms", "bubble", "tokens/s", "first loss", "last loss"):
         table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
     for name, result in (("1F1B", plain), ("tuned", mine)):
-        table.add_row(
-            name,
-            f"{result.predicted_ms:.1f}",
-            f"{result.pipeline_ms:.1f}",
-            f"{result.bubble_ratio:.1%}",
-            f"{1e3 * job.tokens_per_step / result.step_ms:,.0f}",
-            f"{result.losses[0]:.6f}",
-            f"{result.losses[-1]:.6f}",
-        )
+        table.add_row(name, *numbers_of(result, job.tokens_per_step))
     out.print(
         f"{spec.pattern}: {spec.training_parameters / 1e6:.1f} M parameters, {job.num_micro_batches} micro-batches of "
         f"{job.seq} tokens, {steps} steps"
     )
     out.print(table)
+    out.print("measured: median of the pipeline's times, without the optimizer; tokens/s: over that time", style="dim")
     off = max(abs(a - b) / b for a, b in zip(mine.losses, plain.losses))
     equal = "equal bit for bit" if off == 0 else f"equal to {off:.0e}, the rounding of float32 sums"
     measured, predicted = plain.pipeline_ms / mine.pipeline_ms, (plain.predicted_ms or 0) / (mine.predicted_ms or 1)
@@ -155,10 +164,22 @@ def train_for_real(steps: int, busy: float) -> None:
     )
     if busy > 0.5:
         out.print(
-            f"The load average was {busy:.1f} on {os.cpu_count()} cores before the demo began: other programs shared "
-            "them, so these times say little about the plans.",
+            f"Other programs used {busy:.1f} of {os.cpu_count()} cores just before the training began, so these times "
+            "say little about the plans.",
             style="dim",
         )
+
+
+def numbers_of(result: TrainResult, tokens_per_step: int) -> tuple[str, ...]:
+    """A row of the table. Tokens per second are over the very time that stands beside them."""
+    return (
+        f"{result.predicted_ms:.1f}",
+        f"{result.pipeline_ms:.1f}",
+        f"{result.bubble_ratio:.1%}",
+        f"{1e3 * tokens_per_step / result.pipeline_ms:,.0f}",
+        f"{result.losses[0]:.6f}",
+        f"{result.losses[-1]:.6f}",
+    )
 
 
 def narrow_model() -> ModelSpec:

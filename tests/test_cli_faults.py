@@ -105,7 +105,13 @@ def test_exit_codes_are_these_and_help_says_them(capsys: pytest.CaptureFixture[s
         (cli.Terminated(), 143, "terminated"),
         (ModuleNotFoundError("No module named 'torch'", name="torch.distributed"), 2, 'pip install "octopipe[torch]"'),
         (ModuleNotFoundError("No module named 'ortools'", name="ortools"), 2, 'pip install "octopipe[exact]"'),
-        (RuntimeError("cannot cache function 'f': no locator available for file 'x'"), 2, "NUMBA_CACHE_DIR"),
+        (OSError(24, "Too many open files"), 2, "ulimit -n"),
+        (OSError(28, "No space left on device", "/tmp/x"), 2, "/tmp/x"),
+        (OSError(30, "Read-only file system", "/x"), 2, "read-only"),
+        (OSError(12, "Cannot allocate memory"), 2, "out of memory"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), 2, "out of memory"),
+        (RuntimeError("can't start new thread"), 2, "ulimit -u"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), 2, "TMPDIR"),
         (MemoryError(), 2, "out of memory"),
         (ZeroDivisionError("integer division"), 70, "octopipe models --debug llama3-8b"),
         (ModuleNotFoundError("No module named 'x'", name="x"), 70, "report it"),
@@ -154,7 +160,7 @@ def test_serve_stops_in_good_order(number: signal.Signals) -> None:
     time.sleep(0.3)
     server.send_signal(number)
     rest = server.communicate(timeout=20)[1]
-    assert "stopped" in rest and "Traceback" not in rest and server.returncode == 0
+    assert "stopped" in rest and "Traceback" not in rest and server.returncode == 128 + number
 
 
 def test_no_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +277,7 @@ def test_the_legend_of_models_knows_every_letter(capsys: pytest.CaptureFixture[s
     from octopipe.models.zoo import names, preset
 
     out = run(capsys, "models")[1]
-    legend = out.split("\n\n")[1]
+    legend = out.split("\n\n")[1]  # below the table
     for symbol in {symbol for name in names() for symbol in preset(name).pattern}:
         assert f"{symbol} " in legend, symbol
 

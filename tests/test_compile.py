@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from octopipe.base import compile as _compile
-from octopipe.base.compile import machine, njit
+from octopipe.base.compile import machine, njit, store
 
 TABLE = (0.25, 0.5, 1.5)
 SIGN = -1
@@ -183,10 +182,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No folder but one for temporary files."""
     monkeypatch.delenv("OCTOPIPE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: str(tmp_path))
-    machine.folder.cache_clear()
-    yield tmp_path / f"octopipe-kernels-{os.getuid()}"
-    machine.folder.cache_clear()
+    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(tmp_path))
+    store._refused.cache_clear()
+    return tmp_path / f"octopipe-kernels-{os.getuid()}"
 
 
 def _fresh() -> Any:
@@ -211,11 +209,12 @@ def test_a_folder_that_others_may_write_is_not_used(elsewhere: Path) -> None:
 
 
 def test_a_full_disk_does_not_stop_a_kernel(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(machine.tempfile, "NamedTemporaryFile", full)
+    monkeypatch.setattr(store.os, "replace", full)
     assert _fresh()(21) == 42
+    assert list(elsewhere.iterdir()) == [], "nothing half written stays"
 
 
 def test_code_that_is_damaged_is_compiled_again(elsewhere: Path) -> None:
@@ -230,13 +229,114 @@ def test_code_that_is_damaged_is_compiled_again(elsewhere: Path) -> None:
 
 def test_code_that_nothing_asked_for_in_a_month_is_removed(elsewhere: Path) -> None:
     elsewhere.mkdir(mode=0o700)
-    long_ago = time.time() - machine.UNUSED_S - machine.DAY_S
-    for name in ("old-1.o", "new-1.o", "a user's.txt"):
-        (elsewhere / name).write_bytes(hashlib.sha256(b"code").digest() + b"code")
-        os.utime(elsewhere / name, (long_ago, long_ago))
-    assert machine.kept("new-1.o") == b"code", "asking for it makes it young again"
+    long_ago = time.time() - store.UNUSED_S - store.DAY_S
+    for name in ("old-1.o", "new-1.o"):
+        store.keep(name, b"code")
+    (elsewhere / "a user's.txt").write_bytes(b"text")
+    for path in elsewhere.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    assert store.kept("new-1.o") == b"code", "asking for it makes it young again"
     assert _fresh()(21) == 42
     assert {p.name.split("-")[0] for p in elsewhere.iterdir()} == {"new", "twice", "a user's.txt"}
+
+
+def _more() -> Any:
+    @njit
+    def twice(x):
+        return 3 * x
+
+    return twice
+
+
+def test_objects_that_were_swapped_in_the_folder_are_not_loaded(elsewhere: Path) -> None:
+    """A digest of the content alone says that a file is whole, not that it is the file it is called."""
+    assert (_fresh()(21), _more()(21)) == (42, 63)
+    first, second = sorted(elsewhere.iterdir())
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+    assert (_fresh()(21), _more()(21)) == (42, 63)
+    assert {first.read_bytes(), second.read_bytes()} == {a, b}, "and both were compiled and kept again"
+
+
+def test_a_link_in_the_place_of_the_temporary_folder_is_not_followed(
+    elsewhere: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody may put a link into the folder for temporary files, and turn it to another place at any moment."""
+    other = tmp_path / "somewhere"
+    other.mkdir(mode=0o700)
+    elsewhere.symlink_to(other)
+    assert _fresh()(21) == 42
+    assert list(other.iterdir()) == []
+    assert "link" in caplog.text and "OCTOPIPE_CACHE_DIR" in caplog.text
+
+
+def test_a_folder_put_in_the_place_of_the_checked_one_is_never_read(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wins the race between the check and the use wins nothing: the use is of what was checked."""
+    assert (_fresh()(21), _more()(21)) == (42, 63)
+    ours = [p.name for p in elsewhere.iterdir()]
+    planted, opened = tmp_path / "planted", store._opened
+    planted.mkdir(mode=0o700)
+    for name in ours:
+        os.link(elsewhere / name, planted / name)
+    taken = tmp_path / "taken away"
+
+    def raced(path: str, may_be_link: bool) -> int | None:
+        found = opened(path, may_be_link)
+        if found is not None and not taken.exists():
+            elsewhere.rename(taken)
+            planted.rename(elsewhere)
+            for name in ours:
+                (elsewhere / name).unlink()
+                (elsewhere / name).write_bytes(b"planted")
+        return found
+
+    monkeypatch.setattr(store, "_opened", raced)
+    assert store.kept(ours[0]) is not None and store.kept(ours[0]) is None
+    assert (_fresh()(21), _more()(21)) == (42, 63)
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "writable by others", "huge"])
+def test_a_file_that_is_not_a_private_one_of_ours_is_not_loaded(what: str, elsewhere: Path, tmp_path: Path) -> None:
+    assert _fresh()(21) == 42
+    (file,) = elsewhere.iterdir()
+    good = file.read_bytes()
+    if what == "writable by others":
+        file.chmod(0o666)
+    else:
+        file.unlink()
+        if what == "fifo":
+            os.mkfifo(file)
+        elif what == "link":
+            (tmp_path / "copy").write_bytes(good)
+            file.symlink_to(tmp_path / "copy")
+        else:
+            with open(file, "wb") as sparse:
+                sparse.truncate(1 << 40)
+    assert store.kept(file.name) is None
+    assert _fresh()(21) == 42
+
+
+@pytest.mark.parametrize(
+    "note", [b"\x80\x04.", b"[]", b'["../../twice.o", "int"]', b'["x.o", {"item": "object"}]', b"5"]
+)
+def test_notes_are_data_and_not_programs(note: bytes, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note says which code a kernel of the package has; reading one can run nothing and lead nowhere else."""
+    kernel = _fresh()
+    kernel.python.__module__ = "octopipe.test"
+    key = f"octopipe.test.{kernel.python.__qualname__} {('int',)}"
+    name = f"twice-{machine.known(key)}.k"
+    store.keep(name, note)
+    assert kernel(21) == 42
+    assert store.kept(name) != note, "and the right one is kept in its place"
+
+
+def test_code_of_another_processor_has_another_name() -> None:
+    """Machines that share a home folder differ in what their processors can do."""
+    llvm, _, key = machine._target()
+    assert llvm.get_host_cpu_name() in key and llvm.get_host_cpu_features().flatten() in key
 
 
 def test_the_same_name_with_another_text_is_other_code(elsewhere: Path) -> None:

@@ -63,15 +63,9 @@ def test_a_torch_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_cache_folder_that_others_can_write_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from octopipe.base.compile import machine
-
     tmp_path.chmod(0o777)
     monkeypatch.setenv("OCTOPIPE_CACHE_DIR", str(tmp_path))
-    machine.folder.cache_clear()
-    try:
-        found = list(doctor.cache())
-    finally:
-        machine.folder.cache_clear()
+    found = list(doctor.cache())
     assert found[0].state == "note" and "chmod 700" in found[0].mend
 
 

@@ -242,6 +242,54 @@ def test_without_kernels_nsights_ranges_are_the_hosts(tmp_path: Path) -> None:
     assert load_profile(path).costs.forward_ms.tolist() == pytest.approx([5e-4] * 3)
 
 
+COMPUTED = "(WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT MAX(n) FROM c)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # 70 kB of rows that all match each other: a join of them has a billion.
+        (["INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT 1, 2, 7 << 24, 0, 0 FROM NVTX_EVENTS"], "correlation id 0"),
+        (["INSERT INTO StringIds SELECT 0, value FROM StringIds"], "StringIds names 0 twice"),
+        (["ALTER TABLE NVTX_EVENTS ADD COLUMN more AS (hex(zeroblob(400000000)))"], "computed column"),
+        (["ALTER TABLE StringIds RENAME TO s", "CREATE VIRTUAL TABLE StringIds USING fts5(id, value)"], "plain table"),
+        (["DROP TABLE NVTX_EVENTS", f"CREATE VIEW NVTX_EVENTS AS SELECT {COMPUTED} AS start"], "no NVTX ranges"),
+    ],
+)
+def test_an_export_that_is_a_trap_is_refused_in_one_line(changes: list[str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.sqlite"
+    nsight(path)
+    base = sqlite3.connect(path)
+    for change in changes:
+        try:
+            base.execute(change)
+        except sqlite3.OperationalError as error:
+            pytest.skip(f"this SQLite cannot make it ({error})")
+    base.commit()
+    base.close()
+    with pytest.raises(OctoPipeError, match=said):
+        load_profile(path)
+
+
+def test_an_export_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octopipe.costs.readers import nsight as reader
+
+    path = tmp_path / "report.sqlite"
+    nsight(path)
+    base = sqlite3.connect(path)
+    for _ in range(13):
+        base.execute("INSERT INTO NVTX_EVENTS SELECT * FROM NVTX_EVENTS")
+    base.commit()
+    base.close()
+    monkeypatch.setattr(reader, "MAX_SECONDS", 0.0)
+    with pytest.raises(OctoPipeError, match="longer than 0 s"):
+        load_profile(path)
+    monkeypatch.setattr(reader, "MAX_SECONDS", 60.0)
+    monkeypatch.setattr(reader, "MAX_ROWS", 100)
+    with pytest.raises(OctoPipeError, match="at most 100 are taken"):
+        load_profile(path)
+
+
 SUMMARY = """Processing [report.sqlite] with [nvtx_sum.py]...
 
 Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Style,Range

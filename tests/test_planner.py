@@ -106,9 +106,9 @@ def test_a_split_is_tuned_for_what_tuning_gives_it_not_for_what_it_is_without(mo
     """A hybrid cut evenly is worst in long pipelines, and gains most there."""
     tuned: list[Split] = []
 
-    def noted(pricer: Pricer, candidate: Candidate, *_: object) -> tuple[None, str]:
+    def noted(pricer: Pricer, candidate: Candidate, *_: object) -> tuple[None, str, bool]:
         tuned.append(candidate.split)
-        return None, ""
+        return None, "", False
 
     monkeypatch.setattr(planner_search, "tune_candidate", noted)
     spec, cluster = preset("nemotron-h-56b"), base("h100", seq=8192)

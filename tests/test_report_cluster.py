@@ -59,6 +59,9 @@ def test_names_are_text_and_bad_records_are_refused() -> None:
         {"gpus": "many"},
         {"candidates": [{"split": "x"}]},
         {"scaling": [{"fits": True}]},
+        *({"scaling": [{"fits": True, "gpus": n, "tokens_per_second": 1.0, "split": "x"}]} for n in (0, -1, 10**400)),
+        {"scaling": [{"fits": False, "gpus": 0}]},
+        *({"scaling": [{"fits": True, "gpus": 8, "tokens_per_second": v, "split": "x"}]} for v in (0, -1.0, 1e999)),
     ):
         with pytest.raises(OctoPipeError, match="cannot be drawn"):
             panel(record(**broken))
@@ -86,7 +89,7 @@ def test_plan_writes_a_page_and_a_plan_whose_report_has_the_panel(
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    def plan(asked: Mapping[str, Any]) -> dict[str, Any]:
+    def plan(asked: Mapping[str, Any], stop: object) -> dict[str, Any]:
         if asked["gpus"] == "7":
             raise OctoPipeError("no split of 7 GPUs fits")
         return record(title=f"{asked['model']} on {asked['gpus']}")

@@ -340,3 +340,18 @@ def test_the_result_tells_how_many_transfers_are_hidden() -> None:
     result = tune(costs, 4, 6, iterations=300)
     overlap = simulate(result.plan, costs).overlap
     assert result.hidden_share == overlap.rate <= result.overlappable_share == overlap.overlappable_rate <= 1.0
+
+
+def test_a_system_that_holds_layers_twice_and_is_faster_is_named() -> None:
+    """Without weights no layer is held twice; where DualPipe's plan is faster for that, the result says so."""
+    lot = np.random.default_rng(3)
+    count = int(lot.integers(6, 20))
+    costs = CostTable.uniform(num_layers=count).replace(
+        forward_ms=lot.uniform(1, 8, count), input_ms=lot.uniform(1, 8, count), weight_ms=lot.uniform(1, 8, count)
+    )
+    micro_batches = int(lot.integers(4, 12))
+    closed = tune(costs, 2, micro_batches, budget_s=60.0, iterations=200)
+    assert min(closed.systems["dualpipe"], closed.systems["chimera"]) < closed.step_ms
+    assert any("--copies" in note and "on two ranks, takes" in note for note in closed.notes)
+    opened = tune(costs, 2, micro_batches, budget_s=60.0, iterations=200, copies=True)
+    assert opened.step_ms <= closed.systems["dualpipe"] and not any("takes" in note for note in opened.notes)

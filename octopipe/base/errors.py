@@ -37,5 +37,9 @@ class NotApplicableError(OctoPipeError):
     """A system's own constraints do not hold here (an even number of ranks, m >= 2p, ...)."""
 
 
+class StoppedError(OctoPipeError):
+    """A search was asked to stop before it had found anything that it could hand over."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM: what Ctrl-C stops in good order stops so too."""

@@ -7,6 +7,7 @@ see octopipe/cli/verbs/. Heavy imports happen inside the verb that needs them, s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
@@ -17,6 +18,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from octopipe.base.errors import MAX_MICRO_BATCHES, DoesNotFitError, OctoPipeError, PlanError, Terminated
+from octopipe.base.streams import open_standard_streams
+from octopipe.cli.faults import BAD_INPUT, FAULT, explained
 
 VERBS = {
     "plan": "how to split a model over a whole cluster, and what one gets",
@@ -40,7 +43,7 @@ VERBS = {
     "reproduce": "the paper's tables and figures made again, ours beside theirs",
     "completion": "print what makes a shell complete verbs, flags and names",
 }
-OK, BROKEN_PIPE, BAD_INPUT, DOES_NOT_FIT, FAULT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 70, 130, 143
+OK, BROKEN_PIPE, DOES_NOT_FIT, INTERRUPTED, TERMINATED = 0, 1, 3, 130, 143
 EXIT_CODES = {
     OK: "done",
     BROKEN_PIPE: "a check did not hold, or the reader of the output went away",
@@ -50,16 +53,6 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted (Ctrl-C)",
     TERMINATED: "terminated (SIGTERM)",
 }
-EXTRAS = {
-    "torch": "torch",
-    "ortools": "exact",
-    "transformers": "hf",
-    "resvg_py": "png",
-    **dict.fromkeys(("tokenizers", "datasets", "tensorboard"), "train"),
-}
-"""Packages that are not always there, and the extra of ours that brings them."""
-
-
 MODULES = {"import": "import_plan"}
 """Verbs whose module cannot have their name."""
 
@@ -70,9 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("OCTOPIPE_TRACEBACK", "") not in ("", "0")
     if "--debug" in words:
         words, debug = [w for w in words if w != "--debug"], True
-    before = _stop_in_good_order()
+    open_standard_streams()
+    signals = _Signals()
     try:
-        return _run(words, debug)
+        code = _run(words, debug)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        # Whoever swallowed the signal's exception to hand over what it had: the exit code says what happened.
+        return 128 + signals.number if signals.number else code
     except PlanError as error:
         for problem in error.problems:
             _say(problem)
@@ -86,19 +84,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has gone; point stdout at nothing so that the interpreter can close quietly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has gone
         return BROKEN_PIPE
     except Exception as error:
         if debug:
             raise
-        code, line = _explained(error, words)
+        code, line = explained(error, words)
         _say(line)
         return code
     finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        signals.restore()
+        _close_quietly()
+
+
+def _close_quietly() -> None:
+    """An output that cannot be written any more is pointed at nothing: the interpreter flushes it again as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(words: list[str], debug: bool) -> int:
@@ -175,7 +182,8 @@ def _say(line: str, who: str = "octopipe") -> None:
     text = " ".join(f"{who}: {line}".split("\n"))
     text = text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+    with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed: the exit code still speaks
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
 
 
 def _show_log(debug: bool) -> None:
@@ -192,50 +200,32 @@ def _show_log(debug: bool) -> None:
         ours.addHandler(Lines())
 
 
-def _explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
-    """The exit code and the line for what no verb foresaw."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        package = error.name.split(".")[0]
-        if package in EXTRAS:
-            return BAD_INPUT, f'{words[0]} needs {package}; install it: pip install "octopipe[{EXTRAS[package]}]"'
-    if isinstance(error, RuntimeError) and "no locator available" in str(error):
-        return BAD_INPUT, "the folder for compiled code cannot be written; set NUMBA_CACHE_DIR to one that can"
-    if isinstance(error, MemoryError):
-        return BAD_INPUT, "out of memory; give fewer micro-batches or ranks, or a shorter plan"
-    place, at = "", error.__traceback__
-    while at is not None:
-        folder, name = os.path.split(at.tb_frame.f_code.co_filename)
-        if os.sep + "octopipe" in folder:
-            place = f" in {os.path.join(os.path.basename(folder), name)} line {at.tb_lineno}"
-        at = at.tb_next
-    import shlex
+class _Signals:
+    """SIGTERM and Ctrl-C raise in the main thread, so that files are closed, ranks stopped and best plans kept."""
 
-    why = " ".join(str(error).split())[:200]
-    again = shlex.join(["octopipe", *words[:1], "--debug", *words[1:]])
-    return FAULT, (
-        f"{type(error).__name__}{': ' if why else ''}{why}{place}: a fault of octopipe's own; "
-        f"please report it with what `{again}` prints"
-    )
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the last signal that came, or 0."""
+        self._owner = os.getpid()
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # A handler of somebody else's stays, and so does a signal that whoever started us wants ignored.
+        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(number) == usual:
+                self._before[number] = signal.signal(number, self._stop)
 
-
-def _stop_in_good_order() -> signal.Handlers | None:
-    """SIGTERM raises in the main thread, so that files are closed, ranks stopped and best plans kept.
-
-    Returns what to put back afterwards, or None where SIGTERM was somebody else's already.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return None
-    owner = os.getpid()
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked worker: it ends as if nothing had been set
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a forked worker: it ends as if nothing had been set
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        raise Terminated
+        self.number = number
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
-    return signal.SIG_DFL
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def _help() -> str:

@@ -197,13 +197,15 @@ class CostTable:
         return self.forward_ms + self.input_ms + self.weight_ms
 
     def slowdown(self, rank: int) -> float:
-        return self.rank_slowdown[rank] if self.rank_slowdown else 1.0
+        return _of_rank(self.rank_slowdown, rank, "rank speeds") if self.rank_slowdown else 1.0
 
     def capacity_bytes(self, rank: int) -> float:
         """Memory of a rank; infinite where no limit was given."""
         if not self.rank_memory_bytes:
             return float("inf")
-        return self.rank_memory_bytes[0 if len(self.rank_memory_bytes) == 1 else rank]
+        if len(self.rank_memory_bytes) == 1:
+            return self.rank_memory_bytes[0]
+        return _of_rank(self.rank_memory_bytes, rank, "memory sizes")
 
     def free_bytes(self, num_ranks: int) -> float:
         """The most that all ranks have left beside every layer's static bytes, each layer held once."""
@@ -279,3 +281,10 @@ class CostTable:
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]
+
+
+def _of_rank(values: tuple[float, ...], rank: int, what: str) -> float:
+    """A rank's own value; costs of two ranks say nothing about a third one."""
+    if rank >= len(values):
+        raise OctoPipeError(f"{len(values)} {what} for {rank + 1} ranks or more; give one per rank")
+    return values[rank]

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,12 +253,35 @@ def _run_all(task: _Task, settings: Mapping[str, Mapping[str, Any]], processes: 
         return
     # Forked workers know the systems that this process has registered, wherever they came from.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
-        pending: set[Future[Result]] = {pool.submit(task.run, name, options) for name, options in settings.items()}
-        try:
-            while pending:
-                finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in finished:
+    try:
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method), initializer=_deaf)
+        pending: dict[Future[Result], str] = {pool.submit(task.run, n, options): n for n, options in settings.items()}
+    except (OSError, NotImplementedError, ImportError):  # no shared memory, descriptor or process for workers
+        for name, options in settings.items():
+            yield task.run(name, options)
+        return
+    try:
+        while pending:
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                name = pending.pop(future)
+                try:
                     yield future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+                except BrokenProcessPool:  # the others of this pool are lost with it
+                    yield Result(system=name, title=get_system(name).title, reason=KILLED)
+    finally:
+        if pending:
+            # A worker has nothing to save, and a solver in it hears no signal: it is not waited for.
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+KILLED = "its process was killed (out of memory?); name fewer --systems"
+
+
+def _deaf() -> None:
+    """Ctrl-C reaches all processes of a terminal: the parent hears it, and ends the workers."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -70,6 +70,8 @@ class FixedSchedules:
                 self._anneal(*self.shape, 1.0)
         except KeyboardInterrupt:
             interrupted = True
+        if self.best is None and interrupted:
+            raise KeyboardInterrupt
         if self.best is None:
             raise DoesNotFitError(
                 f"{self.costs.model}: no 1F1B or interleaved plan fits on {self.ranks} ranks; "

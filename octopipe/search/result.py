@@ -51,6 +51,7 @@ class Progress(NamedTuple):
     iterations: int
     phase: str
     best_ms: float
+    """Infinite before the first plan."""
     lower_bound_ms: float
     bubbles: dict[str, float]
     """Share of all rank time per kind of idle time: boundary, communication, imbalance, residual."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
-import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +27,21 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.base.compile.machine import LOCK, free, keep, kept, known, load, load_kept
-from octopipe.base.compile.types import BOOL, FLOAT, ITEMS, Arguments, Array, Tuple, Type, full_type, words
+from octopipe.base.compile.machine import LOCK, free, known, load, load_kept
+from octopipe.base.compile.store import keep, kept
+from octopipe.base.compile.types import (
+    BOOL,
+    FLOAT,
+    ITEMS,
+    Arguments,
+    Array,
+    Tuple,
+    Type,
+    as_plain,
+    from_plain,
+    full_type,
+    words,
+)
 
 __all__ = ["Kernel", "njit", "usable_cores"]
 
@@ -72,7 +85,7 @@ class _Made:
             text, self.returned = translated(python, types)
             self.entry, self.engine, file = load(text, python.__name__)
             if note:
-                keep(note, pickle.dumps((file, self.returned)))
+                keep(note, json.dumps([file, as_plain(self.returned)]).encode())
         self.pack, self.unpack = (
             struct.Struct("=" + "".join("d" if w == "double" else "Q" if w == "ptr" else "q" for w in some))
             for some in ([w for t in types for w in words(t)], words(self.returned))
@@ -84,8 +97,12 @@ class _Made:
         found = kept(note) if note else None
         if found is None:
             return False
-        file, self.returned = pickle.loads(found)
-        loaded = load_kept(file)
+        try:
+            file, returned = json.loads(found)
+            self.returned = from_plain(returned)
+            loaded = load_kept(str(file))
+        except (ValueError, TypeError, RecursionError):  # another version's, or nobody's
+            return False
         if loaded is not None:
             self.entry, self.engine = loaded
         return loaded is not None

@@ -1,11 +1,9 @@
-"""Machine code: LLVM's optimiser and loader, and the folder where code is kept between runs.
+"""Machine code: LLVM's optimiser and loader.
 
-Knows: llvmlite, and which folder can be written. Does not know: Python's syntax.
+Knows: llvmlite, and which words name a processor. Does not know: Python's syntax, or where code is kept (`store.py`).
 
-Code is kept in the folder OCTOPIPE_CACHE_DIR names, else in the user's own for caches, else in a private folder for
-temporary files, else not at all: where nothing can be written kernels still run. A file's name is a digest of the text
-that was compiled, the processor and LLVM's version, so what is found is always right; what nothing asked for in a month
-(an older version's code) is removed.
+Code is kept under a name that is a digest of the text that was compiled, of LLVM's version and of the processor with
+its features, so code for another machine that shares the folder is never loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +13,13 @@ import ctypes
 import ctypes.util
 import hashlib
 import os
-import stat
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from octopipe.base.compile.store import keep, kept
 
 LOCK = threading.RLock()
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -35,9 +32,6 @@ declare double @llvm.pow.f64(double, double)
 """ + "".join(
     f"declare double @llvm.{name}.f64(double)\n" for name in ("log", "log2", "exp", "sqrt", "floor", "ceil", "fabs")
 )
-DAY_S = 24 * 3600.0
-UNUSED_S = 30 * DAY_S
-"""Code that nothing asked for in this time is removed."""
 ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 """Takes the address of a block of words; runs without Python's lock."""
 
@@ -114,68 +108,3 @@ def _compiled(llvm: Any, machine: Any, text: str) -> bytes:
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     return bytes(machine.emit_object(module))
-
-
-def _folders() -> Iterator[str]:
-    named = os.environ.get("OCTOPIPE_CACHE_DIR", "")
-    if named:
-        yield named
-    home = os.environ.get("XDG_CACHE_HOME", "") or os.path.join(os.path.expanduser("~"), ".cache")
-    if os.path.isabs(home):
-        yield os.path.join(home, "octopipe")
-    yield os.path.join(tempfile.gettempdir(), f"octopipe-kernels-{_user()}")
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
-
-
-@cache
-def folder() -> Path | None:
-    """A folder that this user alone can write (what lies there is executed); None if there is none."""
-    for place in _folders():
-        path = Path(place)
-        with contextlib.suppress(OSError):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = path.stat()
-            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not found.st_mode & 0o022
-            if ours and os.access(path, os.W_OK):
-                return path
-    return None
-
-
-def kept(file: str) -> bytes | None:
-    place = folder()
-    if place is not None:
-        with contextlib.suppress(OSError):
-            code = (place / file).read_bytes()
-            # Its own digest first: a file cut short is no code.
-            if hashlib.sha256(code[32:]).digest() == code[:32]:
-                if time.time() - (place / file).stat().st_mtime > DAY_S:
-                    with contextlib.suppress(OSError):
-                        os.utime(place / file)
-                return code[32:]
-    return None
-
-
-def keep(file: str, code: bytes) -> None:
-    place = folder()
-    if place is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile(dir=place, suffix=".o", delete=False) as new:
-            new.write(hashlib.sha256(code).digest() + code)
-        os.replace(new.name, place / file)
-    except OSError:  # a full disk is no reason not to run
-        with contextlib.suppress(OSError, UnboundLocalError):
-            os.unlink(new.name)
-    with contextlib.suppress(OSError):
-        _prune(place)
-
-
-@cache
-def _prune(place: Path) -> None:
-    """Once a process, and only in one that has compiled something: a warm start does not read the folder."""
-    for path in place.iterdir():
-        if path.suffix in (".o", ".k") and time.time() - path.stat().st_mtime > UNUSED_S:
-            path.unlink(missing_ok=True)

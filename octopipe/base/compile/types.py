@@ -153,3 +153,31 @@ def full_type(key: Any) -> Type:
             raise TypeError(f"a kernel takes arrays of {', '.join(ITEMS)}, not of {item}")
         return Array(item, key[1])
     return Tuple(tuple(full_type(part) for part in key[1]), getattr(key[0], "_fields", ()))
+
+
+def as_plain(type_: Type) -> Any:
+    """A type in the form that JSON can hold.
+
+    >>> from_plain(as_plain(Tuple((INT, Array("bool", 2)), ("a", "b"))))
+    Tuple(parts=('int', Array(item='bool', ndim=2)), names=('a', 'b'))
+    """
+    if isinstance(type_, Array):
+        return {"item": type_.item, "ndim": type_.ndim}
+    if isinstance(type_, Tuple):
+        return {"parts": [as_plain(part) for part in type_.parts], "names": list(type_.names)}
+    if type_ not in LLVM:
+        raise TypeError(f"{type_} is known only while a kernel is compiled")
+    return type_
+
+
+def from_plain(value: Any) -> Type:
+    """The type behind its plain form; ValueError for anything that is none."""
+    if isinstance(value, str) and value in LLVM:
+        return value
+    if isinstance(value, dict) and value.keys() == {"item", "ndim"} and value["ndim"] in range(33):
+        if value["item"] not in ITEMS:
+            raise ValueError("no item of a kernel's arrays")
+        return Array(value["item"], value["ndim"])
+    if isinstance(value, dict) and value.keys() == {"parts", "names"}:
+        return Tuple(tuple(from_plain(part) for part in value["parts"]), tuple(map(str, value["names"])))
+    raise ValueError("no type of a kernel")

@@ -431,8 +431,9 @@ def print_json(value: Any) -> None:
     import msgspec
 
     from octopipe.base.files import plain
+    from octopipe.cli.verbs.screen import json_without_control
 
-    text = msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode()
+    text = json_without_control(msgspec.json.format(msgspec.json.encode(value, enc_hook=plain), indent=1).decode())
     if not (sys.stdout.encoding or "utf-8").lower().startswith("utf"):
         # An output without the letter gets JSON's own escape for it, so that what is read back is what was said.
         text = _escaped(text)

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(result)
     if result.interrupted:
-        return INTERRUPTED
+        return INTERRUPTED  # or 143, if it was SIGTERM: main knows which signal came
     ran = [r for r in result.results if not r.reason]
     return DOES_NOT_FIT if ran and not any(r.fits for r in ran) else 0
 

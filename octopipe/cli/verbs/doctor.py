@@ -129,9 +129,9 @@ def kernel_compiler() -> Iterator[Finding]:
 
 
 def cache() -> Iterator[Finding]:
-    from octopipe.base.compile.machine import folder
+    from octopipe.base.compile.store import private_folder
 
-    place = folder()
+    place = private_folder()
     if place is None:
         yield Finding(
             name="cache folder",

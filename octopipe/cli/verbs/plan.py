@@ -106,6 +106,7 @@ def share(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
+    from octopipe.base.stop import StopRequest
     from octopipe.cli.verbs.tune import _check_writable
     from octopipe.plans.file import save_plan
     from octopipe.search.planner.commands import command_lines
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     live: Any = screen.status("looking at splits ...") if screen.is_terminal else nullcontext()
     found: Found | None = None
     unfit = ""
-    with live as status:
+    with StopRequest() as stop, live as status:
         try:
             found = search(
                 spec,
@@ -146,12 +147,13 @@ def run(args: argparse.Namespace) -> int:
                 margin=args.margin,
                 seed=args.seed,
                 say=None if status is None else status.update,
+                stop=lambda: stop.asked,
             )
         except DoesNotFitError as error:
             if not published:
                 raise
             unfit = str(error)
-    if published:
+    if published and not stop.asked:
         return run_published(args, spec, base, gpus, fixed, published, found, unfit)
     assert found is not None
     best = found.best
@@ -170,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(numbers_of(args, found, lines))
     else:
         _show(args, spec, found, lines)
-    return 0
+    return stop.exit_code(0)
 
 
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
@@ -218,7 +220,11 @@ def _record(
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.runtimes import RUNTIMES
 
-    points = scaled(spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime])
+    # Whoever has ended the search does not wait for what it would be on other numbers of GPUs.
+    more: dict[str, Any] = {"budget_s": 0.0} if found.interrupted else {}
+    points = scaled(
+        spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime], **more
+    )
     return record_of(found, model=spec.name, words=changes(found), scaling=points)
 
 
@@ -258,6 +264,7 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) ->
         "margin": found.margin,
         "fastest": None if found.fastest is None else found.fastest.as_dict(),
         "seconds": found.seconds,
+        "interrupted": found.interrupted,
     }
 
 
@@ -267,6 +274,8 @@ def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[s
     show_table(args, found)
     for sentence in changes(found):
         out.print(sentence)
+    if found.interrupted:
+        out.print("interrupted: this is the best split so far")
     for name, line in lines.items():
         out.print(f"[bold]{name}[/]:", end=" ")
         out.print(line, markup=False, soft_wrap=True)

@@ -69,6 +69,11 @@ def run_published(
             )
         except DoesNotFitError as error:
             reasons[name] = str(error).removeprefix(f"{name}: ")
+        except KeyboardInterrupt:  # what is finished is shown; the exit code says that it is not all
+            if not plans and found is None:
+                raise
+            reasons |= {left: "interrupted before its end" for left in names if left not in plans}
+            break
     if not plans and found is None:
         raise DoesNotFitError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
     best = min(plans.values(), key=lambda p: p.step_ms, default=None)

@@ -7,8 +7,10 @@ terminal, and what stands for a symbol where the terminal has none. Does not kno
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -23,6 +25,8 @@ TAGS = frozenset(
     for colour in ("", "red", "green", "yellow", "cyan", "blue", "magenta")
 ) - {""}
 """What may stand in brackets as a style, and be closed by [/] or [/style]."""
+LEAST_SIZES = {"COLUMNS": 20, "LINES": 1}
+"""What a terminal has at least; less stands in the environment where nobody knows."""
 _TAG = re.compile(r"\[(/?)([a-z ]*)\]")
 _KEPT = "\n\t" + BRACKET
 
@@ -36,6 +40,19 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _KEPT else ascii(c)[1:-1] for c in text)
+
+
+def json_without_control(text: str) -> str:
+    """JSON with what would control a terminal (escape codes, bidirectional marks) as escapes of JSON; the value stays.
+
+    >>> json_without_control('{"a": "x\u202ey"}')
+    '{"a": "x\\\\u202ey"}'
+    """
+    if text.replace("\n", "").isprintable():
+        return text
+    from json import dumps
+
+    return "".join(c if c.isprintable() or c == "\n" else dumps(c)[1:-1] for c in text)
 
 
 def marked(text: str) -> Text:
@@ -61,10 +78,25 @@ def marked(text: str) -> Text:
     return out.append(text[at:].replace(BRACKET, "["), style=styles[-1])
 
 
+def _usable_sizes(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without a width or height that is none: on 0 columns nothing at all would be printed.
+
+    >>> _usable_sizes({"COLUMNS": "0", "LINES": "²", "TERM": "x"}), _usable_sizes({"COLUMNS": "132"})
+    ({'TERM': 'x'}, {'COLUMNS': '132'})
+    """
+
+    def usable(name: str, value: str) -> bool:
+        number = int(value) if value.isascii() and value.isdigit() and len(value) < 6 else 0
+        return name not in LEAST_SIZES or number >= LEAST_SIZES[name]
+
+    return {name: value for name, value in environ.items() if usable(name, value)}
+
+
 class Screen(Console):
     """A rich console for which only our own tags are markup; colour only on a terminal, never with NO_COLOR."""
 
     def __init__(self, *, stderr: bool = False, **options: Any):
+        options.setdefault("_environ", _usable_sizes(os.environ))
         super().__init__(stderr=stderr, highlight=False, soft_wrap=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:

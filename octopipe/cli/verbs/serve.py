@@ -6,7 +6,8 @@ Knows: its flags. Does not know: the server (report/serve.py).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from octopipe.cli.verbs.common import console
@@ -23,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give 0 to 65535")
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no port; give 0 to 65535")
     return int(text)
 
 
@@ -38,14 +39,15 @@ def run(args: argparse.Namespace) -> int:
             out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
         try:
             server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # the exit code says by which signal
             out.print("stopped")
     return 0
 
 
-def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to the form of the page /plan: the same search as `octopipe plan`."""
+def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """The answer to the form of the page /plan: the same search as `octopipe plan`. `stop`: whether to end early."""
     from octopipe.base.errors import OctoPipeError
+    from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
     from octopipe.cli.verbs.plan import changes
     from octopipe.costs.cluster.hardware import gpu
@@ -63,8 +65,10 @@ def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     try:
         budget_s = min(max(float(asked.get("budget_s") or 15.0), 1.0), 600.0)
-    except ValueError:
-        raise OctoPipeError(f"seconds to search: {asked['budget_s']!r} is no number") from None
+        if math.isnan(budget_s):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise OctoPipeError(f"seconds to search: {brief(asked['budget_s'])} is no number; give 1 to 600") from None
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
         raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
@@ -79,6 +83,7 @@ def planned(asked: Mapping[str, Any]) -> dict[str, Any]:
         global_batch=batch,
         today=parse_split(today) if today else None,
         budget_s=budget_s,
+        stop=stop,
     )
-    points = scaled(spec, base, found, global_batch=batch)
+    points = [] if found.interrupted else scaled(spec, base, found, global_batch=batch)
     return record_of(found, model=spec.name, words=changes(found), scaling=points)

@@ -207,7 +207,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     from octopipe.base.files import check_target
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
-    from octopipe.runtime.ranks.launch import under_torchrun
+    from octopipe.runtime.ranks.launch import started_ranks
     from octopipe.runtime.training.job import TrainJob
     from octopipe.search.systems.registry import get_system
 
@@ -219,8 +219,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     for path in (args.output, args.timeline, args.log):
         if path:
             check_target(path)
-    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    nproc = started or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
+    nproc = started_ranks() or args.nproc or (plan.num_ranks * args.dp if plan is not None else 2)
     tune_s, micro_batches = args.tune, args.micro_batches
     if args.elastic and plan is not None and plan.num_ranks * args.dp != nproc:
         # Other ranks than it was made for are left: the same batch, and a plan made anew.

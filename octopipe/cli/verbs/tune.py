@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import signal
-import threading
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import (
     add_model_arguments,
@@ -108,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import OctoPipeError
+    from octopipe.base.stop import StopRequest
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import load_plan, save_plan
     from octopipe.search.tuner import PHASES, tune
@@ -133,10 +132,10 @@ def run(args: argparse.Namespace) -> int:
     start = load_plan(args.start) if args.start else None
     screen = console(stderr=True)
     live = screen.status("compiling and looking for starts ...") if screen.is_terminal else nullcontext()
-    with _Stop() as stop, live as status:
+    with StopRequest() as stop, live as status:
 
         def show(p: Progress) -> bool:
-            if status is not None:
+            if status is not None and math.isfinite(p.best_ms):
                 status.update(progress_line(p))
             return stop.asked
 
@@ -182,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(summary(told))
     else:
         tell(told, console())
-    return 0
+    return stop.exit_code(0)
 
 
 def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
@@ -194,29 +193,6 @@ def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
         f"only what {target} can run was searched: {more:.1f} % slower than the {free.step_ms:.2f} ms of the best plan "
         "that octopipe itself runs"
     )
-
-
-class _Stop:
-    """Ctrl-C and SIGTERM end the search with the best plan so far; a second one ends the program."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Stop:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, *_: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
 
 
 def progress_line(p: Progress) -> str:

@@ -74,7 +74,8 @@ def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: Tun
     known = {name: ms for name, ms in result.systems.items() if math.isfinite(ms)}
     if reference.fits:
         known["1f1b"] = reference.step_ms
-    until, complete = time.monotonic() + RIVALS_S, True
+    # Whoever has ended the search does not wait for the others either.
+    until, complete = time.monotonic() + (0.0 if result.interrupted else RIVALS_S), True
     for name, other in published(
         costs, num_ranks, num_micro_batches, until=until, skip=frozenset(result.systems) | {"1f1b"}
     ):

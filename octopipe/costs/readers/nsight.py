@@ -11,15 +11,24 @@ import csv
 import math
 import re
 import sqlite3
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
-from octopipe.base.limits import MAX_TIMELINE_VALUES, over
+from octopipe.base.limits import over
 from octopipe.costs.readers.spans import HOW, Kernel, LayerTimes, Recording, Span, layer_times, named_times, phase_of
 
 SQLITE_MAGIC = b"SQLite format 3\x00"
-_OPERATOR = re.compile(r"^(.*?)(?:, op_id = \d+)?, seq = (\d+)\b.*$")
+MAX_ROWS = 1 << 22
+"""Of all tables together: about two gigabytes as they are held here, and some minutes of a recording."""
+MAX_SECONDS = 60.0
+MAX_NAME = 4096
+"""Letters of a range's name that are looked at."""
+_TABLES = {"NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"}
+_OPERATOR = re.compile(r"^(.*?)(?:, op_id = \d{1,18})?, seq = (\d{1,18})\b.*$")
 _RANGES = (59, 60)
 """NVTX_EVENTS.eventType of a push/pop range and of a start/end range."""
 _TIMES = (
@@ -41,15 +50,25 @@ _FIRST, _LAST = ("embed", "wte"), ("head", "loss", "output", "logits")
 
 
 def read_nsight_sqlite(path: str | Path, where: str) -> Recording:
-    """The spans and kernels in an exported SQLite file, which is only ever read."""
+    """The spans and kernels in an exported SQLite file, which is only ever read.
+
+    The file may be anybody's: its tables are read one by one and joined here, where an id can match once only, and the
+    whole takes at most `MAX_ROWS` rows and `MAX_SECONDS`.
+    """
     try:
         base = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         try:
+            base.execute("PRAGMA trusted_schema = OFF")
+            base.execute("PRAGMA query_only = ON")
+            end = time.monotonic() + MAX_SECONDS
+            base.set_progress_handler(lambda: time.monotonic() > end, 10_000)
             return _recording(base, where)
         finally:
             base.close()
-    except (sqlite3.Error, OverflowError, ValueError) as error:
+    except (sqlite3.Error, OverflowError, ValueError, TypeError) as error:
         why = " ".join(str(error).split())[:160]
+        if why == "interrupted":
+            raise OctoPipeError(f"{where}: takes longer than {MAX_SECONDS:g} s to read; record fewer steps") from None
         raise OctoPipeError(f"{where}: no export of Nsight Systems ({why}); run nsys export --type sqlite") from None
 
 
@@ -57,50 +76,83 @@ def _recording(base: sqlite3.Connection, where: str) -> Recording:
     tables = {row[0] for row in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "NVTX_EVENTS" not in tables:
         raise OctoPipeError(f"{where}: no NVTX ranges in it; record with nsys profile --trace nvtx,cuda ({HOW})")
-    count = sum(
-        base.execute(f"SELECT COUNT(*) FROM {t}").fetchone()[0]
-        for t in sorted(tables & {"NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"})
-    )
-    if over("rows", count, MAX_TIMELINE_VALUES):
-        raise OctoPipeError(f"{where}: {over('rows', count, MAX_TIMELINE_VALUES)[0]}; record fewer steps")
-    columns = {row[1] for row in base.execute("PRAGMA table_info(NVTX_EVENTS)")}
-    strings = "StringIds" in tables
-    text = "COALESCE(e.text, s.value)" if strings and "textId" in columns else "e.text"
-    joined = "LEFT JOIN StringIds s ON s.id = e.textId" if strings and "textId" in columns else ""
-    kinds = f"AND e.eventType IN {_RANGES}" if "eventType" in columns else ""
+    used = {table: _columns(base, table, where) for table in sorted(tables & _TABLES)}
+    count = sum(base.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in used)
+    if over("rows", count, MAX_ROWS):
+        raise OctoPipeError(f"{where}: {over('rows', count, MAX_ROWS)[0]}; record fewer steps")
+    strings = _strings(base, where) if "StringIds" in used else {}
+    columns = used["NVTX_EVENTS"]
+    kinds = f"AND eventType IN {_RANGES}" if "eventType" in columns else ""
+    named = "textId" if "textId" in columns else "NULL"
     rows = base.execute(
-        f'SELECT {text}, e.globalTid, e.start, e."end" FROM NVTX_EVENTS e {joined} '
-        f'WHERE e.start IS NOT NULL AND e."end" IS NOT NULL {kinds}'
+        f'SELECT text, {named}, globalTid, start, "end" FROM NVTX_EVENTS '
+        f'WHERE start IS NOT NULL AND "end" IS NOT NULL {kinds}'
     )
     marks, operators = [], []
-    for name, thread, start, stop in rows:
+    for text, number, thread, start, stop in rows:
+        name = strings.get(number) if text is None else text
         if not isinstance(name, str) or not isinstance(start, int) or not isinstance(stop, int):
             continue
-        found = _OPERATOR.match(name)
+        found = _OPERATOR.match(name[:MAX_NAME])
         if found:
             operators.append(Span(found[1], thread, start / 1e3, stop / 1e3, int(found[2])))
         else:
-            marks.append(Span(name, thread, start / 1e3, stop / 1e3))
-    return Recording(marks=marks, operators=operators, kernels=_kernels(base, tables))
+            marks.append(Span(name[:MAX_NAME], thread, start / 1e3, stop / 1e3))
+    return Recording(marks=marks, operators=operators, kernels=_kernels(base, used, strings, where))
 
 
-def _kernels(base: sqlite3.Connection, tables: set[str]) -> list[Kernel]:
-    if not {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
+def _columns(base: sqlite3.Connection, table: str, where: str) -> set[str]:
+    """A table's columns; one that is computed when it is read is not what nsys writes, and may never end."""
+    sql = base.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)).fetchone()[0]
+    if not isinstance(sql, str) or re.match(r"\s*CREATE\s+VIRTUAL", sql, re.IGNORECASE):
+        raise OctoPipeError(f"{where}: {table} is no plain table; export it again with nsys")
+    found = set()
+    for _, name, *_, hidden in base.execute(f"PRAGMA table_xinfo({table})"):
+        if hidden:
+            raise OctoPipeError(f"{where}: {table} has a computed column ({brief(name)}); export it again with nsys")
+        found.add(name)
+    return found
+
+
+def _strings(base: sqlite3.Connection, where: str) -> dict[Any, str]:
+    out: dict[Any, str] = {}
+    for number, text in base.execute("SELECT id, value FROM StringIds"):
+        if number in out:
+            raise OctoPipeError(f"{where}: StringIds names {brief(number)} twice; export it again with nsys")
+        out[number] = text
+    return out
+
+
+def _kernels(
+    base: sqlite3.Connection, used: Mapping[str, set[str]], strings: Mapping[Any, str], where: str
+) -> list[Kernel]:
+    if not {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= used.keys():
         return []
-    columns = {row[1] for row in base.execute("PRAGMA table_info(CUPTI_ACTIVITY_KIND_KERNEL)")}
-    named = "StringIds" in tables and "shortName" in columns
-    name, joined = ("n.value", "LEFT JOIN StringIds n ON n.id = k.shortName") if named else ("NULL", "")
-    # A process id is the upper part of a thread's: correlation ids begin anew in every process.
-    same = "AND r.globalTid / 0x1000000 = k.globalPid / 0x1000000" if "globalPid" in columns else ""
-    rows = base.execute(
-        f'SELECT {name}, r.globalTid, r.start, k.start, k."end" FROM CUPTI_ACTIVITY_KIND_KERNEL k '
-        f"JOIN CUPTI_ACTIVITY_KIND_RUNTIME r ON r.correlationId = k.correlationId {same} {joined}"
-    )
-    return [
-        Kernel(thread, launched / 1e3, start / 1e3, stop / 1e3)
-        for name, thread, launched, start, stop in rows
-        if not (isinstance(name, str) and "nccl" in name.lower())
-    ]
+    columns = used["CUPTI_ACTIVITY_KIND_KERNEL"]
+    name = "shortName" if strings and "shortName" in columns else "NULL"
+    process = "globalPid" if "globalPid" in columns else "NULL"
+    launches: dict[tuple[int | None, Any], tuple[Any, int]] = {}
+    for thread, number, start in base.execute(
+        "SELECT globalTid, correlationId, start FROM CUPTI_ACTIVITY_KIND_RUNTIME"
+    ):
+        # A process id is the upper part of a thread's: correlation ids begin anew in every process.
+        if not isinstance(thread, int) or not isinstance(start, int):
+            continue
+        key = (thread // 0x1000000 if process != "NULL" else None, number)
+        if key in launches:
+            raise OctoPipeError(f"{where}: two launches have correlation id {brief(number)}; export it again with nsys")
+        launches[key] = (thread, start)
+    out = []
+    for short, pid, number, start, stop in base.execute(
+        f'SELECT {name}, {process}, correlationId, start, "end" FROM CUPTI_ACTIVITY_KIND_KERNEL'
+    ):
+        if not isinstance(start, int) or not isinstance(stop, int) or not isinstance(pid, int | None):
+            continue
+        launch = launches.get((None if pid is None else pid // 0x1000000, number))
+        if launch is None or "nccl" in str(strings.get(short, "")).lower():
+            continue
+        out.append(Kernel(launch[0], launch[1] / 1e3, start / 1e3, stop / 1e3))
+    return out
 
 
 # -- CSV -----------------------------------------------------------------------------------------------

@@ -15,17 +15,16 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
-from octopipe.base.errors import OctoPipeError
+from octopipe.base.streams import open_standard_streams
+from octopipe.runtime.ranks.meeting import local_store, meet, place_from
 from octopipe.runtime.ranks.rank_process import (
     RankError,
     Seat,
@@ -52,6 +51,11 @@ Listener = Callable[[Any], None]
 def under_torchrun() -> bool:
     """Has something else started the ranks already?"""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def started_ranks() -> int | None:
+    """How many ranks something else has started; None where nothing has."""
+    return place_from(os.environ).size if under_torchrun() else None
 
 
 def warm_up(*also: str) -> Any:
@@ -105,7 +109,8 @@ def run_ranks(
     if size == 1 and not environment:
         torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
-    store = _local_store()
+    open_standard_streams()
+    store = local_store()
     # A fork of the server would share its memory allocator's settings and its libraries' first look around.
     context = multiprocessing.get_context("spawn") if environment else warm_up()
     start = Start(work, size, payload, backend, store.port, threads, group_timeout_s)
@@ -130,21 +135,6 @@ def run_ranks(
         stop(processes)
         for pipe in pipes:
             pipe.close()
-
-
-def _local_store() -> Any:
-    """A store that only this host can reach: torch's own would listen on every interface."""
-    import torch.distributed as dist
-
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(1024)
-    except OSError as error:
-        listening.close()
-        raise OctoPipeError(f"ranks cannot meet: no port on 127.0.0.1 ({error.strerror}); free one") from None
-    port, handle = listening.getsockname()[1], listening.detach()
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
 
 def by_rank(task: Callable[[int, int, Any], Any]) -> Work:
@@ -183,13 +173,13 @@ def join_ranks(
     exit code 1."""
     import torch.distributed as dist
 
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    place = place_from(os.environ)
+    rank, size, local_rank = place
     tell = listen if rank == 0 and listen is not None else unheard
     if backend == "nccl":
         load_kernels_early()
     if size > 1:
-        _meet(backend, group_timeout_s)
+        meet(place, backend, group_timeout_s)
     try:
         result = work(Seat(rank=rank, size=size, local_rank=local_rank, tell=tell), payload)
     except Exception as error:
@@ -201,26 +191,6 @@ def join_ranks(
     if size > 1:
         dist.destroy_process_group()
     return result
-
-
-def _meet(backend: str, timeout_s: float) -> None:
-    """Join the ranks that something else has started."""
-    import torch.distributed as dist
-
-    from octopipe.runtime.wire.telling import PeerError, peer_words
-
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
-        text = " ".join(str(error).split())
-        # Before anything about peers: the store's own error for a taken port names c10d, too.
-        if "in use" in text or "EADDRINUSE" in text:
-            raise OctoPipeError(f"ranks cannot meet at {where}: the port is in use; set another MASTER_PORT") from None
-        words = peer_words(error, timeout_s)
-        if words is not None:
-            raise PeerError(f"while ranks met at {where}, {words}") from None
-        raise OctoPipeError(f"ranks cannot meet at {where}: {text[:160]}; check MASTER_ADDR and MASTER_PORT") from None
 
 
 def _is_first_to_fail() -> bool:

@@ -31,8 +31,10 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import shown
+from octopipe.base.files import brief, shown
+from octopipe.base.memory import free_memory_bytes
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.training.layer_file import WrongFile, read_content
 from octopipe.runtime.training.shelf import (
     ASIDE,
     FORMAT,
@@ -356,19 +358,18 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
     expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
     if record["format"] == FORMAT and not expected:
         raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; take another checkpoint")
-    if why := wrong_files(home, {k: expected}):
+    if why := wrong_files(home, {k: expected}, free_memory_bytes()):
         raise DamagedCheckpoint(f"{why}; take another checkpoint")
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises a dozen kinds of errors on damaged files
-        reason = " ".join(str(error).split())[:120]
-        raise DamagedCheckpoint(f"{shown(path)}: cannot be loaded ({reason}); take another checkpoint") from None
+        content: dict[str, Any] = read_content(path)
+    except WrongFile as error:
+        raise DamagedCheckpoint(f"{shown(path)}: {error}; take another checkpoint") from None
     if not isinstance(content, dict) or not (_named_values(content, "state") and _named_values(content, "optimizer")):
         raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
     for what, wanted in (("layer", k), ("step", record["step"])):
         if content.get(what, wanted) != wanted:
             raise DamagedCheckpoint(
-                f"{shown(path)}: holds {what} {content[what]!r}, not {wanted}; take another checkpoint"
+                f"{shown(path)}: holds {what} {brief(content[what])}, not {wanted}; take another checkpoint"
             )
     return content
 

@@ -14,6 +14,7 @@ somebody else has written runs what they have put in it. Our own files are read 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -26,13 +27,19 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import shown
+from octopipe.base.files import read_bytes, shown
+from octopipe.base.memory import free_memory_bytes
 from octopipe.huggingface.cut import LayerList, layers
 from octopipe.runtime.training.checkpoint import read_layer, read_record
+from octopipe.runtime.training.layer_file import WrongFile, opened
+from octopipe.runtime.training.shelf import layer_file
+from octopipe.simulation.timeline import GIB
 
 SHARD = "5GB"
 """Of safetensors, as transformers writes them."""
 DCP_ABOUT = "octopipe.json"
+MAX_COMPANION_BYTES = 256 << 20
+"""The largest tokenizers have some tens of megabytes."""
 COMPANIONS = ("tokenizer", "special_tokens", "vocab", "merges", "generation_config", "chat_template")
 
 
@@ -48,9 +55,11 @@ def to_huggingface(
     `source`: the config.json or folder the run was trained from. A folder's tokenizer and generation files come along.
     `dtype`: torch's name of one; default the checkpoint's own.
     """
-    home, out = Path(checkpoint), _fresh(target)
+    _refuse_used(target)
+    home = Path(checkpoint)
     kind = None if dtype is None else getattr(torch, dtype)
     record = read_record(home)
+    _check_room(home, record)
     parts = _parts(source, record, home)
     model: Any = parts._cut.model
     seen: dict[str, Tensor] = {}
@@ -66,10 +75,9 @@ def to_huggingface(
     if len(kinds) == 1:
         model.config.dtype = next(iter(kinds))
     _put(model, seen)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _written(target) as out:
         model.save_pretrained(out, max_shard_size=SHARD)
-    _companions(Path(source), out)
+        _companions(Path(source), out)
     return len(seen)
 
 
@@ -86,19 +94,20 @@ def to_dcp(
     """
     import torch.distributed.checkpoint as dcp
 
-    home, out = Path(checkpoint), _fresh(target)
+    _refuse_used(target)
+    home = Path(checkpoint)
     record = read_record(home)
+    _check_room(home, record)
     parts = None if source is None else _parts(source, record, home)
     state: dict[str, Tensor] = {}
     for _, name, value in _named(home, record, parts):
         state[f"model.{name}"] = value
     for name, value in _moments(home, record, parts):
         state[f"optimizer.{name}"] = value
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process saves without a group is the intention
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
     about = {key: value for key, value in record.items() if key != "layers"}
-    (out / DCP_ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+    with _written(target) as out:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
+        (out / DCP_ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     return len(state)
 
 
@@ -155,15 +164,64 @@ def _put(model: Any, values: dict[str, Tensor]) -> None:
 # -- folders -------------------------------------------------------------------------------------------
 
 
-def _fresh(target: str | os.PathLike[str]) -> Path:
+def _check_room(home: Path, record: dict[str, Any]) -> None:
+    """Both formats are made of all layers at once: say beforehand where they do not fit in memory."""
+    need, free = 0, free_memory_bytes()
+    for k in range(int(record["num_layers"])):
+        try:
+            with opened(home / layer_file(k), free) as (_, size):
+                need += size
+        except WrongFile as why:
+            raise OctoPipeError(f"{shown(home / layer_file(k))}: {why}; take another checkpoint") from None
+    if need > free:
+        raise OctoPipeError(
+            f"{shown(home)} needs {need / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free; convert it on a "
+            "machine with more"
+        )
+
+
+@contextlib.contextmanager
+def _written(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder to write to; where that fails, one line says why and nothing half written stays."""
+    _refuse_used(target)
+    out = Path(target)
+    existed = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OctoPipeError(f"{shown(out)}: cannot be written ({error.strerror}); name another folder") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process saves without a group is the intention
+            yield out
+    except BaseException as error:  # DCP's own exception is no Exception
+        for path in out.iterdir() if existed else (out,):
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        if isinstance(error, OctoPipeError | KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise OctoPipeError(f"{shown(out)}: cannot be written ({_reason(error)}); free space or name another") from None
+
+
+def _reason(error: BaseException) -> str:
+    """What lies behind an error: DCP wraps those of its writers, with their tracebacks."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        first = next(iter(failures.values()))
+        error = first[0] if isinstance(first, tuple) and isinstance(first[0], BaseException) else error
+    text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:160]
+
+
+def _refuse_used(target: str | os.PathLike[str]) -> None:
+    """Said before anything is read, not after it."""
     out = Path(target)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise OctoPipeError(f"{shown(out)} is there already; name a folder that is new or empty")
-        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OctoPipeError(f"{shown(out)}: cannot be written ({error.strerror}); name another folder") from None
-    return out
 
 
 def _companions(source: Path, out: Path) -> None:
@@ -173,4 +231,4 @@ def _companions(source: Path, out: Path) -> None:
     for path in sorted(source.iterdir()):
         known = path.name.startswith(COMPANIONS) and path.suffix in (".json", ".txt", ".model", ".jinja")
         if known and path.is_file() and not (out / path.name).exists():
-            shutil.copyfile(path, out / path.name)
+            (out / path.name).write_bytes(read_bytes(path, most_bytes=MAX_COMPANION_BYTES))

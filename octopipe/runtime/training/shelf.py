@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief, read_json_object, shown
+from octopipe.base.files import brief, read_bytes, read_json_object, shown
 from octopipe.base.limits import MAX_LAYERS
+from octopipe.base.memory import free_memory_bytes
+from octopipe.runtime.training.layer_file import WrongFile, check_sum
 
 FORMAT = "octopipe.checkpoint/2"
 FORMAT_1 = "octopipe.checkpoint/1"
@@ -46,7 +48,6 @@ PARTIAL, ASIDE = ".partial", ".before.partial"
 _LEFTOVER = re.compile(rf"(?P<step>step-\d+)((?P<aside>\{ASIDE})|\{PARTIAL})|{OLDER}\{PARTIAL}|\.probe-[0-9a-f]+")
 BRANCH = "branch-"
 """Begins the names of folders that hold the checkpoints of an abandoned branch."""
-_PIECE = 1 << 20
 log = logging.getLogger("octopipe.checkpoint")
 
 
@@ -103,8 +104,11 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = None) -> str:
-    """What is wrong with a checkpoint's files, in one line; empty where nothing is. `layers`: only these."""
+def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = None, *, to_load: bool = False) -> str:
+    """What is wrong with a checkpoint's files, in one line; empty where nothing is. `layers`: only these.
+
+    `to_load`: the files are to be loaded, so one that does not fit in memory is wrong as well, and not looked into.
+    """
     try:
         record = read_record(path)
     except OctoPipeError as error:
@@ -114,7 +118,7 @@ def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = 
         return f"{shown(path)}: {RUN} lists {len(listed)} of {record['num_layers']} layers"
     wanted = range(record["num_layers"]) if not listed else sorted(listed)
     chosen = {k: listed.get(k, {}) for k in wanted if layers is None or layers(k)}
-    return wrong_files(Path(path), chosen)
+    return wrong_files(Path(path), chosen, free_memory_bytes() if to_load else math.inf)
 
 
 def sync_folder(folder: Path) -> None:
@@ -139,29 +143,16 @@ def _name(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]]) -> str:
-    """What is wrong with the files of these layers of a checkpoint; without a checksum only whether they are there."""
+def wrong_files(folder: Path, layers: Mapping[int, Mapping[str, Any]], most_bytes: float = math.inf) -> str:
+    """What is wrong with the files of these layers of a checkpoint; without a checksum only whether they are there.
+    `most_bytes`: files that are larger are not looked into."""
     for k, expected in layers.items():
         path = folder / layer_file(k)
         try:
-            if "sha256" in expected:
-                if _sha256(path) != expected["sha256"]:
-                    return f"{shown(path)}: is not what was written (its checksum differs)"
-            elif not path.is_file():
-                return f"{shown(path)}: no such file"
-        except FileNotFoundError:
-            return f"{shown(path)}: no such file"
-        except OSError as error:
-            return f"{shown(path)}: cannot be read ({error.strerror})"
+            check_sum(path, expected, most_bytes)
+        except WrongFile as why:
+            return f"{shown(path)}: {why}"
     return ""
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 # -- the folder ------------------------------------------------------------------------------------------
@@ -280,8 +271,8 @@ def _step(path: Path) -> int:
 
 
 def _older(home: Path) -> Path | None:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return home / (home / OLDER).read_text().strip()
+    with contextlib.suppress(OctoPipeError, UnicodeDecodeError):
+        return home / read_bytes(home / OLDER, most_bytes=4096).decode().strip()
     return None
 
 
@@ -296,7 +287,7 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
     if (Path(path) / RUN).is_file():
         if step is not None:
             raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
-        if why := damage(path):
+        if why := damage(path, to_load=True):
             raise DamagedCheckpoint(f"{why}; take another checkpoint")
         return Path(path)
     if not checkpoints(path):
@@ -330,12 +321,12 @@ def choose(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
         if path is None:
             there = ", ".join(str(_step(p)) for p in found[-8:])
             raise OctoPipeError(f"{shown(folder)}: no checkpoint of step {step}; there are {there}")
-        if why := damage(path):
+        if why := damage(path, to_load=True):
             raise DamagedCheckpoint(f"{why}; choose another --resume-step")
         return path, []
     problems: list[str] = []
     for path in reversed(found):
-        why = damage(path)
+        why = damage(path, to_load=True)
         if not why:
             return path, problems
         problems.append(why)

@@ -45,6 +45,8 @@ QUICK_MOVES = 60
 SOLVE_SHARE = 0.3
 """How much longer than stating a problem handing it over is taken to last."""
 POLL_S = 0.1
+STOP_S = 1.0
+"""How long CP-SAT may take to hear that it is asked to stop."""
 """How often a running solve is looked at."""
 TOLERANCE = 1e-4
 """A plan within this share of the bound is optimal: rounding alone accounts for as much."""
@@ -128,6 +130,10 @@ def solve(
                 return _solved(plan, timeline, bound_ms, time.monotonic() - began, stopped)
     except OutOfTime as error:
         reached = str(error)
+    except KeyboardInterrupt:
+        stopped = True
+        if given is None or not given.fits:
+            raise
     if start is not None and given is not None and given.fits:
         return _solved(start, given, bound_ms, time.monotonic() - began, stopped)
     spent, more = f"{budget_s:g} s", "a longer --budget"
@@ -160,7 +166,9 @@ def _run(
     except KeyboardInterrupt:
         stopped = True
         solver.stop_search()
-        worker.join()
+        worker.join(STOP_S)
+        if worker.is_alive():  # presolving hears nothing
+            raise
     return status[0], stopped
 
 
@@ -173,9 +181,12 @@ def _quick_plan(
             costs, num_ranks, num_micro_batches, budget_s=QUICK_SHARE * budget_s, recompute=recompute, systems=False,
             settings=Settings(patience=QUICK_PATIENCE), iterations=iterations and min(iterations, QUICK_MOVES),
         )  # fmt: skip
-        return search.run().plan
+        found = search.run()
     except DoesNotFitError:
         return None
+    if found.interrupted:  # it ends in good order, and whoever asked means the whole solve
+        raise KeyboardInterrupt
+    return found.plan
 
 
 def _solved(plan: Plan, timeline: Timeline, bound_ms: float, seconds: float, stopped: bool) -> Solved:

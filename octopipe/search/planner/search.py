@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError, StoppedError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.table import CostTable
@@ -43,6 +43,12 @@ MARGIN = 0.02
 SPARE = 0.97
 """A rank filled beyond this share of what it may use is at its limit."""
 Say = Callable[[str], None]
+Stop = Callable[[], bool]
+"""Whether somebody has asked to end with what there is."""
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,8 @@ class Found:
     """Splits within this share of the fastest count as equally fast; the simplest of them was chosen."""
     fastest: Candidate | None = None
     """The fastest where `best` is a simpler one."""
+    interrupted: bool = False
+    """Somebody ended the search; this is the best so far."""
 
 
 class Pricer:
@@ -230,6 +238,7 @@ def search(
     margin: float = MARGIN,
     seed: int = 0,
     say: Say | None = None,
+    stop: Stop = never,
 ) -> Found:
     """The best split of `gpus` GPUs for steps of `global_batch` sequences, `budget_s` seconds of tuning included."""
     began = time.monotonic()
@@ -243,20 +252,27 @@ def search(
             f"no split of {gpus} GPUs divides {spec.name} and a global batch of {global_batch}"
             + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
         )
-    kept, judged, cut_short = judge(pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned)
-    if "vp" not in (fixed or {}):
+    kept, judged, cut_short = judge(
+        pricer, every, modes, tell, cpu_s=JUDGING * budget_s, tuned=runtime.tuned, stop=stop
+    )
+    if "vp" not in (fixed or {}) and not stop():
         kept = _refined(pricer, kept, modes, runtime)
+    if not kept and stop():
+        raise StoppedError("the search was stopped before it found a first split; give it more time")
     if not kept:
         raise DoesNotFitError(_nothing_fits(pricer, every, modes))
     tell("simulating the best few")
-    simulated = _simulated(pricer, kept, recompute, SIMULATING * budget_s)
+    simulated = _simulated(pricer, kept, recompute, SIMULATING * budget_s, stop)
     present = _today(pricer, base, gpus, today, runtime, recompute) if today else None
     tuned: list[Candidate] = []
+    interrupted = stop()
     skipped = [f"Judging stopped after {judged} of {len(every)} splits: give a longer --budget."] * cut_short
     if runtime.tuned:
         until = began + LEFT_FOR_TUNING * budget_s
         worth = _varied([c for c in sorted(kept, key=_hoped_first) if c.split.pp > 1], TUNED, each=1)
         for i, candidate in enumerate(worth):
+            if interrupted := interrupted or stop():
+                break
             known = next((c for c in simulated if c.split == candidate.split), None)
             begun = known or pricer.simulated(candidate.split, recompute)
             if known is None:
@@ -265,7 +281,7 @@ def search(
                 simulated += _zero_bubble(pricer, begun, until)
             tell(f"tuning {candidate.split.words()}")
             share = (until - time.monotonic()) / (len(worth) - i)
-            better, why_not = tune_candidate(pricer, begun, share, seed, runtime, recompute)
+            better, why_not, interrupted = tune_candidate(pricer, begun, share, seed, runtime, recompute, stop)
             if better is not None:
                 tuned.append(better)
             elif why_not:
@@ -273,6 +289,8 @@ def search(
                 may = f" By estimate it may become up to {hope:.0f} % faster." if hope >= 1.0 else ""
                 skipped.append(f"{candidate.split.words()} was not tuned: {why_not}.{may}")
     fitting = sorted((c for c in simulated if c.fits), key=lambda c: c.step_ms)
+    if not fitting and not tuned and interrupted:
+        raise StoppedError("the search was stopped before it found a split that fits; give it more time")
     if not fitting and not tuned:
         raise DoesNotFitError(_unfit(pricer, min(simulated, key=lambda c: c.peak_gib - c.limit_gib)))
     rivals = [*fitting, *tuned, *([present] if present is not None and present.fits else [])]
@@ -295,6 +313,7 @@ def search(
         skipped=tuple(skipped),
         margin=margin,
         fastest=fastest if fastest is not best else None,
+        interrupted=interrupted,
     )
 
 
@@ -342,6 +361,7 @@ def judge(
     *,
     cpu_s: float = math.inf,
     tuned: bool = True,
+    stop: Stop = never,
 ) -> tuple[list[Candidate], int, bool]:
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
     and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, after
@@ -353,7 +373,7 @@ def judge(
     for bound, split in queue:
         if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
             break
-        if heaps[0] and time.process_time() > until:
+        if stop() or (heaps[0] and time.process_time() > until):
             cut_short = True
             break
         judged += 1
@@ -369,14 +389,16 @@ def judge(
     return sorted(kept.values(), key=simpler_first), judged, cut_short
 
 
-def _simulated(pricer: Pricer, kept: Sequence[Candidate], recompute: str, seconds: float) -> list[Candidate]:
+def _simulated(
+    pricer: Pricer, kept: Sequence[Candidate], recompute: str, seconds: float, stop: Stop
+) -> list[Candidate]:
     """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or time is over."""
     until = time.monotonic() + seconds
     out: list[Candidate] = []
     for candidate in _varied(kept, 2 * SIMULATED, each=2):
         best_ms = min((c.step_ms for c in out if c.fits), default=math.inf)
         settled = len(out) >= SIMULATED and candidate.step_ms >= best_ms
-        if best_ms < math.inf and (settled or time.monotonic() > until):
+        if best_ms < math.inf and (settled or time.monotonic() > until or stop()):
             break
         out.append(pricer.simulated(candidate.split, recompute))
     return out
@@ -420,19 +442,25 @@ def _varied(kept: Sequence[Candidate], number: int, *, each: int) -> list[Candid
 
 
 def tune_candidate(
-    pricer: Pricer, candidate: Candidate, budget_s: float, seed: int, runtime: Runtime, recompute: str = "auto"
-) -> tuple[Candidate | None, str]:
-    """The candidate's split tuned as far as the runtime can run it; None where that found nothing faster, with the
-    reason where no search ran."""
+    pricer: Pricer,
+    candidate: Candidate,
+    budget_s: float,
+    seed: int,
+    runtime: Runtime,
+    recompute: str = "auto",
+    stop: Stop = never,
+) -> tuple[Candidate | None, str, bool]:
+    """The candidate's split tuned as far as the runtime can run it, None where that found nothing faster; the reason
+    where no search ran; and whether somebody ended it."""
     from octopipe.search.tuner import tune
 
     plan, costs = candidate.plan, candidate.costs
     assert plan is not None and costs is not None
     ops = sum(map(len, plan.orders))
     if ops > TUNABLE_OPS:
-        return None, f"its {ops:,} ops a step are more than a search of seconds improves"
+        return None, f"its {ops:,} ops a step are more than a search of seconds improves", stop()
     if budget_s < 1.0:
-        return None, "the budget was spent before"
+        return None, "the budget was spent before", stop()
     start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
     if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
         # The search knows better than a number of layers for all which ones to recompute.
@@ -448,13 +476,14 @@ def tune_candidate(
             recompute=recompute == "auto" and runtime.target == "octopipe",
             start=start,
             target=runtime.target,
+            progress=lambda seen: stop(),
         )
     except OctoPipeError:
-        return None, ""
+        return None, "", stop()
     if candidate.fits and result.step_ms >= candidate.step_ms:
-        return None, ""
+        return None, "", result.interrupted
     how = "layout" if runtime.target == "megatron" else "tuned"
-    return pricer.of_plan(candidate.split, result.plan, costs, how), ""
+    return pricer.of_plan(candidate.split, result.plan, costs, how), "", result.interrupted
 
 
 def _today(

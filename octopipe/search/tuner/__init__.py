@@ -10,7 +10,8 @@ lot) and `exact` (CP-SAT, small cases).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
@@ -29,6 +30,7 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.search.tuner.robust import mean_jittered_ms, most_robust
 from octopipe.search.tuner.search import Search
 from octopipe.search.tuner.settings import SETTINGS
+from octopipe.search.tuner.systems import COPYING
 from octopipe.search.tuner.warm import compile_kernels
 
 Method = Literal["best", "octopipe", "random", "exact"]
@@ -112,7 +114,8 @@ def tune(
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
     small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops
     if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
-        hidden, after = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        hidden, after, cut_short = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+        found = replace(found, interrupted=cut_short)
         hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
         if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
             chosen, timeline, mean_ms = hidden, after, hidden_ms
@@ -120,6 +123,8 @@ def tune(
     if (reached := _class_of(chosen, plans)) != plans:
         plans = reached
         bound_name, bound = lower_bound(*setting, *plans)
+    if not plans.copies and method == "best" and target == "octopipe":
+        notes += _copies_would_help(found.systems, step_ms)
     plan = chosen.with_extra(
         system="octopipe",
         step_ms=step_ms,
@@ -154,8 +159,9 @@ def tune(
 
 def _hide(
     plan: Plan, before: Timeline, costs: CostTable, budget_s: float, iterations: int | None, seed: int
-) -> tuple[Plan, Timeline]:
-    """The plan with transfers behind computation where that costs nothing, and its timeline."""
+) -> tuple[Plan, Timeline, bool]:
+    """The plan with transfers behind computation where that costs nothing, its timeline, and whether somebody
+    interrupted this."""
     seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
     try:
         if iterations is not None:
@@ -163,9 +169,22 @@ def _hide(
         else:
             better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
     except KeyboardInterrupt:
-        return plan, before
+        return plan, before, True
     after = simulate(better, costs)
-    return (better, after) if after.fits >= before.fits and after.step_ms <= before.step_ms else (plan, before)
+    good = after.fits >= before.fits and after.step_ms <= before.step_ms
+    return (better, after, False) if good else (plan, before, False)
+
+
+def _copies_would_help(systems: Mapping[str, float], step_ms: float) -> list[str]:
+    """A line where a published system that holds layers twice, which was not allowed here, is faster."""
+    faster = {name: ms for name, ms in systems.items() if name in COPYING and ms < step_ms * (1 - 1e-6)}
+    if not faster:
+        return []
+    name = min(faster, key=lambda n: faster[n])
+    return [
+        f"{name}, which holds every layer on two ranks, takes {faster[name]:.2f} ms, {1 - faster[name] / step_ms:.1%} "
+        "less; with --copies (copies=True) such plans are searched too"
+    ]
 
 
 def _row(step: Step, *, counted: bool) -> dict[str, Any]:

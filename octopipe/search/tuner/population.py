@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octopipe.search.tuner.core.anneal import (
-    BEST_MS, BRED, DRAWN, HEAT, KNOWN, LIMIT_MS, MAY_RECOMPUTE, MOVES, NEAR_KNOWN, NUM_TASKS, NUM_VALUES, SCORE,
+    BEST_MS, BRED, DRAWN, HALT, HEAT, KNOWN, LIMIT_MS, MAY_RECOMPUTE, MOVES, NEAR_KNOWN, NUM_TASKS, NUM_VALUES, SCORE,
     STEP_MS, WORK_MS, walk,
 )  # fmt: skip
 from octopipe.search.tuner.core.decode import LAPS, NUM_KEYS
@@ -62,6 +62,10 @@ class Judge:
             self.rng, self.task, self.value, self.log,
         )  # fmt: skip
         return float(self.value[STEP_MS]) if values[0] < np.inf or known + drawn + bred == 0 else float("inf")
+
+    def halt(self) -> None:
+        """End what another thread is judging here after its present schedule: it counts for nothing any more."""
+        self.task[HALT] = 1
 
     def step_ms(self, start: Start) -> float:
         """What a structure comes to under its keys; its orders are left in the scratch."""

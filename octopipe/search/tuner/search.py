@@ -29,6 +29,7 @@ import numpy as np
 
 from octopipe.base.compile import usable_cores
 from octopipe.simulation.bounds.bounds import loads_bound_ms
+from octopipe.base.errors import StoppedError
 from octopipe.costs.table import CostTable
 from octopipe.search.does_not_fit import misfit
 from octopipe.plans.plan import Plan
@@ -132,16 +133,25 @@ class Search:
                 self._polish(pool)
         except KeyboardInterrupt:
             interrupted = True
-            self.stop.set()
+            self._halt()
         finally:
             sys.setswitchinterval(interval)
-        if builder.ident is not None:
-            builder.join()
-        self._gather(reserve=True)
-        self._take_polished()
+        if interrupted or self.asked:
+            # Whoever asked does not wait for a system that is being built, nor for plans that take long to simulate.
+            cells = self.problem.ranks * self.problem.micro_batches
+            if self.plan_s < SETTINGS.poll_s and cells <= SETTINGS.handed_over_cells:
+                self._gather(reserve=False)
+                self._take_polished()
+        else:
+            if builder.ident is not None:
+                builder.join()
+            self._gather(reserve=True)
+            self._take_polished()
         if self.best_plan is None or self.best_timeline is None:
             if interrupted:
                 raise KeyboardInterrupt
+            if self.asked:
+                raise StoppedError("the search was stopped before it found a first plan; give it more time")
             raise misfit(self.costs, self.problem.ranks, self.may_recompute)
         return Found(
             plan=self.best_plan,
@@ -268,13 +278,14 @@ class Search:
                     self.gather_at_s = self.elapsed() + SETTINGS.gather_pause * (self.elapsed() - began)
                 self._report()
         except KeyboardInterrupt:
-            self.stop.set()
+            self._halt()
             wait(tasks)
             raise
         for task in tasks:
             task.result()
-        self._gather(reserve=True)
-        self._report()
+        if not self.asked:
+            self._gather(reserve=True)
+            self._report()
 
     def _from_systems(self) -> None:
         """Published systems' plans: candidates themselves, and starts for the lanes; copies improved."""
@@ -382,11 +393,14 @@ class Search:
                 self.seen_ms = float(after)
 
     def _report(self) -> None:
-        if self.progress is None or self.best_timeline is None:
+        """Tell how far it is, before there is a plan too: whoever listens may end the search at any time."""
+        if self.progress is None:
             return
-        bubbles = self.best_timeline.bubbles
-        whole = self.best_timeline.makespan_ms * self.problem.ranks
-        parts = {n[:-3]: float(getattr(bubbles, n).sum()) / whole for n in bubbles._fields if n != "idle_ms"}
+        parts = {}
+        if self.best_timeline is not None:
+            bubbles = self.best_timeline.bubbles
+            whole = self.best_timeline.makespan_ms * self.problem.ranks
+            parts = {n[:-3]: float(getattr(bubbles, n).sum()) / whole for n in bubbles._fields if n != "idle_ms"}
         phase = self.log[-1].phase if self.log else "start"
         best = min(self.best_ms, self.seen_ms)
         seen = Progress(
@@ -394,4 +408,10 @@ class Search:
         )
         if self.progress(seen) is True:
             self.asked = True
-            self.stop.set()
+            self._halt()
+
+    def _halt(self) -> None:
+        """End the lanes at once, in the middle of what they are judging."""
+        self.stop.set()
+        for lane in self.lanes:
+            lane.judge.halt()

@@ -140,6 +140,9 @@ class Settings:
     shown: int = 4
     """One of so many members is shown to the other lanes, the best first."""
     poll_s: float = 0.2
+    handed_over_cells: int = 4096
+    """Ranks times micro-batches up to which a search that is stopped still turns what its lanes found last into plans:
+    beyond, that alone may take seconds."""
     """Seconds between reports."""
     gather_pause: float = 20.0
     """How much longer than building and judging a plan is the pause before it is done again."""

@@ -14,12 +14,15 @@ from itertools import pairwise
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+from octopipe.base.limits import MAX_GPUS
 from octopipe.views.report.page import asset, fill
 
 KEY = "cluster_plan"
 """Of a plan's `extra`."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 18
 MOST_ROWS = 12
+MOST_POINTS = 64
 STYLE = """
 .plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
@@ -45,11 +48,11 @@ def panel(record: object) -> str:
         return ""
     try:
         rows = [row for row in record["candidates"] if isinstance(row, Mapping)][:MOST_ROWS]
-        scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)]
+        scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)][:MOST_POINTS]
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
         table = _table(rows)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
         raise OctoPipeError(f"the plan's {KEY} cannot be drawn ({why}); plan again, or remove the key") from None
     title = html.escape(str(record.get("title", "The cluster")))
@@ -85,10 +88,20 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def _gpus(row: Mapping[str, Any]) -> int:
+    count = int(row["gpus"])
+    if not 1 <= count <= MAX_GPUS:
+        raise ValueError(f"scaling names {brief(count)} GPUs")
+    return count
+
+
 def _scaling(rows: Sequence[Mapping[str, Any]], gpus: int) -> str:
     """Tokens per second of the best split against the number of GPUs, both axes in powers, beside perfect scaling."""
-    known = sorted((int(r["gpus"]), float(r["tokens_per_second"]), str(r["split"])) for r in rows if r.get("fits"))
-    missing = [int(r["gpus"]) for r in rows if not r.get("fits")]
+    known = sorted((_gpus(r), float(r["tokens_per_second"]), str(r["split"])) for r in rows if r.get("fits"))
+    missing = [_gpus(r) for r in rows if not r.get("fits")]
+    for count, value, _ in known:
+        if not 0 < value < math.inf:
+            raise ValueError(f"{value:g} tokens per second on {count} GPUs")
     heading = "<h3>tokens per second against GPUs</h3>"
     if not known:
         return f'<div>{heading}<p class="note">no number of GPUs was looked at</p></div>'

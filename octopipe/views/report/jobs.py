@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError
+from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError, StoppedError
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
@@ -24,6 +25,10 @@ from octopipe.views.report.entry import Entry
 from octopipe.views.report.page import report_data, report_html
 
 MAX_RANKS, MAX_MICRO_BATCHES, MAX_BUDGET_S, KEPT = 128, 1024, 3600.0, 20
+STOP_S = 2.0
+"""How long a search that is stopped may take to hand over its best plan; then the one seen last counts."""
+ABANDONED_S = 15.0
+"""A search whose page has been closed for so long makes room for the next one; a page that is loaded again is not."""
 Tune = Callable[..., Any]
 
 
@@ -90,6 +95,7 @@ class Job:
         """Grows whenever there is more to draw."""
         self.changed = threading.Condition()
         self._stop = False
+        self._watchers, self._unwatched_since = 0, math.inf
         self._tune = tune
         self._setting = {
             "model": model,
@@ -126,24 +132,49 @@ class Job:
             self._compare()
             result = self._tune(self.costs, r.pp, r.micro_batches, budget_s=r.budget_s, progress=self._progress)
             with self.changed:
+                if self.state != "running":  # it was stopped, and took too long to hear it
+                    return
                 self.plan, self.best_ms = result.plan, float(result.step_ms)
                 self.lower_bound_ms, self.seconds = float(result.lower_bound_ms), float(result.seconds)
                 self.iterations = max(self.iterations, int(result.iterations))
                 self.state = "stopped" if self._stop else "done"
+        except StoppedError as error:
+            self._end("stopped", str(error))
         except OctoPipeError as error:
-            self._fail(str(error))
+            self._end("failed", str(error))
         except Exception as error:  # a fault of ours: say so in the page, and let the server live on
-            self._fail(f"the search failed: {type(error).__name__}: {error}"[:300])
+            self._end("failed", f"the search failed: {type(error).__name__}: {error}"[:300])
         with self.changed:
             self.version += self.plan is not None
             self.changed.notify_all()
 
-    def _fail(self, words: str) -> None:
+    def _end(self, state: str, words: str = "") -> None:
+        """The first to say how it ended is right."""
         with self.changed:
-            self.state, self.error = "failed", words
+            if self.state == "running":
+                self.state, self.error = state, words
+            self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While somebody looks on."""
+        with self.changed:
+            self._watchers += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._watchers -= 1
+                self._unwatched_since = time.monotonic()
+
+    def is_abandoned(self) -> bool:
+        """Whether somebody looked on once, and nobody does any more."""
+        return self._watchers == 0 and time.monotonic() - self._unwatched_since > ABANDONED_S
 
     def _progress(self, seen: Any) -> bool:
         with self.changed:
+            if self.state != "running":
+                return True
             # Plain numbers: a search may report numpy's, which JSON does not know.
             self.seconds, self.iterations, self.phase = float(seen.seconds), int(seen.iterations), str(seen.phase)
             self.best_ms = float(seen.best_ms) if math.isfinite(seen.best_ms) else None
@@ -156,7 +187,17 @@ class Job:
         return self._stop
 
     def cancel(self) -> None:
+        """Ask the search to stop. One that is in the middle of a huge schedule is not waited for."""
         self._stop = True
+        if self.state == "running":
+            timer = threading.Timer(STOP_S, self._end, ["stopped"])
+            timer.daemon = True
+            timer.start()
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, but no longer than this."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.state != "running", timeout=seconds)
 
     def status(self) -> dict[str, Any]:
         """What the page's progress panel shows."""
@@ -214,7 +255,11 @@ class Jobs:
     def start(self, request: Request) -> Job:
         request.check(self.models)
         with self._lock:
-            if any(job.state == "running" for job in self._jobs.values()):
+            running = [job for job in self._jobs.values() if job.state == "running"]
+            for job in [job for job in running if job.is_abandoned()]:
+                job.cancel()
+                job.wait(2 * STOP_S)
+            if any(job.state == "running" for job in running):
                 raise OctoPipeError("a search is running; stop it first")
             job = Job(self._count + 1, request, self.models[request.model], self._tune)
             self._count += 1

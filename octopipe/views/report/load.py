@@ -47,22 +47,46 @@ def load_entry(path: str | Path, setting: Mapping[str, Any]) -> Entry:
 
 
 def load_entries(paths: Sequence[str | Path], setting: Mapping[str, Any]) -> list[Entry]:
-    """All files in order; timelines borrow layers from a plan of the same ops, equal labels get numbers."""
+    """All files in order; timelines borrow layers from a plan of the same ops, no two have one label."""
     entries = [load_entry(path, setting) for path in paths]
+    labels = told_apart([(e.name, e.timeline.measured, stem_of(path)) for e, path in zip(entries, paths, strict=True)])
     plans = [e for e in entries if e.plan is not None]
     out: list[Entry] = []
-    for entry in entries:
+    for entry, label in zip(entries, labels, strict=True):
         if entry.plan is None:
             twin = next((p for p in plans if same_ops(p.timeline, entry.timeline)), None)
             if twin is not None:
                 entry = Entry(timeline=entry.timeline, plan=twin.plan, costs=twin.costs, label=entry.label, channel="")
-        taken = [e.name for e in out]
-        label, number = entry.name, 2
-        while label in taken:
-            label, number = f"{entry.name} ({number})", number + 1
         out.append(
             Entry(timeline=entry.timeline, plan=entry.plan, costs=entry.costs, label=label, channel=entry.channel)
         )
+    return out
+
+
+def told_apart(found: Sequence[tuple[str, bool, str]]) -> list[str]:
+    """Labels from names, whether each was measured, and the files they are from: what differs is what is said.
+
+    >>> told_apart([("octopipe", False, "plan"), ("octopipe", True, "run"), ("1f1b", False, "base")])
+    ['octopipe, predicted', 'octopipe, measured', '1f1b']
+    >>> told_apart([("octopipe", False, "a"), ("octopipe", False, "b"), ("octopipe", False, "b")])
+    ['octopipe (a)', 'octopipe (b)', 'octopipe (b), 2']
+    """
+    kinds: dict[str, set[bool]] = {}
+    for name, measured, _ in found:
+        kinds.setdefault(name, set()).add(measured)
+    labels = [
+        f"{name}, {'measured' if measured else 'predicted'}" if len(kinds[name]) > 1 else name
+        for name, measured, _ in found
+    ]
+    files = [(label, stem) for label, (_, _, stem) in zip(labels, found, strict=True)]
+    out: list[str] = []
+    for label, stem in files:
+        alike = {other for same, other in files if same == label}
+        chosen = f"{label} ({stem})" if len(alike) > 1 else label
+        first, number = chosen, 2
+        while chosen in out:
+            chosen, number = f"{first}, {number}", number + 1
+        out.append(chosen)
     return out
 
 

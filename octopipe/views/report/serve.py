@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import ipaddress
 import re
+import select
 import socket
 import sys
 import threading
@@ -32,8 +33,8 @@ from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
 from octopipe.views.report.page import asset, embed, fill, script
 
 MAX_BODY = 1 << 16
-Planner = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""(what was asked for, as names and strings) -> the record that `cluster.panel` draws."""
+Planner = Callable[[Mapping[str, Any], Callable[[], bool]], Mapping[str, Any]]
+"""(what was asked for, as names and strings; whether to stop) -> the record that `cluster.panel` draws."""
 _JOB = re.compile(r"/api/jobs/(\d{1,9})/(events|data|cancel|plan\.json|report\.html)")
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -49,6 +50,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, jobs: Jobs, planner: Planner | None = None):
         self.jobs, self.planner = jobs, planner
         self.planning = threading.Lock()
+        self.closing = threading.Event()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
@@ -69,6 +71,7 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
+        self.closing.set()
         self.jobs.close()
         super().server_close()
 
@@ -144,6 +147,23 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: a person watches the page, not the log."""
 
     def do_GET(self) -> None:
+        self._answered(self._get)
+
+    def do_POST(self) -> None:
+        self._answered(self._post)
+
+    def _answered(self, answer: Callable[[], None]) -> None:
+        """A fault of ours is an answer as well: whoever asks is never left without one."""
+        try:
+            answer()
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            self.close_connection = True
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._problem(HTTPStatus.INTERNAL_SERVER_ERROR, f"{why}: a fault of octopipe's own; please report it")
+
+    def _get(self) -> None:
         path = self.path.partition("?")[0]
         if not self._welcome():
             return
@@ -172,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
         except OctoPipeError as error:
             self._problem(HTTPStatus.CONFLICT, str(error))
 
-    def do_POST(self) -> None:
+    def _post(self) -> None:
         path = self.path.partition("?")[0]
         body = self._body()
         if body is None or not self._welcome():
@@ -203,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
             if asked.get("model") not in self.server.jobs.models:
                 raise OctoPipeError("no such model on this page; choose one of the list")
             asked["model"] = self.server.jobs.models[str(asked["model"])]
-            status, answer = HTTPStatus.OK, {"html": panel(planner(asked))}
+            status, answer = HTTPStatus.OK, {"html": panel(planner(asked, self._is_unwanted))}
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:
@@ -211,10 +231,21 @@ class Handler(BaseHTTPRequestHandler):
         # After the release: whoever has an answer may ask again at once.
         self._json(status, answer)
 
+    def _is_unwanted(self) -> bool:
+        """Whether nobody waits for this answer any more: the server is closing, or the client has gone."""
+        if self.server.closing.is_set():
+            return True
+        try:
+            ready, _, _ = select.select([self.connection], [], [], 0)
+            return bool(ready) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
+            return True
+
     def _body(self) -> bytes | None:
         """The request's body; None (and an answer) where it is missing, too long or no JSON."""
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY:
+        # Not isdigit(): "²" is a digit and no number.
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_BODY:
             self.close_connection = True
             self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {MAX_BODY} bytes")
             return None
@@ -244,19 +275,20 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
-        while True:
-            with job.changed:
-                now = job.status()
-            try:
-                self.wfile.write(b"data: " + msgspec.json.encode(now) + b"\n\n")
-                self.wfile.flush()
-            except OSError:
-                return  # the reader has gone
-            if now["state"] != "running":
-                return
-            with job.changed:
-                if job.state == "running":
-                    job.changed.wait(timeout=1.0)
+        with job.watched():
+            while True:
+                with job.changed:
+                    now = job.status()
+                try:
+                    self.wfile.write(b"data: " + msgspec.json.encode(now) + b"\n\n")
+                    self.wfile.flush()
+                except OSError:
+                    return  # the reader has gone
+                if now["state"] != "running":
+                    return
+                with job.changed:
+                    if job.state == "running":
+                        job.changed.wait(timeout=1.0)
 
     def _json(self, status: HTTPStatus, value: Any) -> None:
         self._send(status, msgspec.json.encode(value), "application/json")

@@ -230,6 +230,9 @@ class Bench:
             copies=False,
             phases=phases,
         )
+        if found.interrupted:
+            # A search that somebody cut short is not the search of so many moves: nothing of it is kept.
+            raise KeyboardInterrupt
         log = [[s.phase, s.best_ms] for s in found.log]
         extra = {"system": "octopipe", "search_log": log, "phase_iterations": dict(found.phase_iterations)}
         plan = replace(found.plan, extra=extra)

@@ -3,7 +3,8 @@
 Knows: the folder of results, what makes a finished part valid still, Markdown. Does not know: any part.
 
 A part that is finished leaves NAME.json with a digest of its options, of the files behind them and of the code; as
-long as that digest holds it is read instead of run. Pictures stand beside it as NAME-….svg.
+long as that digest holds it is read instead of run. Pictures stand beside it as NAME-….svg. Of a part that Ctrl-C or
+SIGTERM ends, only the searches it had finished are kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import write_whole
+from octopipe.base.stop import StopRequest
 from octopipe.views.reproduce.bench import Bench, Options, code_digest, write_json
 from octopipe.views.reproduce.markdown import part_page
 from octopipe.views.reproduce.part import Part
@@ -74,7 +76,10 @@ def run_parts(
         result = None if fresh else _kept(part, options, folder)
         reused = result is not None
         if result is None:
-            result = part.run(bench)
+            # A search that is interrupted returns what it has: that is not the result of this part.
+            with StopRequest(grace_s=0.0) as stop:
+                result = part.run(bench)
+            stop.raise_if_asked()
             _keep(part, options, folder, result)
         out.append(Finished(part=part, result=result, reused=reused))
     if progress is not None:

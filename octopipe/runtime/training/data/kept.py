@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octopipe.base.compile.machine import folder as cache_folder
+from octopipe.base.compile.store import private_folder as cache_folder
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
 from octopipe.runtime.training.data.corpus import Corpus

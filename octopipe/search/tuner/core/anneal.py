@@ -26,9 +26,9 @@ from octopipe.search.tuner.core.problem import (
 )  # fmt: skip
 from octopipe.search.tuner.settings import SETTINGS
 
-KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, NUM_TASKS = range(7)
+KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, HALT, NUM_TASKS = range(8)
 """What `walk` is asked for: keys of the population to be judged, variants of them, keys to be drawn and to be bred;
-then so many moves."""
+then so many moves. Another thread may set HALT while it runs: it then returns after the schedule it is judging."""
 HEAT, STEP_MS, SCORE, BEST_MS, WORK_MS, LIMIT_MS, NUM_VALUES = range(7)
 """What `walk` reads and writes: temperature as a share of the score, the member's step time and score, the best step
 time seen, the least load possible, and a step time beyond which keys are not worth judging."""
@@ -94,6 +94,8 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
     known, last = task[KNOWN], values.size - 1
     fresh = known + task[NEAR_KNOWN]
     for i in range(fresh + task[DRAWN] + task[BRED]):
+        if task[HALT] > 0:
+            break
         if i == known and known > 0:
             sort_keys(population, values)
         if i < known:
@@ -115,6 +117,9 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
         sort_keys(population, values)
     # -- the structure as it is
     load = work_bound(p, st, sc)
+    if task[MOVES] == 0 and task[HALT] > 0:
+        value[STEP_MS] = np.inf
+        return judged, 0
     if task[MOVES] == 0:
         keys[:] = population[0]
         value[STEP_MS] = judge(p, st, keys, np.inf, limit, sc)
@@ -125,6 +130,8 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
     critical = -1
     step_ms, score = value[STEP_MS], value[SCORE]
     for i in range(task[MOVES]):
+        if task[HALT] > 0:
+            break
         back[:] = st
         move = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
         while uniform(rng) < COMPOUND:

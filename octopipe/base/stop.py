@@ -1,0 +1,87 @@
+"""Ctrl-C and SIGTERM as a request: a search that has something to hand over ends in good order and hands it over.
+
+Knows: signals, and how long the program may take to answer one. Does not know: what is being searched.
+
+    with StopRequest() as stop:
+        result = tune(..., progress=lambda seen: stop.asked)
+    return stop.exit_code(0)
+
+The first signal is noted; the search looks at `asked` and ends with the best result so far. Whoever has not left the
+block `GRACE_S` later is interrupted by an exception in the main thread, and a second signal raises it at once. So every
+signal is answered within seconds, whatever the program is doing when it comes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from octopipe.base.errors import StoppedError, Terminated
+
+GRACE_S = 2.0
+"""How long a search may take to hand over what it has."""
+
+
+class StopRequest:
+    """Notes SIGINT and SIGTERM while its block runs; in another thread than the main one it notes nothing."""
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        """`grace_s`: how long the block may take to end after the first signal; 0: it is interrupted at once."""
+        self.number = 0
+        """Of the signal that came, or 0."""
+        self._grace_s = grace_s
+        self._owner = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        return self.number != 0
+
+    def raise_if_asked(self) -> None:
+        """For results that count only when they are whole."""
+        if self.asked:
+            raise self._error()
+
+    def exit_code(self, otherwise: int) -> int:
+        """What the command ends with: 130 after Ctrl-C, 143 after SIGTERM."""
+        return 128 + self.number if self.number else otherwise
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+            if hasattr(signal, "SIGALRM"):
+                self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._too_late)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if hasattr(signal, "setitimer") and self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        if isinstance(error, StoppedError) and self.asked:
+            # There is nothing to hand over; the command ends as if it had not listened.
+            raise self._error() from None
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a forked worker ends as if nothing had been set
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        again, self.number = self.asked, number
+        if again or self._grace_s <= 0:
+            raise self._error()
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+
+    def _too_late(self, *_: object) -> None:
+        raise self._error()
+
+    def _error(self) -> KeyboardInterrupt:
+        return Terminated() if self.number == signal.SIGTERM else KeyboardInterrupt()
