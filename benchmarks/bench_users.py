@@ -77,7 +77,7 @@ def task(seat: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
             spec=spec,
             tokens=32 if args.small else setup.tokens,
             device=args.device,
-            dtype="bfloat16" if args.device == "cuda" else "float32",
+            precision=args.precision if args.device == "cuda" else "fp32",
             graphs=graphs,
         )
         profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from octopipe.plans.plan import Op, Plan, Stage
     from octopipe.runtime.measure.profiler import profile_layers
     from octopipe.runtime.pipeline import Pipeline
+    from octopipe.runtime.precision import MixedPrecisionOptimizer
     from octopipe.runtime.training.adapt import switch
     from octopipe.runtime.training.checkpoint import load_checkpoint, save_checkpoint
     from octopipe.search.comparison import Comparison
@@ -43,6 +44,7 @@ __all__ = [
     "CostTable",
     "DeadlockError",
     "DoesNotFitError",
+    "MixedPrecisionOptimizer",
     "ModelSpec",
     "NotApplicableError",
     "OctoPipeError",
@@ -86,6 +88,7 @@ _HOME = {
     "octopipe.costs.profile_file": ("Profile", "load_profile"),
     "octopipe.costs.resolve": ("resolve_costs",),
     "octopipe.runtime.pipeline": ("Pipeline",),
+    "octopipe.runtime.precision": ("MixedPrecisionOptimizer",),
     "octopipe.simulation.timeline": ("Timeline", "load_timeline"),
     "octopipe.runtime.training.adapt": ("switch",),
     "octopipe.runtime.training.checkpoint": ("load_checkpoint", "save_checkpoint"),

@@ -24,7 +24,7 @@ from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.file import load_plan
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import COST_TABLE, SETTING, carried, costs_of_plan
+from octopipe.plans.setting import COST_TABLE, MODE, SETTING, carried, costs_of_plan
 from octopipe.simulation.lowering import Channel, Program
 from octopipe.simulation.timeline import Timeline
 
@@ -250,7 +250,7 @@ def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
 
 def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
     """The plan with what it was made for, and nothing that another hand had put there."""
-    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP)}
+    extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP, MODE)}
     return replace(plan, extra=extra | dict(known))
 
 

@@ -21,7 +21,8 @@ from octopipe.costs.table_file import costs_from_record, record_of
 from octopipe.views.report.notebook import SCHEMATIC
 
 PUBLIC = [
-    "Comparison", "CostTable", "DeadlockError", "DoesNotFitError", "ModelSpec", "NotApplicableError", "OctoPipeError",
+    "Comparison", "CostTable", "DeadlockError", "DoesNotFitError", "MixedPrecisionOptimizer", "ModelSpec",
+    "NotApplicableError", "OctoPipeError",
     "Op", "Pipeline", "Plan", "PlanError", "Profile", "Program", "Stage", "Timeline", "TuneResult", "__version__",
     "build_plan", "compare", "load_checkpoint", "load_plan", "load_profile", "load_timeline", "lower", "preset",
     "profile_layers", "resolve_costs", "save_checkpoint", "save_plan", "simulate", "switch", "tune",

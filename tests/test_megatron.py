@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from functools import cache, partial
 
 import pytest
@@ -11,11 +13,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import megatron_models as mm  # noqa: E402
+import numpy as np  # noqa: E402
 from random_plans import random_plan  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from octopipe import megatron  # noqa: E402
 from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.profile_file import profile_from_object  # noqa: E402
 from octopipe.costs.table import CostTable  # noqa: E402
 from octopipe.plans.plan import Op, Plan, Stage  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
@@ -384,3 +388,68 @@ def test_transformer_engine_wants_w_in_the_order_of_i():
     driver = PlanDriver(plan, costs=None, channel="directed", transport=None, timeout_s=1.0)
     with pytest.raises(OctoPipeError, match="first in, first out"):
         driver._check_models([Engine(True)], 0)
+
+
+# -- the profile ---------------------------------------------------------------------------------------
+
+SLEEP_S = 0.02
+
+
+def measure(world, kind, virtual):
+    """A profile on two ranks, of chunks whose third decoder layer sleeps; and the gradients of a step after it."""
+    plan = megatron.for_megatron(_system("interleaved" if virtual else "1f1b", 2))
+    mm.start(2, virtual=megatron.virtual_size(plan), embedding_ranks=megatron.embedding_ranks(plan))
+    layout = None if kind == "hybrid" else megatron.placement(plan)
+    config = mm.gpt_config(2, megatron.virtual_size(plan), layout, kind=kind)
+    if kind == "hybrid":
+        mm.alone()
+
+    def provider(pre_process, post_process, vp_stage, layers):
+        more = {"layers": layers} if kind == "hybrid" else {}
+        flags = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
+        model = _model(kind, config, False, **flags, **more)
+        for k, layer in zip((k for k in layers if 1 <= k <= mm.DECODERS), model.decoder.layers):
+            if k == 3:
+                layer.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+        return model
+
+    chunks = megatron.build_chunks(plan, provider)
+    before = [p.detach().clone() for c in chunks for p in c.parameters()]
+    profile = megatron.profile(
+        chunks,
+        forward_step_func=mm.forward_step,
+        data_iterator=iter(mm.batches(1)),
+        seq_length=mm.LENGTH,
+        micro_batch_size=2,
+        plan=plan if kind == "hybrid" else None,
+        repeats=2,
+        warm_up=1,
+    )
+    after = [p for c in chunks for p in c.parameters()]
+    same = all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after))
+    return profile.to_json().decode(), same, sum(p.numel() for p in after)
+
+
+@pytest.mark.parametrize(("kind", "virtual"), [("gpt", False), ("gpt", True), ("hybrid", False), ("moe", False)])
+def test_a_profile_of_chunks_knows_the_whole_model(kind, virtual, four):
+    """Against what is known beforehand: which layer sleeps, how many parameters there are, what differs by kind."""
+    results = _run(four, measure, kind, virtual)[::2]  # one of two pipelines side by side
+    texts, same, counts = zip(*results)
+    assert texts[0] == texts[1] and all(same)
+    profile = profile_from_object(json.loads(texts[0]), name="x")
+    costs = profile.costs
+    assert costs.num_layers == LAYERS and costs.symbols[0] == "E" and costs.symbols[-1] == "L"
+    kinds = len(set(PATTERN)) if kind == "hybrid" else 1
+    assert len(set(costs.symbols[1:-1])) == kinds
+    # Layers of a kind share their mean: one of six sleeps (of the hybrid, one of its kind).
+    twins = sum(c == costs.symbols[3] for c in costs.symbols)
+    assert costs.forward_ms[3] > 1e3 * SLEEP_S / twins * 0.9
+    others = [k for k in range(LAYERS) if costs.symbols[k] != costs.symbols[3]]
+    assert all(costs.forward_ms[k] < 1e3 * SLEEP_S / twins for k in others)
+    # float64 weights, their gradients, and Adam's 8 bytes.
+    assert costs.static_bytes.sum() == pytest.approx(sum(counts) * (8 + 8 + 8))
+    assert np.all(costs.boundary_bytes[:-1] == 8 * 2 * mm.LENGTH * mm.WIDTH)
+    assert np.all(costs.stash_bytes <= costs.activation_bytes) and np.all(costs.activation_bytes[1:] > 0)
+    assert profile.partial.keys() == {1} and profile.mode.precision == "fp64"
+    plan = tune(costs, 2, 4, iterations=50, copies=False, recompute=False).plan
+    assert megatron.for_megatron(plan).num_layers == LAYERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli import main
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.profile_file import Profile, load_profile, profile_from_object
 from octopipe.costs.resolve import resolve_costs
@@ -295,3 +297,20 @@ def test_measuring_tells_how_far_it_has_come():
         f"layer {k} ({n}), memory" for k, n in enumerate(("Linear", "Tanh", "Linear"))
     ]
     assert any("2 timed rounds of 3 layers" in doing for doing, _ in heard)
+
+
+def test_measured_layers_stand_beside_their_analytic_price(tmp_path, capsys):
+    """The priced columns are those of `resolve_costs`; a device without prices is asked about before it is compared."""
+    flags = ["profile", "gemma-3-27b", "--scale", "0.02", "--layers", "9", "--seq", "32", "--repeats", "1"]
+    flags += ["-o", str(tmp_path / "p.json")]
+    assert main([*flags, "--against-analytic"]) == 2
+    assert "name a GPU" in capsys.readouterr().err
+    assert main([*flags, "--against-analytic", "h200", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["against_analytic"]
+    spec = preset("gemma-3-27b").scaled(0.02, num_layers=9)
+    priced = resolve_costs(spec, pp=1, tp=1, seq=32, gpu="h200")
+    assert said["gpu"] == "h200" and sum(row["layers"] for row in said["rows"]) == 9
+    total = sum(row["layers"] * row["analytic_ms"][op] for row in said["rows"] for op in "FIW")
+    assert total == pytest.approx(float(priced.layer_ms.sum()))
+    for row in said["rows"]:
+        assert row["ratio"]["all"] == pytest.approx(sum(row["measured_ms"].values()) / sum(row["analytic_ms"].values()))

@@ -8,9 +8,11 @@ measured (`runtime/profiler.py`).
      "forward_ms": [0.1, 2.0], "backward_ms": [0.0, 2.1], "weight_ms": [0.1, 1.0],
      "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
-     "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97, "about": {...}}
+     "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
+     "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
-Times are those of a rank while all ranks work. Every key from `partial` on is optional.
+Times are those of a rank while all ranks work. Every key from `partial` on is optional. `mode` says how the layers
+ran (`mode.py`): a run in another precision has other times.
 
 >>> file = {"pattern": "EL", "forward_ms": [1, 2], "backward_ms": [0, 2], "weight_ms": [1, 1]}
 >>> links = [{"source": 0, "destination": 1, "latency_ms": 0.5, "gb_per_s": 1.0}]
@@ -32,6 +34,7 @@ from octopipe.base.files import brief, check_format, kind_of, read_json_object, 
 from octopipe.base.limits import MAX_LINKS, MAX_RANKS, MAX_RATIO, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import GIB, Link, Network
 from octopipe.costs.layer_times import BYTES, TIMES, costs_of_layer_times, segments_object
+from octopipe.costs.mode import Mode, mode_from_object
 from octopipe.costs.table import CostTable
 
 FORMAT = "octopipe.profile/1"
@@ -51,6 +54,11 @@ class Profile:
     """Time of B over I and W run one by one."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Device, date, spread of the times: for people."""
+
+    @property
+    def mode(self) -> Mode | None:
+        """How the layers ran when they were measured; None where the file does not say."""
+        return self.costs.mode
 
     def with_costs(self, costs: CostTable) -> Profile:
         """The same profile around other costs (a memory limit added, say)."""
@@ -91,6 +99,8 @@ class Profile:
             out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]
         out["op_overhead_ms"] = self.op_overhead_ms
         out["fused_factor"] = self.fused_factor
+        if c.mode is not None:
+            out["mode"] = c.mode.record()
         out["about"] = dict(self.about)
         return msgspec.json.format(msgspec.json.encode(out), indent=1)
 
@@ -131,6 +141,7 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if memory is not None and memory != []:
         sizes = _ranks(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"')
         costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
+    costs = costs.replace(mode=mode_from_object(file.get("mode"), where))
     partial = _partial(file.get("partial"), costs, where)
     overhead, fused = file.get("op_overhead_ms"), file.get("fused_factor")
     overhead_ms = _numbers([0.0 if overhead is None else overhead], f'{where}: "op_overhead_ms"')[0]

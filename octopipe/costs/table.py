@@ -25,6 +25,7 @@ from octopipe.base.files import brief
 from octopipe.base.limits import MAX_BYTES, MAX_FACTOR_CELLS, MAX_RATIO, MAX_SIZE, MAX_TIME_MS, finite, over
 from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.mode import Mode
 from octopipe.costs.segments import Segments
 
 Array = NDArray[np.float64]
@@ -92,6 +93,8 @@ class CostTable:
     """FLOPs of the whole model for one micro-batch, forward and backward, nothing counted that is computed again."""
     setup: Setup | None = None
     """What these costs are for; None where nobody said."""
+    mode: Mode | None = None
+    """How the layers ran when they were measured; None for computed costs, and where a file does not say."""
     segments: Segments | None = None
     """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
 
@@ -277,7 +280,7 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("setup", "model_flops") or (f.name in ("tied_bytes", "segments") and not value):
+            if f.name in ("setup", "model_flops", "mode") or (f.name in ("tied_bytes", "segments") and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

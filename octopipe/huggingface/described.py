@@ -43,6 +43,8 @@ class HfModel:
     shortened: bool
     attention: str | None = None
     liger: bool = False
+    dtype: str | None = None
+    """Of the config, by torch's name."""
     layer_parameters: tuple[int, ...] = ()
     """Of every layer; a parameter that both ends use counts at both."""
 
@@ -91,8 +93,14 @@ def describe(
         shortened=num_layers is not None,
         attention=attention,
         liger=liger,
+        dtype=_dtype(parts.config),
         layer_parameters=parts.layer_parameters,
     )
+
+
+def _dtype(config: Any) -> str | None:
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+    return None if found is None else str(found).removeprefix("torch.")
 
 
 def _hidden(config: Any) -> int:

@@ -24,6 +24,7 @@ _HOME = {
     "for_megatron": "octopipe.megatron.placing",
     "layout": "octopipe.megatron.placing",
     "placement": "octopipe.megatron.placing",
+    "profile": "octopipe.megatron.profiling",
     "virtual_size": "octopipe.megatron.placing",
 }
 __all__ = [*_HOME]

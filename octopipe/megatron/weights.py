@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octopipe.runtime.stages.wgrad_ops import WeightQueue, times
+from octopipe.runtime.precision import gradient_dtype
+from octopipe.runtime.stages.wgrad_ops import WeightQueue, add_into, times, wide_product
 
 
 class Split:
@@ -127,14 +128,11 @@ def _add(parameter: Tensor, grad: Tensor, input: Tensor, group: Any) -> None:
     a, b = grad.reshape(-1, grad.shape[-1]), whole.reshape(-1, whole.shape[-1])
     main = getattr(parameter, "main_grad", None)
     if main is not None:
-        if main.dtype == a.dtype:
-            main.addmm_(a.t(), b)
-        else:
-            main.add_(a.t() @ b)
+        add_into(main, a.t(), b)
     elif parameter.grad is None:
-        parameter.grad = (a.t() @ b).to(parameter.dtype)
+        parameter.grad = wide_product(a.t(), b, gradient_dtype(parameter))
     else:
-        parameter.grad.addmm_(a.t(), b)
+        add_into(parameter.grad, a.t(), b)
 
 
 def _gathered(input: Tensor, group: Any) -> Tensor:

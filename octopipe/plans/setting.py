@@ -1,8 +1,8 @@
 """What a plan was made for: the costs behind a plan, from what it carries beside itself.
 
 Knows: a plan's `extra`: "setting" (a model's name and the numbers around it), "cost_table" (the costs themselves,
-where the setting names a file or there is no setting) and "costs" (their digest). Does not know: the command line, or
-how costs are resolved.
+where the setting names a file or there is no setting), "costs" (their digest) and "mode" (how the layers ran when
+they were measured). Does not know: the command line, or how costs are resolved.
 
 A file is not where the plan will be read, or holds something else by then: a plan made from one carries the costs.
 A plan that carries none of these was made for nobody knows what: it is never priced with default costs in silence.
@@ -21,7 +21,7 @@ from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.plan import Plan
 
-SETTING, COST_TABLE, COSTS = "setting", "cost_table", "costs"
+SETTING, COST_TABLE, COSTS, MODE = "setting", "cost_table", "costs", "mode"
 KEYS = (
     "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute",
     "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",
@@ -43,6 +43,8 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
         out[SETTING] = dict(setting)
     if setting is None or _names_files(setting):
         out[COST_TABLE] = costs
+    if costs.mode is not None:
+        out[MODE] = costs.mode.record()
     return out
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.failures import Failures
 from octopipe.runtime.measured import Recorder, measured_timeline
+from octopipe.runtime.precision import Autocast, autocast_context, keep_main_gradients
 from octopipe.runtime.ranks.layers import Layers
 from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
 from octopipe.runtime.ranks.reduce import Reducer, wait_for
@@ -49,8 +49,6 @@ from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, Program, lower
 from octopipe.simulation.timeline import Timeline
-
-Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 
 
 class Pipeline:
@@ -78,6 +76,7 @@ class Pipeline:
         sharded: Mapping[str, Sequence[str]] | None = None,
         tied: Sequence[Sequence[str]] = (),
         autocast: Autocast = None,
+        main_grads: bool = False,
         seed: int | None = 0,
         transport: str | Transport | None = None,
         timeout_s: float = 300.0,
@@ -95,6 +94,8 @@ class Pipeline:
         parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
         parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
         (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
+        `main_grads`: gradients of bfloat16 and float16 parameters are kept and added up in float32, over micro-batches,
+        copies and pipelines (`MixedPrecisionOptimizer` takes them).
         `seed=None` leaves random numbers to the global generators. `transport`: "gloo", "nccl", "cuda_ipc" or "strict"
         (default: by backend). `timeout_s` bounds every wait.
 
@@ -134,10 +135,12 @@ class Pipeline:
         self.losses: Tensor | None = None
         """The last step's losses, one per micro-batch, on every rank."""
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed)
+        if main_grads:
+            keep_main_gradients(self.parameters())
         self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
         self.replicas.make_equal()
         self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
-        self._autocast = _autocast(autocast, self.device)
+        self._autocast = autocast_context(autocast, self.device)
         self._watchdog: Watchdog | None = None
         self.side_inputs = tuple(side_inputs)
         if cuda_graphs and self.device.type != "cuda":
@@ -415,9 +418,3 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _autocast(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    if isinstance(wanted, torch.dtype):
-        return partial(torch.autocast, device.type, dtype=wanted)
-    return wanted

@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
-from octopipe.cli.verbs.runnable import is_hf_config, kernel_words, model_of, needs_torch, told
+from octopipe.cli.verbs.runnable import (
+    add_precision_arguments,
+    is_hf_config,
+    kernel_words,
+    model_of,
+    needs_torch,
+    told,
+)
+from octopipe.costs.mode import precision_of
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
@@ -31,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", dest="num_layers", type=whole_number, help="keep so many layers, embedding and head included"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on cuda, float32 on cpu")
+    add_precision_arguments(parser)
     parser.add_argument(
         "--kernels",
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
+        "fused, lean, chunked",
     )
     parser.add_argument(
         "--compile-scans",
@@ -54,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
     parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
     parser.add_argument("--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size likewise")
+    parser.add_argument(
+        "--against-analytic",
+        nargs="?",
+        const="",
+        metavar="GPU",
+        help="print measured times beside analytic prices, by kind of layer (default: of the GPU here)",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: profile.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -69,13 +85,15 @@ def run(args: argparse.Namespace) -> int:
         "tokens": args.seq,
         "micro_batch_size": args.micro_batch_size,
         "device": args.device,
-        "dtype": args.dtype or ("bfloat16" if args.device == "cuda" else "float32"),
+        "precision": args.precision,
+        "dtype": args.dtype,
         "compile_scans": args.compile_scans,
         "kernels": list(args.kernels),
         "own_layers": args.own_layers,
         "graphs": args.device == "cuda" if args.graphs is None else args.graphs,
     }
     work = workload_of(recipe)
+    recipe |= {"precision": work.precision, "dtype": None}
     job = ProfileJob(
         work=work,
         repeats=args.repeats,
@@ -88,10 +106,23 @@ def run(args: argparse.Namespace) -> int:
     if args.to_seq or args.to_tp:
         profile = extrapolated(profile, _planned(work, args.model), args.seq, args.to_seq or args.seq, args.to_tp or 1)
     profile.save(args.output)
+    rows, gpu = [], ""
+    if args.against_analytic is not None:
+        from octopipe.cli.verbs.against_analytic import against_analytic, gpu_of
+
+        gpu = gpu_of(args.against_analytic, str(profile.about.get("device", "")))
+        size = {"seq": args.to_seq or args.seq, "micro_batch_size": args.micro_batch_size}
+        rows = against_analytic(profile, _planned(work, args.model), gpu=gpu, **size)
     if args.json:
-        print_json({"output": args.output, "model": profile.costs.model, **profile.about})
+        mode = None if profile.mode is None else profile.mode.record()
+        more = {"against_analytic": {"gpu": gpu, "rows": [row.record() for row in rows]}} if rows else {}
+        print_json({"output": args.output, "model": profile.costs.model, "mode": mode, **profile.about, **more})
     else:
         _show(profile, args.output)
+        if rows:
+            from octopipe.cli.verbs.against_analytic import show
+
+            show(rows, gpu)
     return 0
 
 
@@ -139,12 +170,15 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
     )
     with needs_torch():
         from octopipe.runtime.measure.trial import Workload
+    precision, dtype = recipe.get("precision"), recipe.get("dtype")
+    if "precision" not in recipe and dtype == "bfloat16":
+        precision, dtype = "bf16", None  # what a profile of bfloat16 was before there were main gradients
     return Workload(
         spec=spec,
         tokens=int(recipe["tokens"]),
         micro_batch_size=int(recipe.get("micro_batch_size", 1)),
         device=device,
-        dtype=str(recipe.get("dtype", "float32")),
+        precision=precision_of(precision, dtype, device, getattr(spec, "dtype", None)),
         compile_scans=recipe.get("compile_scans"),
         asked_kernels=() if hasattr(spec, "class_name") else asked,
         graphs=bool(recipe.get("graphs", False)),
@@ -210,7 +244,8 @@ def _show(profile: Profile, output: str) -> None:
         f"{about.get('ranks')} rank(s) of {about.get('device')} in {about.get('total_seconds')} s"
     )
     used = ", ".join(f"{part} {name}" for part, name in about.get("kernels", {}).items())
-    out.print(f"{about.get('model_code')}; kernels: {used}", style="dim", soft_wrap=True)
+    how = "" if profile.mode is None else f"; precision: {profile.mode}"
+    out.print(f"{about.get('model_code')}; kernels: {used}{how}", style="dim", soft_wrap=True)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("layer", "F ms", "I ms", "W ms", "alone", "spread", "MiB to I", "to W", "work", "static"):
         table.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.mode import OLDER_NAMES, PRECISIONS
 
 if TYPE_CHECKING:
     from octopipe.huggingface.described import HfModel
@@ -56,6 +57,16 @@ def model_of(
     if scaled or num_layers is not None:
         spec = spec.scaled(1.0 if scale is None else scale, num_layers=num_layers)
     return spec
+
+
+def add_precision_arguments(group: Any) -> None:
+    """`--precision`, and the older `--dtype`."""
+    group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="default: bf16-main-fp32 on cuda (bfloat16 layers, float32 gradients and master weights), fp32 on cpu",
+    )
+    group.add_argument("--dtype", choices=tuple(OLDER_NAMES), help="an older word for --precision")
 
 
 def kernel_words(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.cli.verbs.runnable import kernel_words, model_of, needs_torch
+from octopipe.cli.verbs.runnable import add_precision_arguments, kernel_words, model_of, needs_torch
 from octopipe.cli.verbs.train_result import Screen, summary, tell
 from octopipe.cli.verbs.tune import seconds
 
@@ -80,14 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--eps", type=non_negative, default=1e-8, help="of Adam (default: 1e-8)")
     run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
-    run_.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    add_precision_arguments(run_)
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument(
         "--kernels",
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager",
+        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
+        "fused, lean, chunked",
     )
     run_.add_argument(
         "--compile-scans",
@@ -205,6 +206,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
     """The run that the flags describe; every mistake in them is found here, before a process starts."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import check_target
+    from octopipe.costs.mode import precision_of, refuse_other_precision
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
     from octopipe.runtime.ranks.launch import started_ranks
@@ -236,6 +238,11 @@ def job_from(args: argparse.Namespace) -> TrainJob:
             "profile this model"
         )
     lengths, groups = lengths_from(args, spec, plan, nproc // args.dp)
+    precision = precision_of(args.precision, args.dtype, args.device, getattr(spec, "dtype", None))
+    if profile is not None:
+        refuse_other_precision(profile.mode, precision, args.profile)
+    if plan is not None:
+        _tell_other_precision(plan, precision, args.plan)
     return TrainJob(
         spec=spec,
         nproc=nproc,
@@ -262,6 +269,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         eps=args.eps,
         optimizer=args.optimizer,
         clip=args.clip or None,
+        precision=args.precision,
         dtype=args.dtype,
         device=args.device,
         compile_scans=args.compile_scans,
@@ -288,6 +296,23 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         adapt_every=args.adapt,
         timeout_s=args.timeout,
     )
+
+
+def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
+    """A word where a plan was made from times of another precision: what it promises is not about this run."""
+    from octopipe.cli.verbs.common import console, named
+    from octopipe.costs.mode import mode_from_object
+
+    mode = mode_from_object(plan.extra.get("mode"), where)
+    if mode is not None and mode.precision != precision:
+        console(stderr=True).print(
+            named(
+                f"{where} was made from times measured in {mode.precision}, and this run computes in {precision}: its "
+                f"own prediction does not hold here; add --precision {mode.precision}, or profile and tune again"
+            ),
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def reading_from(args: argparse.Namespace) -> Reading:
@@ -319,7 +344,8 @@ def told_about(job: TrainJob) -> dict[str, Any]:
         "model": job.spec.name, "nproc": job.nproc, "dp": job.dp, "seq": job.seq, "steps": job.steps,
         "micro_batches": job.num_micro_batches, "micro_batch_size": job.micro_batch_size, "system": job.system,
         "optimizer": job.optimizer, "weight_decay": job.weight_decay, "betas": list(job.betas), "clip": job.clip,
-        "dtype": job.dtype, "device": job.device, "data": job.data, "eval_data": job.eval_data, "seed": job.seed,
+        "precision": job.mode.precision, "device": job.device, "data": job.data, "eval_data": job.eval_data,
+        "seed": job.seed,
         **job.learning_rate.about(),
     }  # fmt: skip
 

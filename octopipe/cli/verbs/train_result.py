@@ -80,6 +80,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
         "layers": told(job.spec),
         "system": result.plan.extra.get("system"),
         "parameters": result.parameters,
+        "precision": job.mode.precision,
         "num_ranks": result.plan.num_ranks,
         "num_micro_batches": result.plan.num_micro_batches,
         "first_step": result.first_step,
@@ -137,7 +138,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     if job.lengths:
         batch = f"{job.num_micro_batches} micro-batches a pipeline of {len(job.lengths)} sequences in all, "
         batch += f"{min(job.lengths)} to {max(job.lengths)} tokens"
-    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}")
+    out.print(f"{result.parameters / 1e6:.1f} M parameters, {batch}, {job.mode.precision}")
     out.print(f"pipeline: measured {result.pipeline_ms:.1f} ms, bubble {result.bubble_ratio:.1%}")
     if result.predicted is not None:
         predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio

@@ -10,6 +10,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import console, named, print_json, whole_number
+from octopipe.costs.mode import PRECISIONS, refuse_other_precision
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
     parser.add_argument(
         "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before them (default: 2)"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="of the run (default: the profile's; another one needs --fresh)"
     )
     parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
     parser.add_argument(
@@ -48,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     recipe = profile.about.get("recipe")
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
-    work = workload_of(recipe)
+    work = workload_of({**recipe, "dtype": None, "precision": args.precision} if args.precision else recipe)
+    if not args.fresh:
+        measured = profile.mode or workload_of(recipe).mode
+        refuse_other_precision(measured, work.precision, args.profile)
 
     from octopipe.runtime.measure.trial import ValidateJob, on_ranks, validate_task
     from octopipe.simulation.fidelity import compare
@@ -82,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.report, report_html(entries, title=f"{name}: predicted and measured").encode())
     if args.json:
         ran = {"steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss}
-        print_json({**found.summary(), "own_profile": own, **ran})
+        print_json({**found.summary(), "own_profile": own, "precision": work.precision, **ran})
     else:
         _show(found, name, trial.spread)
     return 0

@@ -8,18 +8,27 @@ Does not know: times, ranks (`profiler.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octopipe.runtime.precision import (
+    LOW,
+    autocast_context,
+    autocast_dtype,
+    gradient_dtype,
+    has_main_gradients,
+    keep_main_gradients,
+)
 from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.activation_bytes import held_bytes
 from octopipe.runtime.stages.chain import StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.graph_memory import viewed
-from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.stages.stage import Stage, StageRun
 from octopipe.runtime.values import build, flatten, rebuild
 
 
@@ -37,6 +46,10 @@ class LayerMemory:
     """The output tensors."""
     parameter_bytes: float
     gradient_bytes: float
+    master_bytes: float = 0.0
+    """float32 masters of low-precision parameters, where an optimizer keeps them."""
+    updated_bytes: float = 0.0
+    """What an optimizer updates, masters or parameters: its moments have this size each."""
 
 
 class Layer:
@@ -48,14 +61,22 @@ class Layer:
         value: Any,
         then: Callable[[Any], Any] | None,
         first: bool,
+        precision: str = "fp32",
         graphs: bool = False,
     ):
         """`graphs`: F, I and W are replayed from CUDA graphs once `capture` was called, if they can be."""
         self.module, self.value, self.then = module, value, then
         self._replayed: _Replayed | None = None
         self._graphs = graphs
+        self.main_gradients = has_main_gradients(precision)
+        if self.main_gradients:
+            keep_main_gradients(module.parameters())
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.autocast = autocast_context(autocast_dtype(precision), device)
+        self.context: Callable[[], Any] = self.autocast or nullcontext
+        """What the layer's forwards run under."""
         self.stage = Stage([module], input_grad=not first)
-        run = self.stage.forward(value, then=then)
+        run = self.forward()
         leaves: list[Any] = []
         flatten(run.outputs, leaves)
         self.output = run.outputs
@@ -70,7 +91,12 @@ class Layer:
         run.backward_weight()
         for p in module.parameters():
             if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
+
+    def forward(self, value: Any = None) -> StageRun:
+        """F, on the layer's own input or on another value like it."""
+        with self.context():
+            return self.stage.forward(self.value if value is None else value, then=self.then)
 
     def capture(self) -> None:
         """From now on `once` replays graphs, where graphs were asked for and the layer can be captured."""
@@ -82,7 +108,7 @@ class Layer:
             self._replayed.once(mark)
             return
         mark()
-        run = self.stage.forward(self.value, then=self.then)
+        run = self.forward()
         run.outputs = None
         mark()
         run.backward_input(self.grads)
@@ -103,7 +129,7 @@ class _Replayed:
         self._kept = (layer.value, grads)  # views do not own memory
         self._grads = [viewed(grad) for grad in grads]
         self._cell = Cell(0, 0, False, layer.then is not None, False)
-        self._ops = GraphedOps({0: StageChain([(layer.stage, False)])}, None, layer.output_leaves[0].device)
+        self._ops = GraphedOps({0: StageChain([(layer.stage, False)])}, layer.autocast, layer.output_leaves[0].device)
         for _ in range(self._ops.warm_up_steps):
             self._ops.begin_step()
             self.once(lambda: None)
@@ -128,15 +154,24 @@ def memory_of(layer: Layer, device: torch.device) -> LayerMemory:
     sizes = {
         "boundary_bytes": boundary,
         "parameter_bytes": float(sum(p.nbytes for p in parameters)),
-        "gradient_bytes": float(sum(p.nbytes for p in parameters if p.requires_grad)),
+        "gradient_bytes": float(sum(p.numel() * gradient_dtype(p).itemsize for p in parameters if p.requires_grad)),
+        "master_bytes": float(sum(4 * p.numel() for p in parameters if _has_master(layer, p))),
+        "updated_bytes": float(
+            sum(4 * p.numel() if _has_master(layer, p) else p.nbytes for p in parameters if p.requires_grad)
+        ),
     }
     if device.type == "cuda":
         activation, stash, workspace = _allocated(layer)
     else:
-        held = held_bytes(layer.stage, layer.value, then=layer.then)
+        with layer.context():
+            held = held_bytes(layer.stage, layer.value, then=layer.then)
         activation, stash, workspace = float(held.until_input), float(held.until_weight), 0.0
     # What W needs counts as held from F on: the cost table knows no other way.
     return LayerMemory(activation_bytes=max(activation, stash), stash_bytes=stash, workspace_bytes=workspace, **sizes)
+
+
+def _has_master(layer: Layer, parameter: nn.Parameter) -> bool:
+    return layer.main_gradients and parameter.requires_grad and parameter.dtype in LOW
 
 
 def _allocated(layer: Layer) -> tuple[float, float, float]:
@@ -154,7 +189,7 @@ def _allocated(layer: Layer) -> tuple[float, float, float]:
     cuda.reset_peak_memory_stats()
     value = fresh(layer.value)
     given = used() - base
-    run = layer.stage.forward(value, then=layer.then)
+    run = layer.forward(value)
     del value
     output = used() - base
     peak_f = cuda.max_memory_allocated() - base

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
@@ -89,14 +90,17 @@ def profile_layers(
     warm_up: int = 3,
     levels: Sequence[int] = (1,),
     group: dist.ProcessGroup | None = None,
+    precision: str = "",
 ) -> Measured:
     """Measure a list of layers on this rank (collective over `group`; without one this process is all there is).
 
     `groups` says which layers are equal (default: by type and shapes); a factory is only called for a layer of a
     new group. `sample` is one micro-batch's input, `target` what `loss_fn(output, target)` takes. `levels`: also
-    with only so many ranks at work.
+    with only so many ranks at work. `precision`: "bf16-main-fp32" keeps float32 gradients of bfloat16 layers,
+    "autocast-bf16" runs forwards under autocast; default: the layers as they are.
     """
-    return LayerRing(layers, sample, loss_fn, target, groups=groups, group=group).measure(repeats, warm_up, levels)
+    ring = LayerRing(layers, sample, loss_fn, target, groups=groups, group=group, precision=precision)
+    return ring.measure(repeats, warm_up, levels)
 
 
 def nobody(doing: str, share: float) -> None:
@@ -116,6 +120,7 @@ class LayerRing:
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         tell: Tell = nobody,
+        precision: str = "",
         graphs: bool = False,
     ):
         self._tell = tell
@@ -127,7 +132,7 @@ class LayerRing:
             layers, groups = modules, groups_of_modules(modules)
         if len(groups) != len(layers):
             raise OctoPipeError(f"{len(groups)} groups for {len(layers)} layers; give one per layer")
-        self._device, self._group = _device_of(sample), group
+        self._device, self._group = device_of(sample), group
         before = resident_bytes([], sample, target, self._device)
         # The last layer runs with the loss: it is never the same as an equal one in the middle.
         group_of = list(groups)
@@ -136,7 +141,7 @@ class LayerRing:
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
         self._ready, self._memory = _prepare(
-            layers, self._group_of, sample, loss_fn, target, self._device, tell, graphs
+            layers, self._group_of, sample, loss_fn, target, self._device, tell, precision or "fp32", graphs
         )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
@@ -147,7 +152,7 @@ class LayerRing:
         self._loaded: list[Floats] = []
         self._partial: dict[int, list[Floats | None]] = {}
         self._issued_ms = 0.0
-        _wait_all(group)
+        wait_all(group)
         self._run(1)
         self._resident_bytes = resident_bytes(self._ready, sample, target, self._device) - before
 
@@ -155,7 +160,7 @@ class LayerRing:
         """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
         if repeats < 1 or warm_up < 0:
             raise OctoPipeError(f"{repeats} repeats after {warm_up} warm-ups; give at least one repeat")
-        _wait_all(self._group)
+        wait_all(self._group)
         self._tell("warming up", 0.4)
         self._run(warm_up)
         self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
@@ -176,21 +181,21 @@ class LayerRing:
             self._some_at_work(level, 1)
 
     def _run(self, rounds: int, issued_s: list[float] | None = None) -> Floats:
-        return _rounds(self._ready, rounds, self._ring, self._device, issued_s)
+        return timed_rounds(self._ready, rounds, self._ring, self._device, issued_s)
 
     def _all_at_work(self, rounds: int) -> None:
-        _wait_all(self._group)
+        wait_all(self._group)
         began, issued_s = time.perf_counter(), list[float]()
         self._loaded.append(self._run(rounds, issued_s))
         self._issued_ms += 1e3 * (issued_s[0] - began)
-        _wait_all(self._group)
+        wait_all(self._group)
 
     def _some_at_work(self, level: int, rounds: int, warm_up: int = 0) -> None:
         seen = None
         if self._rank < level:
             self._run(warm_up)
             seen = self._run(rounds)
-        _wait_all(self._group)
+        wait_all(self._group)
         self._partial.setdefault(level, []).append(seen)
 
     def measured(self) -> Measured:
@@ -225,6 +230,7 @@ def _prepare(
     target: Any,
     device: torch.device,
     tell: Tell,
+    precision: str,
     graphs: bool,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
@@ -238,7 +244,8 @@ def _prepare(
             module = made if isinstance(made, nn.Module) else made()
             tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
-                ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0, graphs)
+                then = (lambda out: loss_fn(out, target)) if last else None
+                ready[g] = Layer(module, value, then, i == 0, precision, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
@@ -248,8 +255,14 @@ def _prepare(
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 
 
-def _rounds(
-    ready: Sequence[Layer], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
+class Timed(Protocol):
+    """What can be run once, F, I and W one after the other, with a mark before, between and after them."""
+
+    def once(self, mark: Callable[[], None]) -> None: ...
+
+
+def timed_rounds(
+    ready: Sequence[Timed], rounds: int, ring: Sequence[int], device: torch.device, issued_s: list[float] | None = None
 ) -> Floats:
     """Milliseconds [rounds, layers, 3], each the mean of a layer's runs in the round. The device is never waited
     for in between; `issued_s` gets the moment at which the host had issued everything."""
@@ -286,7 +299,7 @@ def _rounds(
     return out
 
 
-def _device_of(value: Any) -> torch.device:
+def device_of(value: Any) -> torch.device:
     leaves: list[Any] = []
     flatten(value, leaves)
     for leaf in leaves:
@@ -295,7 +308,7 @@ def _device_of(value: Any) -> torch.device:
     raise OctoPipeError("the sample holds no tensor; give one micro-batch of the first layer's input")
 
 
-def _wait_all(group: dist.ProcessGroup | None) -> None:
+def wait_all(group: dist.ProcessGroup | None) -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if group is not None:
@@ -320,10 +333,12 @@ def assemble(
     memory_bytes: float | None = None,
     op_overhead_ms: float = 0.0,
     tied: bool = False,
+    mode: Mode | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Profile:
-    """One profile of what all ranks measured. `state_factor`: optimizer state as a multiple of the parameters
-    (AdamW of torch: 2; none: 0). `tied`: the head's weights are the embedding's."""
+    """One profile of what all ranks measured. `state_factor`: the optimizer's moments, each as large as what it updates
+    (AdamW of torch: 2; none: 0, and no master weights). `tied`: the head's weights are the embedding's. `mode`: how the
+    layers ran."""
     first = ranks[0]
     if len(symbols) != len(first.group_of):
         raise OctoPipeError(f"{len(symbols)} symbols for {len(first.group_of)} layers; give one character per layer")
@@ -339,7 +354,9 @@ def assemble(
         return column([getattr(m, name) for m in first.memory])
 
     stash = sizes("stash_bytes")
-    static = (1 + state_factor) * sizes("parameter_bytes") + sizes("gradient_bytes")
+    static = sizes("parameter_bytes") + sizes("gradient_bytes")
+    if state_factor:
+        static = static + sizes("master_bytes") + state_factor * sizes("updated_bytes")
     pairs = dict(links or {})
     worst = max(pairs.values(), key=lambda x: x.transfer_ms(1 << 20), default=Link())
     costs = CostTable(
@@ -359,6 +376,7 @@ def assemble(
         rank_slowdown=tuple(slow) if len(ranks) > 1 else (),
         rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
         tokens_per_micro_batch=tokens,
+        mode=mode,
     )
     partial = {}
     for level, times in first.partial_ms.items():

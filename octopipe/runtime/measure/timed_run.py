@@ -22,6 +22,12 @@ from octopipe.costs.profile_file import Profile
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import (
+    MixedPrecisionOptimizer,
+    autocast_dtype,
+    gradient_dtype,
+    has_main_gradients,
+)
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import Slot
 from octopipe.runtime.wire.messages import Leaf
@@ -86,18 +92,26 @@ class TimedRun:
             transport=_transport(work, world, self.device, timeout_s, blocking=channel == "blocking"),
             timeout_s=timeout_s,
             seed=None,
+            autocast=autocast_dtype(work.precision),
+            main_grads=has_main_gradients(work.precision),
             cuda_graphs=work.graphs,
         )
         self._cuda = self.device.type == "cuda"
         self._batch = work.batch(self.device, plan.num_micro_batches)
         self._target = work.batch(self.device, plan.num_micro_batches, step=1)
         for p in self.pipe.parameters():
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
         # Run where its state is to be counted: a prediction with it and a run without it are not alike.
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer == "adamw":
-            trained = [p for p in self.pipe.parameters() if p.requires_grad]
-            self._optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=self._cuda or None)
+
+            def adamw(trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+                return torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=self._cuda or None)
+
+            if has_main_gradients(work.precision):
+                self._optimizer = MixedPrecisionOptimizer(adamw, self.pipe)
+            else:
+                self._optimizer = adamw([p for p in self.pipe.parameters() if p.requires_grad])
         self.timelines: list[Timeline] = []
         self._wall_ms: list[float] = []
         self._loss = float("nan")

@@ -122,6 +122,7 @@ def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobod
         groups=work.groups,
         group=world.control,
         tell=tell,
+        precision=work.precision,
         graphs=work.graphs,
     )
 
@@ -159,9 +160,9 @@ def _profile(
         links=links,
         state_factor=state_factor,
         memory_bytes=memory,
+        mode=work.mode,
         about={
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "dtype": work.dtype,
             "layers": list(work.kinds),
             "kernels": work.kernels_told(),
             "torch": str(torch.__version__),
@@ -177,7 +178,7 @@ def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes
     made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
     with torch.no_grad():
         first = made[0](work.batch(device, 1)[0])
-    layer = Layer(made[1], first, None, False, work.graphs) if len(layers) > 2 else None
+    layer = Layer(made[1], first, None, False, work.precision, work.graphs) if len(layers) > 2 else None
     if layer is not None:
         layer.capture()
 

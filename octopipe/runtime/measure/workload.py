@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.mode import Mode
 from octopipe.huggingface import LayerList
 from octopipe.huggingface.described import HfModel
 from octopipe.models.spec import Block, Layer, ModelSpec
 from octopipe.runtime.nn import build_layers, cross_entropy
 from octopipe.runtime.nn.kernels import PACKAGES, Kernels, choose, installed
+from octopipe.runtime.precision import PARAMETER_DTYPES
 from octopipe.runtime.ranks.world import World
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+"""A dtype without a precision means that everything is in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,9 @@ class Workload:
     device: str = "cpu"
     """"cpu", "cuda" (one GPU per rank), or "cuda" on fewer GPUs than ranks (shared)."""
     dtype: str = "float32"
+    """Of everything, where no precision is given."""
+    precision: str = ""
+    """How layers compute and gradients add up (`costs/mode.py`); default: as the dtype says."""
     compile_scans: bool | None = None
     """Our Mamba-2's scan through `torch.compile`, or not; default: on a GPU, unless there are faster kernels."""
     asked_kernels: tuple[str, ...] = ()
@@ -45,6 +51,9 @@ class Workload:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise OctoPipeError(f"dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if not self.precision:
+            object.__setattr__(self, "precision", DTYPES[self.dtype])
+        Mode(precision=self.precision)
         if self.graphs and self.device == "cpu":
             raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
         if self.tokens < 1 or self.micro_batch_size < 1:
@@ -67,6 +76,11 @@ class Workload:
         return "cuda_ipc" if torch.cuda.device_count() < world.size else None
 
     @property
+    def mode(self) -> Mode:
+        """How the layers run."""
+        return Mode(precision=self.precision, graphs=self.graphs)
+
+    @property
     def kernels(self) -> Kernels:
         return choose(self.device, compiled=self.compile_scans, asked=self.asked_kernels)
 
@@ -81,10 +95,10 @@ class Workload:
     @property
     def compiles(self) -> bool:
         """Whether the first run of a layer compiles something."""
-        return isinstance(self.spec, ModelSpec) and self.kernels.scan == "compiled"
+        return isinstance(self.spec, ModelSpec) and (self.kernels.scan == "compiled" or self.kernels.loss == "fused")
 
     def layers(self, device: torch.device) -> Sequence[Callable[[], nn.Module] | nn.Module]:
-        dtype = DTYPES[self.dtype]
+        dtype = PARAMETER_DTYPES[self.precision]
         if isinstance(self.spec, ModelSpec):
             return build_layers(self.spec, dtype=dtype, device=device, seed=self.seed, kernels=self.kernels)
         return self.spec.layers(dtype=dtype, device=device, seed=self.seed)

@@ -1,4 +1,4 @@
-"""Softmax attention on `scaled_dot_product_attention`: grouped keys, rotary positions, windows, sinks, MLA.
+"""Softmax attention on torch's fused kernels: grouped keys, rotary positions, windows, sinks, MLA.
 
 Knows: causal attention over [batch, heads, tokens, dim], over everything or a window, without ever building
 a tokens × tokens matrix itself. Does not know: key/value caches, padding masks or packed sequences.
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octopipe.models import mixers as spec
+from octopipe.runtime.nn import flash
 from octopipe.runtime.nn.basic import Made, Residual, empty, without_split
 
 
@@ -47,7 +48,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks:
     """
     scale = q.shape[-1] ** -0.5
     tokens, dim = q.shape[-2], v.shape[-1]
-    if window is not None and tokens > window:
+    if window is not None and tokens <= window:
+        window = None
+    if (window is not None or sinks is not None) and flash.fits(q, v, window=window):
+        return flash.FlashAttention.apply(q, k, v, sinks, window, scale)
+    if window is not None:
         return _attend_window(q, k, v, window, sinks, scale)
     if sinks is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

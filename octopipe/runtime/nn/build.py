@@ -61,7 +61,7 @@ def build_layers(
     scan = fla_delta_scan() if kernels.delta == "fla" else None
     attended = flash_attend() if kernels.attention == "flash_attn" else None
     build = partial(_build, spec, tied, dtype=dtype, device=torch.device(device), seed=seed, lean=lean_head, mix=mix)
-    build = partial(build, scan=scan, attended=attended)
+    build = partial(build, scan=scan, attended=attended, loss=kernels.loss)
     return [partial(build, i) for i in range(spec.num_layers)]
 
 
@@ -99,6 +99,7 @@ def _build(
     mix: Callable[..., torch.Tensor],
     scan: Callable[..., torch.Tensor] | None,
     attended: Callable[..., torch.Tensor] | None,
+    loss: str,
 ) -> nn.Module:
     layer = spec.layers[index]
     made: basic.Made = {"dtype": dtype, "device": device}
@@ -107,6 +108,7 @@ def _build(
         module = basic.Embedding(layer, made, tied)
     elif isinstance(layer, layers.Head):
         module = Head(layer, spec.norm_eps, made, lean)
+        module.loss_kind = loss
     elif isinstance(layer, layers.Block):
         mixer, ffn = (_SIMPLE[type(part)](part, spec.norm_eps, made) for part in layer.parts)
         module = basic.Block(mixer, ffn)

@@ -2,7 +2,7 @@
 
 Knows: how mamba_ssm's, causal_conv1d's, flash-linear-attention's and flash-attn's functions are called. Does not know:
 layers' weights; how transformers' models choose theirs (by the same packages, on their own; see huggingface/liger.py).
-Attention without flash-attn is `scaled_dot_product_attention`, which has flash kernels of torch's own but for windows.
+Attention without flash-attn runs on torch's own kernels (`attention.py`, `flash.py`).
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ PARTS = {
     "scan": ("mamba_ssm", "compiled", "eager"),
     "delta": ("fla", "eager"),
     "attention": ("flash_attn", "sdpa"),
+    "loss": ("fused", "lean", "chunked"),
 }
-"""What our layers can run with; "eager" is for scan and delta."""
+"""What our layers can run with; "eager" is for scan and delta, the loss is `head.py`'s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What runs Mamba-2's scan, the delta rule and attention (see `PARTS`)."""
+    """What runs Mamba-2's scan, the delta rule, attention and the loss (see `PARTS`)."""
 
     scan: str = "eager"
     delta: str = "eager"
     attention: str = "sdpa"
+    loss: str = "lean"
 
     def told(self) -> dict[str, str]:
         """For a profile."""
-        return {"scan": self.scan, "delta": self.delta, "attention": self.attention}
+        return {"scan": self.scan, "delta": self.delta, "attention": self.attention, "loss": self.loss}
 
 
 def require(words: Sequence[str], device: torch.device | str, known: Sequence[str]) -> None:
@@ -86,6 +88,7 @@ def choose(device: torch.device | str, *, compiled: bool | None = None, asked: S
             scan="mamba_ssm" if installed(*NEEDS["mamba_ssm"]) else compiler,
             delta="fla" if installed("fla") else "eager",
             attention="flash_attn" if installed("flash_attn") else "sdpa",
+            loss="fused" if installed("triton") else "lean",
         )
     for part, words in PARTS.items():
         named = [word for word in asked if word in words]

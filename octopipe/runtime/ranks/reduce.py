@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.plans.plan import Plan
+from octopipe.runtime.precision import gradient_dtype
 from octopipe.runtime.ranks.meshes import Reach
 from octopipe.runtime.ranks.world import Group, all_reduce, needs_host
 from octopipe.runtime.wire.telling import PeerError
@@ -114,14 +115,15 @@ class Reducer:
             p = s.parameter
             if not p.requires_grad:
                 continue
-            where = (s.holders, self._reach(s), p.dtype, p.device)
+            where = (s.holders, self._reach(s), gradient_dtype(p), p.device)
+            nbytes = p.numel() * gradient_dtype(p).itemsize
             bucket, size = opened.get(where, (None, 0))
-            if bucket is None or size + p.nbytes > self._bucket_bytes:
+            if bucket is None or size + nbytes > self._bucket_bytes:
                 bucket, size = Bucket([], s.holders, self._reach(s)), 0
                 self.buckets.append(bucket)
             bucket.parameters.append(p)
             bucket.layers |= set(s.layers)
-            opened[where] = (bucket, size + p.nbytes)
+            opened[where] = (bucket, size + nbytes)
 
     def begin_step(self) -> None:
         """Set gradients of earlier steps aside (they are reduced already)."""
@@ -249,7 +251,7 @@ def local(t: Tensor) -> Tensor:
 def _numbers(grad: Tensor | None, p: Tensor) -> Tensor:
     """A gradient's values on this device as a row of real numbers, zeros where there is none."""
     if grad is None:
-        values = torch.zeros_like(local(p))
+        values = torch.zeros_like(local(p), dtype=gradient_dtype(p))
     else:
         values = local(_like(grad, p))
     if values.is_sparse:

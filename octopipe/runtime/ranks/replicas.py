@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
+from octopipe.runtime.precision import LOW
 from octopipe.runtime.ranks.layers import Layers
 from octopipe.runtime.ranks.meshes import Reach, reaches
 from octopipe.runtime.ranks.reduce import local, wait_for
@@ -97,7 +98,8 @@ class Replicas:
             grad = s.parameter.grad
             if grad is None or s.holders[0] != world.rank:
                 continue
-            value = torch.linalg.vector_norm(grad, norm_type)
+            wide = torch.float32 if grad.dtype in LOW else None
+            value = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
             value = (value.full_tensor() if hasattr(value, "full_tensor") else value).double()
             scattered = self.reaches.get(s.key, Reach()).scattered
             if scattered not in by_axes:

@@ -7,6 +7,7 @@ module go through them (`wgrad.py`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from octopipe.runtime.precision import LOW, gradient_dtype
 
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
@@ -84,13 +87,13 @@ def _grad_view(param: Tensor, layout: Layout) -> Tensor:
     """The part of `param.grad` (made if missing) that the view described by `layout` covers."""
     grad = param.grad
     if grad is None:
-        grad = param.grad = torch.zeros_like(param)
+        grad = param.grad = torch.zeros_like(param, dtype=gradient_dtype(param))
     elif grad.layout is not torch.strided:  # a sparse embedding has the same weight
         grad = param.grad = grad.to_dense()
     if layout is None:
         return grad
     if grad.stride() != param.stride():
-        grad = param.grad = torch.empty_like(param).copy_(grad)
+        grad = param.grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     return grad.as_strided(layout[0], layout[1], grad.storage_offset() + layout[2])
 
 
@@ -108,21 +111,55 @@ def _is_transpose(param: Tensor, layout: Layout) -> bool:
 def add_product(param: Tensor, layout: Layout, a: Tensor, b: Tensor) -> None:
     """`.grad` of the view += a.mT @ b, for matrices (any leading shape is flattened) or equal batches.
 
-    The sum is fused into the GEMM where the dtypes allow: one rounding, and no pass over a temporary.
+    The sum is fused into the GEMM where the dtypes allow: one rounding, and no pass over a temporary. A float32
+    gradient of low-precision operands gets their product in float32, never rounded in between.
     """
     if len(layout[0] if layout else param.shape) == 2:
         a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     if param.grad is None and (layout is None or _is_transpose(param, layout)):
-        product = a.mT @ b if layout is None else b.mT @ a
-        param.grad = product.to(param.dtype)
+        left, right = (a, b) if layout is None else (b, a)
+        param.grad = wide_product(left.mT, right, gradient_dtype(param))
         return
-    view = _grad_view(param, layout)
-    if view.dtype != a.dtype:
-        view.add_(a.mT @ b)
-    elif a.ndim == 2:
-        view.addmm_(a.mT, b)
+    add_into(_grad_view(param, layout), a.mT, b)
+
+
+def add_into(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """`sums += a @ b`, for matrices or equal batches; by one kernel where there is one for the dtypes."""
+    if sums.dtype == a.dtype:
+        sums.addmm_(a, b) if a.ndim == 2 else sums.baddbmm_(a, b)
+    elif _adds_wide(sums, a):
+        add = torch.addmm if a.ndim == 2 else torch.baddbmm
+        add(sums, a, b, out_dtype=sums.dtype, out=sums)
     else:
-        view.baddbmm_(a.mT, b)
+        sums.add_(wide_product(a, b, sums.dtype))
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b` in `dtype`; in a wider one than the operands' the sums are never rounded to theirs."""
+    if dtype == a.dtype:
+        return a @ b
+    if dtype is torch.float32 and a.dtype in LOW:
+        if a.device.type == "cuda" and _has_wide_products(a.device):
+            return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=dtype)
+        return a.to(dtype) @ b.to(dtype)
+    return (a @ b).to(dtype)
+
+
+def _adds_wide(view: Tensor, a: Tensor) -> bool:
+    """Whether a product of these operands can be added into the wider `view` by one kernel."""
+    return view.dtype is torch.float32 and a.dtype in LOW and view.is_cuda and _has_wide_products(view.device)
+
+
+@functools.cache
+def _has_wide_products(device: torch.device) -> bool:
+    """Whether this torch and device multiply bfloat16 into float32; tried once."""
+    try:
+        a, sums = torch.ones(8, 8, dtype=torch.bfloat16, device=device), torch.ones(8, 8, device=device)
+        torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)
+        torch.bmm(a[None], a[None], out_dtype=torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def is_distributed(t: Any) -> bool:
@@ -135,7 +172,7 @@ def add_distributed(param: Any, layout: Layout, a: Any, b: Any) -> None:
     product = a.reshape(-1, a.shape[-1]).mT @ b.reshape(-1, b.shape[-1])
     if product.placements != param.placements:
         product = product.redistribute(placements=param.placements)
-    product = product.to(param.dtype)
+    product = product.to(gradient_dtype(param))
     param.grad = product if param.grad is None else param.grad + product
 
 
@@ -145,16 +182,19 @@ def _add_grouped(param: Tensor, layout: Layout, x: Tensor, g: Tensor, offs: Tens
     a, b = (g, x) if flip else (x, g)
     product = torch._grouped_mm(a.mT, b, offs=offs)
     if param.grad is None and (layout is None or flip):
-        param.grad = product.to(param.dtype)
+        param.grad = product.to(gradient_dtype(param))
     else:
         _grad_view(param, layout).add_(product.mT if flip else product)
 
 
 def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
     """The embedding's gradient: rows of `g` added where `ids` points (deterministic on CUDA)."""
-    rows = torch.ops.aten.embedding_dense_backward(g, ids, param.shape[0], padding_idx, False)
+    kind = gradient_dtype(param)
+    rows = torch.ops.aten.embedding_dense_backward(
+        g if g.dtype == kind else g.to(kind), ids, param.shape[0], padding_idx, False
+    )
     if param.grad is None:
-        param.grad = rows.to(param.dtype)
+        param.grad = rows
     else:
         _grad_view(param, None).add_(rows)
 

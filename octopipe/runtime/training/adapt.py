@@ -28,8 +28,9 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Plan
 from octopipe.plans.price import stage_times
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.training.checkpoint import _compact, _moves
+from octopipe.runtime.training.checkpoint import _compact, _moves, full_state
 from octopipe.runtime.wire.telling import broadcast_value, moment, receive_value, send_value
 from octopipe.search.tuner import tune
 from octopipe.simulation.contention import predict
@@ -190,6 +191,9 @@ def switch(
     for group, settings in zip(made.param_groups, learning):
         group.update(settings)
     for shared in fresh.layers.shared():
+        if isinstance(made, MixedPrecisionOptimizer):
+            number, name = shared.layers[0], _name_in(fresh, shared.layers[0], shared.parameter)
+            made.set_master(shared.parameter, states[number]["state"][name].to(shared.parameter.device))
         for member in (int(shared.key.split(".", 1)[0]), *shared.layers):
             saved = states.get(member, {}).get("optimizer", {}).get(shared.key)
             if saved:
@@ -199,6 +203,10 @@ def switch(
                 }
                 break
     return fresh, made
+
+
+def _name_in(pipe: Pipeline, layer: int, parameter: torch.nn.Parameter) -> str:
+    return next(n for n, p in pipe.modules()[layer].named_parameters() if p is parameter)
 
 
 def _holders(plan: Plan) -> dict[int, list[int]]:
@@ -212,7 +220,7 @@ def _holders(plan: Plan) -> dict[int, list[int]]:
 def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
     """This rank's layers with the optimizer state of their parameters (a tied one's under its first name)."""
     out: dict[int, dict[str, Any]] = {
-        k: {"state": _compact(module.state_dict()), "optimizer": {}} for k, module in pipe.modules().items()
+        k: {"state": _compact(full_state(module, optimizer)), "optimizer": {}} for k, module in pipe.modules().items()
     }
     if optimizer is not None:
         for shared in pipe.layers.shared():

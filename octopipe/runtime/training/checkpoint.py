@@ -8,6 +8,9 @@ checkpoints stay (`shelf.py`).
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
                                        "optimizer": {name: {"exp_avg": tensor, ...}}}
 
+Where an optimizer keeps float32 master weights, "state" holds those: a run resumes from it exactly in the same
+precision, and in another one from the same values.
+
 A layer's file is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
 have written: whatever is killed when, a folder named `step-...` is complete. Values that are not finite are never
 written. Loading compares every file with its checksum, its layer and its step; files are read without unpickling
@@ -34,6 +37,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, shown
 from octopipe.base.memory import free_memory_bytes
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer, optimizer_kind
 from octopipe.runtime.training.layer_file import WrongFile, read_content
 from octopipe.runtime.training.shelf import (
     ASIDE,
@@ -117,7 +121,7 @@ class Saving:
             "format": FORMAT,
             "step": step,
             "num_layers": pipe.plan.num_layers,
-            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "optimizer": None if optimizer is None else optimizer_kind(optimizer),
         }
         self.set_aside: Path | None = None
         """Once finished, on the first rank: the folder to which the checkpoints of an abandoned branch were moved."""
@@ -210,9 +214,9 @@ def load_checkpoint(
         raise OctoPipeError(
             f"{shown(home)} has {record['num_layers']} layers, the plan {pipe.plan.num_layers}; use the same model"
         )
-    if optimizer is not None and record["optimizer"] != type(optimizer).__name__:
+    if optimizer is not None and record["optimizer"] != optimizer_kind(optimizer):
         raise OctoPipeError(
-            f"{shown(home)} holds the state of {record['optimizer']}, not of {type(optimizer).__name__}; "
+            f"{shown(home)} holds the state of {record['optimizer']}, not of {optimizer_kind(optimizer)}; "
             "use the same optimizer"
         )
     files: dict[int, dict[str, Any]] = {}
@@ -233,6 +237,10 @@ def load_checkpoint(
                 raise OctoPipeError(f"{shown(home)}: no optimizer state of {shared.key}; use the same model")
             moments.append((shared.parameter, saved))
     pipe.load_state_dict(state)
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        for shared in pipe.layers.shared():  # the file's values are the masters', not what the weights round to
+            number, name = shared.key.split(".", 1)
+            optimizer.set_master(shared.parameter, layer(int(number))["state"][name].to(shared.parameter.device))
     for parameter, saved in moments:
         assert optimizer is not None
         optimizer.state[parameter] = {
@@ -290,8 +298,19 @@ def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int
             moments.setdefault(int(number), {})[name] = _compact(optimizer.state.get(shared.parameter, {}))
     for k, module in pipe.modules().items():
         if writer[k] == pipe.rank:
-            state = _compact(module.state_dict())
+            state = _compact(full_state(module, optimizer))
             yield {"layer": k, "step": step, "state": state, "optimizer": moments.get(k, {})}
+
+
+def full_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """A layer's state, with the master weights in the place of what they were rounded to."""
+    state = dict(module.state_dict())
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            master = optimizer.master(parameter)
+            if master is not None and name in state:
+                state[name] = master
+    return state
 
 
 def _write_layers(folder: Path, contents: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:

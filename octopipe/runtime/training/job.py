@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.mode import Mode, precision_of, refuse_other_graphs, refuse_other_precision
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
@@ -22,7 +23,6 @@ from octopipe.simulation.timeline import Timeline
 if TYPE_CHECKING:
     from octopipe.huggingface.described import HfModel
 
-DTYPES = ("float32", "bfloat16", "float64")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 WARM_UP_STEPS = 2
 """The first steps of a run touch new memory: they do not count as measurements."""
@@ -44,7 +44,7 @@ class TrainJob:
     tune_measured: bool = False
     """Tuning runs its plans, corrects costs by what ran, and keeps the plan that was measured fastest."""
     graphs: bool | None = None
-    """Ops are replayed from CUDA graphs where they can be; default: on a GPU."""
+    """Ops are replayed from CUDA graphs where they can be; default: on a GPU, as the profile was measured."""
     """Where no plan is given: tune for so long instead of using the system."""
     dp: int = 1
     seq: int = 128
@@ -66,8 +66,11 @@ class TrainJob:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
-    dtype: str = "float32"
-    """bfloat16: parameters stay float32, layers compute under autocast."""
+    precision: str | None = None
+    """How layers compute and gradients add up (`costs/mode.py`); default: a transformers config's own dtype on a GPU,
+    else bf16-main-fp32 there and fp32 on a CPU."""
+    dtype: str | None = None
+    """An older word for it: float32, bfloat16 (bf16-main-fp32) or float64."""
     device: str = "cpu"
     threads: int | None = None
     """Of the CPU per rank; default: the cores, shared equally."""
@@ -121,10 +124,14 @@ class TrainJob:
     def __post_init__(self) -> None:
         if self.lengths:
             self._check_lengths()
-        choices = (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda")), ("schedule", SCHEDULES))
+        choices = (("optimizer", OPTIMIZERS), ("device", ("cpu", "cuda")), ("schedule", SCHEDULES))
         for name, known in choices:
             if getattr(self, name) not in known:
                 raise OctoPipeError(f"{name} is {getattr(self, name)!r}; one of {', '.join(known)}")
+        _ = self.mode
+        if self.profile is not None:
+            refuse_other_precision(self.profile.mode, self.mode.precision, "the profile")
+            refuse_other_graphs(self.profile.mode, self.replays, "the profile")
         for name in ("nproc", "steps", "dp", "seq", "micro_batch_size", "keep"):
             if getattr(self, name) < 1:
                 raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
@@ -213,7 +220,15 @@ class TrainJob:
     @property
     def replays(self) -> bool:
         """Whether ops are to be replayed from CUDA graphs."""
-        return self.device == "cuda" if self.graphs is None else self.graphs
+        if self.graphs is not None or self.device == "cpu":
+            return bool(self.graphs)
+        return self.profile is None or self.profile.mode is None or self.profile.mode.graphs
+
+    @property
+    def mode(self) -> Mode:
+        """How the run computes."""
+        own = getattr(self.spec, "dtype", None)
+        return Mode(precision=precision_of(self.precision, self.dtype, self.device, own), graphs=self.replays)
 
     @property
     def learning_rate(self) -> Schedule:

@@ -38,9 +38,8 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 
 
 def bytes_per_parameter(job: TrainJob) -> float:
-    """Weight, gradient and optimizer state, all in the type that parameters are kept in."""
-    width = 8 if job.dtype == "float64" else 4
-    return float(width * (2 + STATES[job.optimizer]))
+    """Weight, gradient and optimizer state, as the run's precision keeps them."""
+    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer])
 
 
 def layer_parameters(job: TrainJob) -> list[int]:
@@ -58,7 +57,7 @@ def layer_parameters(job: TrainJob) -> list[int]:
 def layer_activations(job: TrainJob) -> list[float]:
     """Bytes every layer holds for one micro-batch until its backward."""
     spec, count = job.spec, job.spec.num_layers
-    width = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0}.get(job.dtype, 4.0)
+    width = {"fp64": 8.0, "fp32": 4.0}.get(job.mode.precision, 2.0)
     known = spec if isinstance(spec, ModelSpec) else _planned(spec.source, count)
     if known is not None:
         setup = Setup(gpu=gpu(DEFAULT_GPU), seq=job.seq, micro_batch_size=job.micro_batch_size)

@@ -95,7 +95,7 @@ def _flops(spec: ModelSpec | None, parameters: int, seq: int) -> float:
 
 def peak_flops(job: TrainJob) -> float | None:
     """Of all GPUs of the run together, in the precision its layers compute in; None where it is not known."""
-    if job.device != "cuda" or job.dtype != "bfloat16" or not torch.cuda.is_available():
+    if job.device != "cuda" or not job.mode.precision.startswith(("bf16", "autocast")) or not torch.cuda.is_available():
         return None
     each = known_peak(torch.cuda.get_device_name())
     return None if each is None else each * min(job.nproc, torch.cuda.device_count() * _hosts(job))

@@ -11,6 +11,7 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import shown
+from octopipe.costs.mode import FLOAT32_UPDATES
 from octopipe.runtime.training.job import TrainJob
 from octopipe.runtime.training.run_parts import identity
 from octopipe.runtime.training.shelf import choose
@@ -46,6 +47,21 @@ def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: 
         f"{int(before.get('epoch', 0)) + 1}; this run has {described(data)} ({', '.join(differs)} differ): use the "
         "same --data and --seq, or add --new-data to begin with the new one"
     )
+
+
+def other_precision(job: TrainJob, record: Mapping[str, Any], path: Path) -> list[str]:
+    """What is worth a word where a checkpoint is of another precision; raises where it cannot be gone on from.
+
+    Where the optimizer updates float32 weights, those are what a checkpoint holds: a run may go on from them in any
+    such precision. Others go on as they were.
+    """
+    now = job.mode.precision
+    saved = str(record.get("precision", now))
+    if saved == now:
+        return []
+    if not {saved, now} <= FLOAT32_UPDATES:
+        raise OctoPipeError(f"{shown(path)} was trained in {saved}, this run is in {now}; use --precision {saved}")
+    return [f"{path.name} was trained in {saved}; going on in {now} from its float32 weights"]
 
 
 def described(data: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from octopipe.plans.setting import carried
 from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, tune_on_ranks
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradients
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
 from octopipe.runtime.ranks.world import World
@@ -134,6 +135,21 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     return found.with_extra(**beside)
 
 
+def workload_of(job: TrainJob) -> Workload:
+    """The job's layers and micro-batches, as they are measured and run."""
+    return Workload(
+        spec=job.spec,
+        tokens=job.seq,
+        micro_batch_size=job.micro_batch_size,
+        device=job.device,
+        precision=job.mode.precision,
+        compile_scans=job.compile_scans,
+        asked_kernels=job.kernels,
+        seed=job.seed,
+        graphs=job.replays,
+    )
+
+
 def measured_plan(
     job: TrainJob, work: Workload, world: World, profile: Profile | None, tell: Callable[[Phase], None]
 ) -> tuple[TrainJob, Profile | None]:
@@ -156,15 +172,22 @@ def measured_plan(
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
+    """Of the job's kind; of float32 master weights where its precision has them."""
     owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
-    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for name, parameter in pipe.named_parameters():
-        if parameter.requires_grad:
-            owner = owners.get(name.rpartition(".")[0])
-            groups[decays(name, parameter, owner)].append(parameter)
+    trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
+    flags = [decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()]
+    if has_main_gradients(job.mode.precision):
+        return MixedPrecisionOptimizer(lambda masters: _plain_optimizer(job, masters, flags), pipe)
+    return _plain_optimizer(job, list(trained.values()), flags)
+
+
+def _plain_optimizer(
+    job: TrainJob, parameters: list[torch.nn.Parameter], decay: Sequence[bool]
+) -> torch.optim.Optimizer:
+    """`decay`: which of the parameters decay, in their order."""
     listed = [
-        {"params": groups[True], "weight_decay": job.weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
+        {"params": [p for p, flag in zip(parameters, decay) if flag], "weight_decay": job.weight_decay},
+        {"params": [p for p, flag in zip(parameters, decay) if not flag], "weight_decay": 0.0},
     ]
     if job.optimizer == "sgd":
         return torch.optim.SGD(listed, lr=job.lr, momentum=0.9)
@@ -185,10 +208,6 @@ def decays(name: str, parameter: torch.Tensor, owner: torch.nn.Module | None = N
 def identity(spec: ModelSpec | HfModel) -> str:
     whose = "" if isinstance(spec, ModelSpec) else f" {spec.class_name}"
     return f"{spec.name} {spec.pattern} hidden {spec.hidden} vocab {spec.vocab}{whose}"
-
-
-def autocast(job: TrainJob, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if job.dtype == "bfloat16" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octopipe.base.errors import DoesNotFitError
@@ -33,8 +32,9 @@ from octopipe.huggingface.cut import LayerList
 from octopipe.models.lengths import sequence_numbers
 from octopipe.plans.plan import Plan
 from octopipe.runtime.batches import to_device
-from octopipe.runtime.measure.trial import Workload, profile_workload
+from octopipe.runtime.measure.trial import profile_workload
 from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.precision import autocast_dtype, has_main_gradients
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.training.adapt import Adapter, switch
@@ -48,10 +48,9 @@ from octopipe.runtime.training.job import EvalReport, Phase, StepReport, TrainJo
 from octopipe.runtime.training.memory_check import UNFIT
 from octopipe.runtime.training.progress import Progress, exchange
 from octopipe.runtime.training.ready import made_ready
-from octopipe.runtime.training.resuming import check_resumable, schedule_words, way_on
+from octopipe.runtime.training.resuming import check_resumable, other_precision, schedule_words, way_on
 from octopipe.runtime.training.run_parts import (
     Everyone,
-    autocast,
     backend,
     check_memory,
     folder,
@@ -61,6 +60,7 @@ from octopipe.runtime.training.run_parts import (
     optimizer_of,
     plan_of,
     shared_gpu,
+    workload_of,
     worlds,
 )
 from octopipe.runtime.training.shelf import choose, latest
@@ -148,22 +148,12 @@ def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[Tr
 
 def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone) -> _Run:
     """Measure, find the plan, build this rank's layers, load what was saved."""
-    work = Workload(
-        spec=job.spec,
-        tokens=job.seq,
-        micro_batch_size=job.micro_batch_size,
-        device=job.device,
-        dtype="float32" if job.dtype == "bfloat16" else job.dtype,
-        compile_scans=job.compile_scans,
-        asked_kernels=job.kernels,
-        seed=job.seed,
-        graphs=job.replays,
-    )
+    work = workload_of(job)
     device = work.place(seat.local_rank)
     profile = job.profile
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
-        with autocast(job, device), moment("while layers and links were measured"), told(_patience_s(job)):
+        with moment("while layers and links were measured"), told(_patience_s(job)):
             profile = profile_workload(work, world, repeats=8, warm_up=2)
         # So short a measurement cannot tell a slow rank from a busy moment: ranks count as equal.
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
@@ -184,7 +174,8 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             costs=None if profile is None else profile.costs,
             device=device,
             group=world,
-            autocast=torch.bfloat16 if job.dtype == "bfloat16" else None,
+            autocast=autocast_dtype(work.precision),
+            main_grads=has_main_gradients(work.precision),
             seed=job.seed,
             transport=work.transport(world),
             timeout_s=job.timeout_s,
@@ -280,6 +271,8 @@ class _Run:
         with moment("while the checkpoint to go on from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
+        for note in other_precision(self.job, read_record(path), path):
+            self._notice(note)
         record = load_checkpoint(path, self.pipe, self.optimizer)
         if changed := schedule_words(record.get("schedule"), self._rate.about()):
             self._notice(f"the learning rate goes on by another schedule: {changed}")
@@ -357,6 +350,7 @@ class _Run:
                 "model": identity(job.spec),
                 "samples": self.seen,
                 "seed": job.seed,
+                "precision": job.mode.precision,
                 "data": {**self._about_data, **self._position()},
                 "schedule": self._rate.about(),
             },

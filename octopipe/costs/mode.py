@@ -1,0 +1,124 @@
+"""How a run computes: its precision, and whether its ops are replayed as CUDA graphs.
+
+Knows: the names of the precisions, how many bytes a parameter takes under each, and when two modes must not be
+compared. Does not know: how a precision is carried out (`runtime/precision.py`) or measured.
+
+    bf16-main-fp32   bfloat16 weights and activations; gradients of all micro-batches added up in float32; the optimizer
+                     updates float32 master weights. What Megatron-LM and most large runs do, and the default on a GPU.
+    bf16             everything in bfloat16, gradients and optimizer state too
+    fp32             everything in float32; the default on a CPU
+    autocast-bf16    float32 weights and gradients, products in bfloat16 under torch.autocast
+    fp64             everything in float64, for exact comparisons
+
+>>> Mode(precision="bf16-main-fp32").bytes_per_parameter(state_factor=2)
+18.0
+>>> Mode(precision="fp32").bytes_per_parameter(state_factor=2)
+16.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+
+DEFAULT_GPU, DEFAULT_CPU = "bf16-main-fp32", "fp32"
+_BYTES = {
+    "bf16-main-fp32": (2.0, 4.0, 4.0, 4.0),
+    "bf16": (2.0, 2.0, 0.0, 2.0),
+    "fp32": (4.0, 4.0, 0.0, 4.0),
+    "autocast-bf16": (4.0, 4.0, 0.0, 4.0),
+    "fp64": (8.0, 8.0, 0.0, 8.0),
+}
+"""Bytes per parameter: of the weight, its gradient, its master weight, and one moment of the optimizer."""
+PRECISIONS = tuple(_BYTES)
+FLOAT32_UPDATES = frozenset({"bf16-main-fp32", "fp32", "autocast-bf16"})
+"""Precisions whose optimizer updates float32 weights: a run may go on in another one of them."""
+OLDER_NAMES = {"float32": "fp32", "bfloat16": "bf16-main-fp32", "float64": "fp64"}
+"""What `--dtype` said before there were precisions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How layers ran when they were measured, or will run."""
+
+    precision: str
+    """One of `PRECISIONS`."""
+    graphs: bool = False
+    """Ops are captured once as CUDA graphs and replayed."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise OctoPipeError(f"precision {brief(self.precision)}; one of {', '.join(PRECISIONS)}")
+
+    def __str__(self) -> str:
+        return self.precision + (" with CUDA graphs" if self.graphs else "")
+
+    def bytes_per_parameter(self, *, state_factor: float) -> float:
+        """Weight, gradient, and the optimizer's state of so many moments (0: no optimizer, so no master weight)."""
+        weight, gradient, master, moment = _BYTES[self.precision]
+        return weight + gradient + (master + state_factor * moment if state_factor else 0.0)
+
+    def record(self) -> dict[str, object]:
+        """As it stands in a file."""
+        return {"precision": self.precision, "graphs": self.graphs}
+
+
+def default_precision(device: str) -> str:
+    """What a run computes in when nobody says: by the kind of its device."""
+    return DEFAULT_GPU if device.startswith("cuda") else DEFAULT_CPU
+
+
+def precision_of(precision: str | None, dtype: str | None, device: str, own: str | None = None) -> str:
+    """The precision that flags ask for: by name, or by the older `--dtype`. Where they ask for none, on a GPU what the
+    model's own config says (`own`, a dtype's name), else the device's default.
+
+    >>> precision_of(None, None, "cuda"), precision_of(None, None, "cuda", "float32"), precision_of(None, None, "cpu")
+    ('bf16-main-fp32', 'fp32', 'fp32')
+    """
+    if precision is not None and dtype is not None and OLDER_NAMES.get(dtype) != precision:
+        raise OctoPipeError(f"dtype {dtype} is an older word for a precision, and {precision} another one; give one")
+    if precision is None and dtype is not None:
+        if dtype not in OLDER_NAMES:
+            raise OctoPipeError(f"dtype is {brief(dtype)}; one of {', '.join(OLDER_NAMES)}")
+        return OLDER_NAMES[dtype]
+    if precision is None and device.startswith("cuda") and own in ("float32", "float64"):
+        return OLDER_NAMES[own]
+    return Mode(precision=precision or default_precision(device)).precision
+
+
+def mode_from_object(value: object, where: str) -> Mode | None:
+    """The mode in a decoded file; None where it says nothing."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not isinstance(value.get("precision"), str):
+        raise OctoPipeError(f'{where}: "mode" is {brief(value)}; give {{"precision": "bf16", "graphs": false}}')
+    if value["precision"] not in PRECISIONS:
+        given = brief(value["precision"])
+        raise OctoPipeError(f'{where}: "mode" has precision {given}; one of {", ".join(PRECISIONS)}')
+    graphs = value.get("graphs", False)
+    if not isinstance(graphs, bool):
+        raise OctoPipeError(f'{where}: "mode" has graphs {brief(graphs)}; give true or false')
+    return Mode(precision=value["precision"], graphs=graphs)
+
+
+def refuse_other_precision(measured: Mode | None, running: str, where: str) -> None:
+    """Raise where times were measured in another precision than a run computes in: they say nothing about it."""
+    if measured is not None and measured.precision != running:
+        raise OctoPipeError(
+            f"{where} was measured in {measured.precision}, and this run computes in {running}: its times are not this "
+            f"run's; add --precision {measured.precision}, or measure again: octopipe profile --precision {running}"
+        )
+
+
+def refuse_other_graphs(measured: Mode | None, running: bool, where: str) -> None:
+    """Raise where times were measured with CUDA graphs and a run goes without them, or the other way round."""
+    if measured is not None and measured.graphs != running:
+        how = ("with", "without") if measured.graphs else ("without", "with")
+        flag = "--graphs" if measured.graphs else "--no-graphs"
+        raise OctoPipeError(
+            f"{where} was measured {how[0]} CUDA graphs, and this run is {how[1]} them: its times are not this run's; "
+            f"use {flag}, or measure again"
+        )

@@ -1,0 +1,259 @@
+"""Mixed precision: float32 main gradients and master weights around low-precision layers.
+
+Knows: which parameters are low precision, how their gradients are kept in float32, and how any torch optimizer updates
+float32 master copies of them. Does not know: how a gradient is computed (`stages/wgrad_ops.py`), pipelines' schedules,
+or what a precision costs (`costs/mode.py`).
+
+    pipe = octopipe.Pipeline(layers, plan, loss_fn, main_grads=True)      # layers in bfloat16; .grad in float32
+    optimizer = octopipe.MixedPrecisionOptimizer(lambda params: torch.optim.AdamW(params, lr=3e-4), pipe)
+    for batch, target in data:
+        loss = pipe.step(batch, target)
+        pipe.clip_grad_norm_(1.0)                                         # over the float32 gradients
+        optimizer.step()                                                  # masters updated, weights rounded from them
+        optimizer.zero_grad()
+
+bfloat16 has float32's range, so no loss scaling is needed. A checkpoint holds the master weights in the place of the
+rounded ones: it resumes exactly, in this precision or another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.mode import Mode
+
+PARAMETER_DTYPES = {
+    "bf16-main-fp32": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "autocast-bf16": torch.float32,
+    "fp64": torch.float64,
+}
+LOW = (torch.bfloat16, torch.float16)
+Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
+
+
+def autocast_context(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+    """What forwards run under: of a dtype, torch.autocast to it."""
+    if isinstance(wanted, torch.dtype):
+        return partial(torch.autocast, device.type, dtype=wanted)
+    return wanted
+
+
+def has_main_gradients(precision: str) -> bool:
+    return Mode(precision=precision).precision == "bf16-main-fp32"
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """What `Pipeline(autocast=...)` takes."""
+    return torch.bfloat16 if precision == "autocast-bf16" else None
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's `.grad`."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def keep_main_gradients(parameters: Iterable[Tensor]) -> None:
+    """From now on gradients of low-precision parameters are kept, and added up, in float32."""
+    for parameter in parameters:
+        if parameter.dtype in LOW and parameter.requires_grad:
+            if not hasattr(parameter, "grad_dtype"):
+                raise OctoPipeError(
+                    f"float32 gradients of {str(parameter.dtype)[6:]} weights need torch 2.10 or newer, this is "
+                    f"{torch.__version__}; install a newer torch, or use --precision autocast-bf16"
+                )
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """The class of the optimizer that updates: what a checkpoint is compared by."""
+    inner = optimizer.inner if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
+    return type(inner).__name__
+
+
+class Trained(Protocol):
+    """What has parameters by name: a pipeline, a module."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class MixedPrecisionOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer, run on float32 master copies of low-precision parameters.
+
+    `make` gets the list of what is to be updated: a float32 master for every trainable low-precision parameter of
+    `model` (a `Pipeline` or a module), the parameter itself where it is float32 already. Each has `.layer_name`, for
+    groups by name. Learning-rate schedulers, hooks and `param_groups` are the inner optimizer's. `state` is by the
+    model's own parameters.
+
+    Weights that somebody changes between two steps (loads, resets) are taken over: a master follows its parameter where
+    the parameter is not the master's rounded value any more.
+    """
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: Trained):
+        # Not torch's own constructor: groups, state and hooks are those of `inner`.
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        """What is updated, by the model's parameter: a master, or the parameter itself."""
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if hasattr(parameter, "device_mesh") and parameter.dtype in LOW:
+                raise OctoPipeError(
+                    f"{name} is sharded (a DTensor): its mixed precision is fully_shard's; "
+                    "give that a MixedPrecisionPolicy, and a plain optimizer here"
+                )
+            master = parameter
+            if parameter.dtype in LOW:
+                master = nn.Parameter(parameter.detach().float())
+            master.layer_name = name  # type: ignore[attr-defined]
+            self._masters[parameter] = master
+        self._pairs = [(p, m) for p, m in self._masters.items() if p is not m]
+        self._versions: dict[nn.Parameter, int] = {}
+        self._note_versions()
+        self.inner = make(list(self._masters.values()))
+        """The optimizer that `make` made."""
+        known = {id(m) for m in self._masters.values()}
+        if any(id(p) not in known for group in self.inner.param_groups for p in group["params"]):
+            raise OctoPipeError("the optimizer has parameters that it was not given; build it on what it is passed")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "_masters"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __repr__(self) -> str:
+        return f"MixedPrecisionOptimizer of {len(self._pairs)} master weights: {self.inner!r}"
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> _State:  # type: ignore[override]
+        return _State(self)
+
+    def master(self, parameter: nn.Parameter) -> Tensor | None:
+        """The float32 master of one of the model's parameters; None where it has none."""
+        found = self._masters.get(parameter)
+        if found is None or found is parameter:
+            return None
+        self._follow(parameter, found)
+        return found
+
+    def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Give a parameter's master these values, and the parameter what they round to."""
+        found = self._masters.get(parameter)
+        with torch.no_grad():
+            parameter.copy_(values)
+            if found is not None and found is not parameter:
+                found.copy_(values)
+                self._versions[parameter] = parameter._version
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update. A closure is called with gradients enabled, as torch's optimizers do."""
+        for parameter, master in self._pairs:
+            self._follow(parameter, master)
+        self._lend_gradients()
+        result = self.inner.step(None if closure is None else self._around(closure))
+        self._round()
+        for _, master in self._pairs:
+            master.grad = None
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self._masters:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise OctoPipeError("parameters cannot be added to a MixedPrecisionOptimizer; make it after they are trainable")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state and this rank's masters, by name."""
+        masters = {m.layer_name: m.detach() for _, m in self._pairs}  # type: ignore[attr-defined]
+        return {"inner": self.inner.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        names = {m.layer_name: p for p, m in self._pairs}  # type: ignore[attr-defined]
+        if set(state_dict.get("masters", ())) != set(names):
+            raise OctoPipeError("the optimizer's state is of other parameters; load it under the plan that saved it")
+        self.inner.load_state_dict(state_dict["inner"])
+        for name, values in state_dict["masters"].items():
+            self.set_master(names[name], values)
+
+    # -- what keeps the two sides together --------------------------------------------------------------
+
+    def _lend_gradients(self) -> None:
+        for parameter, master in self._pairs:
+            grad = parameter.grad
+            master.grad = grad if grad is None or grad.dtype is torch.float32 else grad.float()
+
+    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def called() -> Any:
+            self._round()
+            with torch.enable_grad():
+                loss = closure()
+            self._lend_gradients()
+            return loss
+
+        return called
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """The parameters, from their masters."""
+        if self._pairs:
+            torch._foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        for parameter, _ in self._pairs:
+            self._versions[parameter] = parameter._version
+
+    def _follow(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        if parameter._version != self._versions[parameter]:
+            with torch.no_grad():
+                changed = parameter != master.to(parameter.dtype)
+                master.copy_(torch.where(changed, parameter.float(), master))
+            self._versions[parameter] = parameter._version
+
+
+class _State(MutableMapping[nn.Parameter, dict[str, Any]]):
+    """The inner optimizer's state by the model's parameters."""
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer):
+        self._inner, self._masters = optimizer.inner.state, optimizer._masters
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        found: dict[str, Any] = self._inner[self._masters[parameter]]
+        return found
+
+    def get(self, parameter: nn.Parameter, default: Any = None) -> Any:  # not as a defaultdict would
+        found = self._masters.get(parameter)
+        return default if found is None else self._inner.get(found, default)
+
+    def __setitem__(self, parameter: nn.Parameter, value: dict[str, Any]) -> None:
+        self._inner[self._masters[parameter]] = value
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        del self._inner[self._masters[parameter]]
+
+    def __contains__(self, parameter: object) -> bool:
+        return self._masters.get(parameter) in self._inner  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (p for p, m in self._masters.items() if m in self._inner)
+
+    def __len__(self) -> int:
+        return sum(m in self._inner for m in self._masters.values())
