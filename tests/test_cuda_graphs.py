@@ -245,13 +245,19 @@ def test_evaluation_between_steps_changes_nothing() -> None:
 
 
 @needs_gpu
-def test_gradients_add_up_over_steps_without_zero_grad() -> None:
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_gradients_add_up_over_steps_without_zero_grad(main_grads: bool) -> None:
+    """In float32 of bfloat16 layers, too."""
     found = []
     for graphs in (False, True):
-        pipe = Pipeline(layers(Block, Block), plan(4), loss_fn, device="cuda", cuda_graphs=graphs)
+        made = layers(Block, Block, dtype=torch.bfloat16 if main_grads else torch.float32)
+        pipe = Pipeline(made, plan(4), loss_fn, device="cuda", cuda_graphs=graphs, main_grads=main_grads)
         for step in range(6):
+            if step == 4:
+                pipe.zero_grad()
             pipe.step(*data(step))
         found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+        assert {g.dtype for g in found[-1]} == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
