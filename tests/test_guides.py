@@ -37,6 +37,7 @@ NOT_RUN = {
     ("plain-torch.md", "runtime = _PipelineScheduleRuntime"): IN_HIS_SCRIPT + "; run in test_torch_engine.py",
     ("torchtitan.md", "import dataclasses, octopipe.torchtitan"): IN_HIS_SCRIPT + "; run in test_torchtitan.py",
     ("megatron.md", "import octopipe.megatron"): IN_HIS_SCRIPT + "; run in test_megatron.py",
+    ("megatron.md", "profile = octopipe.megatron.profile("): IN_HIS_SCRIPT + "; run in test_megatron.py",
     ("profiles.md", "with torch.profiler.profile"): "lines for the reader's script; test_foreign_times.py records so",
     ("profiles.md", "torch.cuda.nvtx.range_push"): "needs a GPU and Nsight Systems",
     ("two-hosts.md", "#!/bin/bash"): "needs Slurm; its variables and its syntax are in test_two_hosts.py",
