@@ -103,7 +103,7 @@ def trained(
     by: Plan,
     *,
     graphs: bool,
-    steps: int = 7,
+    steps: int = 8,
     between: Between | None = None,
     tokens: Callable[[int], int] = lambda step: TOKENS,
     **more: Any,
@@ -193,14 +193,14 @@ def test_a_graph_that_somebody_keeps_from_an_earlier_step_does_no_harm() -> None
 
 @needs_gpu
 def test_another_length_runs_by_calls_and_the_old_one_by_graphs_again() -> None:
-    same(layers(Block, Block), plan(4), tokens=lambda step: 9 if step == 4 else TOKENS)
+    same(layers(Block, Block), plan(4), tokens=lambda step: 9 if step == 5 else TOKENS)
 
 
 @needs_gpu
 @pytest.mark.parametrize("what", ["attribute", "weight", "training", "frozen", "hook"])
 def test_what_changes_between_steps_is_never_answered_from_old_graphs(what: str) -> None:
     def change(step: int, pipe: Pipeline) -> None:
-        if step != 4:
+        if step != 6:
             return
         block = pipe.modules()[1]
         assert isinstance(block, Block)
@@ -215,7 +215,7 @@ def test_what_changes_between_steps_is_never_answered_from_old_graphs(what: str)
         else:
             block.register_forward_hook(lambda module, given, out: 2 * out)
 
-    same(layers(Block, Block), plan(4), between=change, steps=9)
+    same(layers(Block, Block), plan(4), between=change, steps=12)
 
 
 @needs_gpu
@@ -224,7 +224,7 @@ def test_a_batch_that_takes_a_gradient_gets_it() -> None:
     grads = []
     for graphs in (False, True):
         pipe = Pipeline(copy.deepcopy(made), plan(3), loss_fn, device="cuda", cuda_graphs=graphs)
-        for step in range(5):
+        for step in range(7):
             torch.manual_seed(step)
             batch = torch.randn(COUNT * 2, TOKENS, WIDTH, device="cuda", requires_grad=True)
             pipe.step(batch, data(step)[1])
@@ -252,8 +252,8 @@ def test_gradients_add_up_over_steps_without_zero_grad(main_grads: bool) -> None
     for graphs in (False, True):
         made = layers(Block, Block, dtype=torch.bfloat16 if main_grads else torch.float32)
         pipe = Pipeline(made, plan(4), loss_fn, device="cuda", cuda_graphs=graphs, main_grads=main_grads)
-        for step in range(6):
-            if step == 4:
+        for step in range(7):
+            if step == 5:
                 pipe.zero_grad()
             pipe.step(*data(step))
         found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
@@ -264,7 +264,7 @@ def test_gradients_add_up_over_steps_without_zero_grad(main_grads: bool) -> None
 @needs_gpu
 def test_replays_allocate_nothing() -> None:
     pipe = Pipeline(layers(Block, Block), plan(4), loss_fn, device="cuda", cuda_graphs=True)
-    for step in range(4):
+    for step in range(5):
         pipe.step(*data(step), reduce_loss=False)
     batch = data(9)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

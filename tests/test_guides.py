@@ -17,6 +17,8 @@ GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
 RUN = {
     ("huggingface.md", "sh"): "test_guides.py",
     ("huggingface.md", "python"): "test_guides.py",
+    ("fine-tune.md", "sh"): "test_guides.py",
+    ("fine-tune.md", "python"): "test_guides.py",
     ("plain-torch.md", "console"): "test_guides_frameworks.py",
     ("torchtitan.md", "console"): "test_guides_frameworks.py",
     ("megatron.md", "console"): "test_guides_frameworks.py",
@@ -83,6 +85,32 @@ def test_every_command_of_the_hugging_face_guide_runs(
     start = transformers.AutoModelForCausalLM.from_pretrained("my-model")
     moved = [not torch.equal(a, b) for a, b in zip(again.parameters(), start.parameters())]
     assert all(moved)  # what was trained, not what it began with
+
+
+@pytest.mark.slow
+def test_every_command_of_the_fine_tune_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    text = (GUIDES / "fine-tune.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (script,) = blocks(text, "python")
+    exec(compile(script, "make_material.py", "exec"), {})
+    commands = [line for block in blocks(text, "sh") for line in block.splitlines()]
+    assert commands[0].startswith("pip install") and len(commands) == 6
+    said = []
+    for command in commands[1:]:
+        program, *arguments = shlex.split(command)
+        capsys.readouterr()
+        assert program == "octopipe" and main(arguments) == 0, command
+        said.append(capsys.readouterr())
+    assert "nothing is broken" in said[0].out
+    assert said[1].out.count("perplexity") == 3 and "documents kept apart" in said[1].err
+    assert "steps 11 to 12: zb-h1" in said[2].out and "schedule_steps 10 -> 12" in said[2].err
+    again = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    assert transformers.AutoTokenizer.from_pretrained("exported").eos_token == "<|endoftext|>"
+    assert again.config.vocab_size == 320
 
 
 def test_every_block_of_every_guide_is_run_or_declared() -> None:

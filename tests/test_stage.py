@@ -12,7 +12,7 @@ from stage_layers import Call, ones  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
-from octopipe.runtime.stages import stage as module  # noqa: E402
+from octopipe.runtime.stages import graph as module  # noqa: E402
 from octopipe.runtime.stages.stage import Stage  # noqa: E402
 
 # -- how layers are called ---------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ measured (`runtime/profiler.py`).
      "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
-     "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
+     "mode": {"precision": "bf16-main-fp32", "graphs": false}, "repeatable": [true, false], "about": {...}}
+
+`repeatable` says layer by layer whether a second forward was seen to do the same as the first.
 
 Times are those of a rank while all ranks work. Every key from `partial` on is optional. `mode` says how the layers
 ran (`mode.py`): a run in another precision has other times.
@@ -97,6 +99,8 @@ class Profile:
         out["rank_slowdown"] = list(c.rank_slowdown)
         if c.rank_memory_bytes:
             out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]
+        if c.repeatable:
+            out["repeatable"] = list(c.repeatable)
         out["op_overhead_ms"] = self.op_overhead_ms
         out["fused_factor"] = self.fused_factor
         if c.mode is not None:
@@ -142,6 +146,11 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
         sizes = _ranks(memory if isinstance(memory, list) else [memory], f'{where}: "memory_gib"')
         costs = costs.replace(rank_memory_bytes=tuple(v * GIB for v in sizes))
     costs = costs.replace(mode=mode_from_object(file.get("mode"), where))
+    repeatable = file.get("repeatable")
+    if repeatable is not None:
+        if not isinstance(repeatable, list) or [type(r) for r in repeatable] != [bool] * costs.num_layers:
+            raise OctoPipeError(f'{where}: "repeatable" is {brief(repeatable)}; give true or false for every layer')
+        costs = costs.replace(repeatable=tuple(repeatable))
     partial = _partial(file.get("partial"), costs, where)
     overhead, fused = file.get("op_overhead_ms"), file.get("fused_factor")
     overhead_ms = _numbers([0.0 if overhead is None else overhead], f'{where}: "op_overhead_ms"')[0]

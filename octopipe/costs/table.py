@@ -95,6 +95,9 @@ class CostTable:
     """What these costs are for; None where nobody said."""
     mode: Mode | None = None
     """How the layers ran when they were measured; None for computed costs, and where a file does not say."""
+    repeatable: tuple[bool, ...] = ()
+    """Per layer: whether a second forward was seen to do the same as the first, so that it may be recomputed; empty
+    where nobody has looked (costs from first principles, of layers that are known to be)."""
     segments: Segments | None = None
     """Which parts of F and I exchange tokens between expert ranks; None where everything is compute."""
 
@@ -139,6 +142,8 @@ class CostTable:
                 raise OctoPipeError(
                     f"{self.model}: {name} {brief(getattr(self, name))}: give finite numbers > 0 and at most {most:g}"
                 )
+        if self.repeatable and (len(self.repeatable) != layers or any(type(r) is not bool for r in self.repeatable)):
+            raise OctoPipeError(f"{self.model}: repeatable is {brief(self.repeatable)}; give true or false per layer")
         if self.micro_batch_factor is not None:
             factor = np.asarray(self.micro_batch_factor, dtype=np.float64)
             too_many = over("micro-batches x layers", len(factor) * layers, MAX_FACTOR_CELLS) if factor.ndim else []
@@ -244,6 +249,10 @@ class CostTable:
             times = times * self.micro_batch_factor[micro_batch, first:stop]
         return float(times.sum())
 
+    def not_repeatable(self) -> tuple[int, ...]:
+        """Layers that must not be recomputed: a second forward of theirs did something else."""
+        return tuple(k for k, known in enumerate(self.repeatable) if not known)
+
     def replace(self, **changes: object) -> CostTable:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -280,7 +289,8 @@ class CostTable:
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("setup", "model_flops", "mode") or (f.name in ("tied_bytes", "segments") and not value):
+            optional = f.name in ("tied_bytes", "segments", "repeatable")
+            if f.name in ("setup", "model_flops", "mode") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

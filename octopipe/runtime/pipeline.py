@@ -101,9 +101,10 @@ class Pipeline:
 
         `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` gives to every layer
         that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
-        with plain autograd on the same layers, on every rank; what differs is an error naming the parameter.
+        with plain autograd on the same layers, on every rank; what differs is an error naming the parameter. Layers
+        that are recomputed are compared with their first forward in the first two steps, under `verify` in all.
 
-        `cuda_graphs` captures ops in the third step and replays them from then on, on a GPU; what cannot be captured
+        `cuda_graphs` captures ops in the fourth step and replays them from then on, on a GPU; what cannot be captured
         runs call by call, and a line in the log `octopipe.graphs` says why. Gradients are the same.
         """
         if timeout_s <= 0:
@@ -142,13 +143,13 @@ class Pipeline:
         self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
         self._autocast = autocast_context(autocast, self.device)
         self._watchdog: Watchdog | None = None
-        self.side_inputs = tuple(side_inputs)
+        self.side_inputs, self._verify = tuple(side_inputs), verify
         if cuda_graphs and self.device.type != "cuda":
             raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
         self._cuda_graphs = cuda_graphs
         self._assemble()
         self._inputs.check_side(self.world)
-        self._verify, self._first_step = verify, True
+        self._first_step = True
 
     def _assemble(self) -> None:
         """What a step runs on, apart from the layers (collective over the pipeline's ranks)."""
@@ -176,6 +177,12 @@ class Pipeline:
             cuda_graphs=self.device if self._cuda_graphs else None,
         )
         self._inputs = StepInputs(self.plan, self.executor, self.side_inputs)
+        alone = self.plan.num_micro_batches == 1 and self.reducer.idle
+        for chain in self.executor.chains.values():
+            for stage, recomputes in chain.parts:
+                stage.always_check, stage.may_step_inside = self._verify, alone
+                if recomputes:
+                    stage.check_repeatable()
         if world.size > 1:
             self._watchdog = Watchdog(
                 self.board,

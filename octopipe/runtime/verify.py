@@ -4,8 +4,9 @@ Knows: how a stage's ops are watched while a step runs, and how its layers run a
 inputs, same buffers, same random numbers, same output gradients. Does not know: plans or transports; every rank checks
 its own stages alone, so what arrives from another rank counts as given.
 
-The plain run comes after the step, before any optimizer changes a weight. Layers run forward once more for it: what
-they count on their own, outside buffers, moves once more. Stages with sharded parameters (DTensor) are not checked.
+The plain run comes after the step, before any optimizer changes a weight. Layers run forward once more for it, from
+what the watched forward found (`stages/replay.py`), and what they keep between forwards is put back afterwards. Stages
+with sharded parameters (DTensor) are not checked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.runtime.stages.replay import Buffers, Found, standing
+from octopipe.runtime.stages.places import snapshot_of_modules
+from octopipe.runtime.stages.replay import Kept, everything_as
 from octopipe.runtime.stages.rng import rng_kept, rng_state, set_rng_state
 from octopipe.runtime.values import build, flatten
 from octopipe.runtime.wire.messages import takes_gradient
@@ -75,7 +77,7 @@ class _Watched:
         self.parts = chain.parts
         self._forwards = 0
         self._given: tuple[Any, Any, Any, Any, Any] | None = None
-        self._buffers: list[Found] = []
+        self._found: Kept | None = None
         self._rng: Any = None
         self._output: Any = None
         self.gradients: list[Tensor | None] = []
@@ -99,7 +101,10 @@ class _Watched:
             self._given = (_copied(value), needs, copy.copy(then), seed, _copied(side))
             if hasattr(then, "target"):
                 self._given[2].target = _copied(then.target)  # type: ignore[union-attr]
-            self._buffers = Buffers(self._modules).learn()
+            loss = getattr(then, "function", then)
+            found = snapshot_of_modules([(str(k), m) for k, m in enumerate(self._modules)], [("loss_fn", loss)])
+            found.copy_tensors(lambda _: True)
+            self._found = everything_as(found)
             self._rng = rng_state()
         runs, out, out_needs = self.chain.forward(value, needs, then, seed, again=again, keep=keep, side=side)
         if mine:
@@ -129,7 +134,7 @@ class _Watched:
 
     def compare(self, names: Mapping[int, str], autocast: Callable[[], Any]) -> str:
         """What differs, in one line; empty where nothing does."""
-        if self._given is None:
+        if self._given is None or self._found is None:
             return ""
         value, needs, then, seed, side = self._given
         leaves: list[Any] = []
@@ -139,7 +144,7 @@ class _Watched:
             needs = [first and isinstance(t, Tensor) and takes_gradient(t) for t in leaves]
         leaves = [t.requires_grad_() if need else t for t, need in zip(leaves, needs)]
         passed = [t.clone() if need else t for t, need in zip(leaves, needs)]  # may be changed in place
-        with rng_kept(), standing(self._buffers), torch.enable_grad(), autocast():
+        with rng_kept(), self._found.again(()), torch.enable_grad(), autocast():
             set_rng_state(self._rng)
             coarse = {torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
             out = build(form, iter(passed))

@@ -48,7 +48,7 @@ def least_recomputing(plan: Plan, costs: CostTable) -> Plan:
     Memory of a rank depends on its own layers alone, so every rank's number is halved towards on its own, all ranks
     in the same few simulations.
     """
-    if recomputes(plan):
+    if recomputes(plan) or costs.not_repeatable():
         return plan
     held = [sum(plan.stages[s].num_layers for s in plan.stages_of_rank(r)) for r in range(plan.num_ranks)]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.precision import (
     LOW,
     autocast_context,
@@ -28,7 +29,8 @@ from octopipe.runtime.stages.activation_bytes import held_bytes
 from octopipe.runtime.stages.chain import StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.graph_memory import viewed
-from octopipe.runtime.stages.stage import Stage, StageRun
+from octopipe.runtime.stages.run import StageRun
+from octopipe.runtime.stages.stage import Stage
 from octopipe.runtime.values import build, flatten, rebuild
 
 
@@ -102,6 +104,18 @@ class Layer:
         """From now on `once` replays graphs, where graphs were asked for and the layer can be captured."""
         if self._graphs and self._replayed is None:
             self._replayed = _Replayed(self)
+
+    def repeatable(self) -> bool:
+        """Whether a second forward does what the first did, as R must (`stages/repeatable.py`)."""
+        stage = Stage([self.module], input_grad=self.stage.input_grad)
+        try:
+            stage.check_repeatable()
+            run = stage.forward(self.value, then=self.then, recompute=True)
+            stage.forward(self.value, then=self.then)  # as another micro-batch does in between
+            run.recompute()
+        except OctoPipeError:
+            return False
+        return True
 
     def once(self, mark: Callable[[], None]) -> None:
         if self._replayed is not None:

@@ -55,6 +55,8 @@ class Measured:
     spread: Floats
     """Interquartile range over median of `loaded_ms`."""
     memory: tuple[LayerMemory, ...]
+    repeatable: tuple[bool, ...]
+    """Whether a second forward did what the first did."""
     resident_bytes: float
     """What the device's libraries keep for themselves (matrix workspaces), whatever the layers."""
     seconds: float
@@ -216,6 +218,7 @@ class LayerRing:
             partial_ms=partial,
             spread=(quarter[1] - quarter[0]) / np.maximum(median, 1e-9),
             memory=tuple(self._memory),
+            repeatable=tuple(layer.repeatable() for layer in self._ready),
             host_share=self._issued_ms / max(busy, 1e-9),
             resident_bytes=self._resident_bytes,
             seconds=time.perf_counter() - self._began,
@@ -377,6 +380,7 @@ def assemble(
         rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
         tokens_per_micro_batch=tokens,
         mode=mode,
+        repeatable=tuple(all(m.repeatable[g] for m in ranks) for g in first.group_of),
     )
     partial = {}
     for level, times in first.partial_ms.items():

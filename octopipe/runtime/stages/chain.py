@@ -14,7 +14,8 @@ from torch import nn
 
 from octopipe.plans.plan import Plan
 from octopipe.runtime.slots import Cell
-from octopipe.runtime.stages.stage import Stage, StageRun
+from octopipe.runtime.stages.run import StageRun
+from octopipe.runtime.stages.stage import Stage
 
 Autocast = Callable[[], AbstractContextManager[Any]] | None
 Forward = tuple[Any, Any, list[bool] | None]

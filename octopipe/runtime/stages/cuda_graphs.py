@@ -11,8 +11,8 @@ one pool: what an op frees, later ops of the order take, exactly as without grap
 in flight take the same memory as without graphs, and replaying in that order can never overwrite what is still needed.
 Tensors that graphs hand to each other, to transports and to the loss are remembered as views that do not own memory.
 
-*Steps.* The first step runs call by call, the second under `Watch`, which says what cannot be captured; every stage
-that qualifies is then captured once for trial; the third step captures, and replays each graph at once; from then on
+*Steps.* The first two steps run call by call, the third under `Watch`, which says what cannot be captured; every stage
+that qualifies is then captured once for trial; the fourth step captures, and replays each graph at once; from then on
 ops are replays. An op whose inputs have another form than those captured runs call by call, with its whole micro-batch.
 When something changes that graphs take for granted (`Facts`), they are dropped, and it begins again.
 
@@ -33,14 +33,16 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.runtime.slots import Cell
+from octopipe.runtime.stages.calling import Loss
 from octopipe.runtime.stages.capturable import Facts, Watch, fixed_reason, modules_of
 from octopipe.runtime.stages.chain import Autocast, Forward, Ops, StageChain
 from octopipe.runtime.stages.graph_memory import Graph, Inputs, Pool, viewed
-from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.values import build, flatten
 
-WARM_UP_STEPS = 3
-"""Call by call, watched, captured: steps before the first that only replays."""
+COLD_STEPS = 2
+"""Call by call: what stages' forwards keep is learned there, and R compared with F."""
+WARM_UP_STEPS = COLD_STEPS + 2
+"""Those, one that is watched and one that is captured: steps before the first that only replays."""
 MOST_CAPTURES = 4
 """How often graphs are made anew before they are given up: something changes all the time."""
 COLD, WATCHED, CAPTURING, REPLAYING, OFF = range(5)
@@ -86,7 +88,7 @@ class GraphedOps(Ops):
     def __init__(self, chains: dict[int, StageChain], autocast: Autocast, device: torch.device):
         super().__init__(chains, autocast)
         self._device = device
-        self._phase = COLD
+        self._phase, self._cold = COLD, 0
         self._captures = 0
         self.reasons: dict[int, str] = {}
         """Why stages run call by call."""
@@ -139,7 +141,9 @@ class GraphedOps(Ops):
                 self._drop()
             return
         if self._phase == COLD:
-            self._phase = WATCHED
+            self._cold += 1
+            if self._cold >= COLD_STEPS:
+                self._cold, self._phase = 0, WATCHED
         elif self._phase == WATCHED:
             self._decide()
         elif self._phase == CAPTURING:

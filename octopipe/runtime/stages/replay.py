@@ -1,245 +1,332 @@
-"""What a forward leaves behind besides its outputs, and what it must find to run a second time exactly as the first.
+"""What forwards of one stage change besides their outputs: kept apart between micro-batches, and found again by R.
 
-Knows: the buffers that layers change (batch norm's statistics, spectral norm's vectors, caches), inputs changed in
-place, and random numbers drawn elsewhere than from torch's global generators. Does not know: graphs or gradients.
+Knows: which places (`state.py`) a stage's forwards write to, learned as they run; inputs changed in place; random
+numbers drawn elsewhere than from torch's global generators. Does not know: graphs or gradients.
 
-R gets copies of the buffers as F found them and puts the real ones back, so statistics move once, and F's own power
-iteration is repeated from its own start. What a stage's forward changes is learned the first time, when everything is
-copied; from then on only that is. A forward that changes something new later on is refused, since it was not copied.
+Two promises follow. *Micro-batches do not meet in a tensor*: where forwards change a tensor in place (an exponential
+mean, a counter), every forward gets a copy to work on, and the real one takes its values over afterwards. So what an
+earlier micro-batch's graph, its deferred W, the next stage or a message still holds is never written to. *R runs as F
+did*: it finds every place, every generator and every input as F found them, and afterwards all is as before R, so
+that counters, statistics and lists move once per micro-batch, as in plain torch.
 
-    start = replay.before(tensors)       # F; tensors: all that it is given
-    ...
+The first forward (and the first after `train()` or `eval()`) looks everywhere and copies all tensors; `checking`
+forwards look everywhere; others only at the places known to change.
+
+    start = replay.before(tensors, loss, again=True, checking=True)     # tensors: all that the forward is given
+    ...                                                                 # F
     kept = replay.after(start)
-    with kept.again() as tensors:        # R
+    with kept.again(tensors) as tensors:                                # R
         ...
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from octopipe.base.errors import OctoPipeError
-
-Home = dict[str, Any]
-"""A module's own buffers by name."""
-
-
-class Found(NamedTuple):
-    """A buffer before a forward."""
-
-    home: Home
-    name: str
-    label: str
-    tensor: Tensor | None
-    version: int
-    copy: Tensor | None
-    """None where it is not known to change."""
-
-    def moved(self) -> bool:
-        """Whether it is another tensor now, or has other values."""
-        now, was = self.home.get(self.name), self.tensor
-        if now is not was:
-            return True
-        if was is None:
-            return False
-        # Batch norm's kernel changes its statistics without a word to the version.
-        return was._version != self.version or (self.copy is not None and not torch.equal(was, self.copy))
+from octopipe.runtime.stages.places import snapshot_of_boxes, snapshot_of_modules
+from octopipe.runtime.stages.state import (
+    Box,
+    HeldTensor,
+    Snapshot,
+    Source,
+    host_state,
+    items_of,
+    set_host_state,
+)
 
 
-class Buffers:
-    """The buffers of some modules, and which of them forwards are known to change."""
+class Start:
+    """What a forward found. Until `Replay.after` or `undo`, copies stand for the tensors that it may change."""
 
-    def __init__(self, modules: Sequence[nn.Module], first_layer: int = 0):
-        self._modules = tuple(modules)
-        self._named = [
-            (f"{first_layer + k}.{path}." if path else f"{first_layer + k}.", module)
-            for k, top in enumerate(self._modules)
-            for path, module in top.named_modules()
-        ]
-        self._norms = {id(m._buffers) for _, m in self._named if isinstance(m, _NormBase)}
-        self._training: list[bool] | None = None
-        """What the modules' `training` was when the forwards' habits were learned."""
-        self._known: list[tuple[Home, str, str, bool]] = []
-        """Every buffer with its label, and whether forwards change it."""
+    __slots__ = (
+        "again",
+        "checking",
+        "copies",
+        "host",
+        "snapshot",
+        "sources",
+        "standing",
+        "tensors",
+        "versions",
+        "which",
+    )
 
-    def learn(self) -> list[Found]:
-        """All buffers with copies."""
-        return [
-            Found(m._buffers, name, label + name, t, 0 if t is None else t._version, None if t is None else t.clone())
-            for label, m in self._named
-            for name, t in m._buffers.items()
-        ]
+    def __init__(self, snapshot: Snapshot, tensors: list[Tensor], *, again: bool, checking: bool):
+        self.snapshot, self.tensors, self.again, self.checking = snapshot, tensors, again, checking
+        self.versions = [t._version for t in tensors]
+        self.copies: dict[int, Tensor] = {}
+        """Copies of inputs, by place in `tensors`."""
+        self.standing: dict[int, Tensor] = {}
+        """What stands for a tensor, by the tensor's id."""
+        self.which: list[HeldTensor] = []
+        self.sources: list[Source] = []
+        self.host: Any = None
 
-    def moving(self) -> bool:
-        """Whether forwards change any."""
-        return bool(self._norms) or any(moves for *_, moves in self._known)
+    def stand(self, which: Iterable[HeldTensor]) -> None:
+        """Put a copy in the place of each of these tensors."""
+        self.which = list(which)
+        self.stand_again()
 
-    def before(self) -> list[Found]:
-        """All buffers, with copies of those that the forward to come may change."""
-        training = [m.training for m in self._modules]
-        if training != self._training:
-            self._training = training
-            found = self.learn()
-            self._known = [(f.home, f.name, f.label, False) for f in found]
-            return found
-        return [
-            Found(
-                home,
-                name,
-                label,
-                (t := home.get(name)),
-                0 if t is None else t._version,
-                t.clone() if moves and t is not None else None,
-            )
-            for home, name, label, moves in self._known
-        ]
+    def stand_again(self) -> None:
+        for held in self.which:
+            if held.slots:
+                self.standing[id(held.tensor)] = held.tensor.detach().clone()
+        if self.standing:
+            for box, contents in self.snapshot.boxes:
+                _exchange(box, contents, self.standing)
 
-    def after(self, found: Sequence[Found]) -> list[Found]:
-        """Those that the forward changed (as they were), or that it always may."""
-        kept, moves = [], []
-        for f in found:
-            moved = f.moved()
-            if moved and f.copy is None and f.tensor is not None:
-                if f.tensor._version != f.version:
-                    raise OctoPipeError(
-                        f"buffer {f.label} changed for the first time after forwards that left it alone, so its stage "
-                        "cannot be recomputed; change it in every forward, or switch recomputation off there"
-                    )
-                f = f._replace(copy=f.tensor)  # another tensor took its place: the old one is as it was
-            moves.append(moved or id(f.home) in self._norms)
-            if moves[-1]:
-                kept.append(f)
-        self._known = [(h, name, label, was or now) for (h, name, label, was), now in zip(self._known, moves)]
-        return kept
-
-
-@contextmanager
-def standing(found: Sequence[Found]) -> Iterator[None]:
-    """Copies in the place of the real buffers, which nothing inside touches."""
-    real = [(f.home, f.name, f.home.get(f.name)) for f in found]
-    copies: dict[int, Tensor] = {}  # a buffer of two modules stays one
-    for f in found:
-        if f.copy is None:
-            f.home[f.name] = None
-        else:
-            f.home[f.name] = copies.setdefault(id(f.tensor), f.copy.clone())
-    try:
-        yield
-    finally:
-        for home, name, tensor in real:
-            home[name] = tensor
-
-
-def undo(found: Sequence[Found]) -> None:
-    """Buffers as they were found, after a forward that broke off."""
-    with torch.no_grad():
-        for f in found:
-            if f.moved():
-                if f.tensor is not None and f.copy is not None:
-                    f.tensor.copy_(f.copy)
-                f.home[f.name] = f.tensor
-
-
-# --- everything a forward starts from ------------------------------------------------------------------------
-
-
-class Start(NamedTuple):
-    """What F found."""
-
-    buffers: list[Found]
-    tensors: list[Tensor]
-    versions: list[int]
-    copies: dict[int, Tensor]
-    """By place in `tensors`."""
-    generators: list[tuple[torch.Generator, Tensor]]
-    host: Any
+    def undo(self) -> None:
+        """Everything as it was found, after a forward that broke off."""
+        if self.standing:
+            for box, contents in self.snapshot.boxes:
+                box.write(contents)
+            self.standing = {}
+        self.snapshot.put_back()
+        with torch.no_grad():
+            for k, copy in self.copies.items():
+                if self.tensors[k]._version != self.versions[k]:
+                    self.tensors[k].copy_(copy)
+        for source in self.sources:
+            source.put_back()
+        set_host_state(self.host)
 
 
 class Kept(NamedTuple):
     """What R starts from."""
 
-    buffers: list[Found]
+    boxes: list[tuple[Box, Any]]
     copies: dict[int, Tensor]
-    generators: list[tuple[torch.Generator, Tensor]]
+    """Of tensors that F changed in place, by the tensor's id, as F found them."""
+    inputs: dict[int, Tensor]
+    """The same of inputs, by place."""
+    sources: list[Source]
     host: Any
+    left: list[dict[Any, Tensor]]
+    """Box by box: the tensors with a graph that F left there, by key."""
 
     @contextmanager
     def again(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """The tensors as F got them, while all else is as F found it, too."""
-        now = [(g, g.get_state()) for g, _ in self.generators]
-        host = _host_state() if self.host is not None else None
-        for generator, state in self.generators:
-            generator.set_state(state)
-        _set_host_state(self.host)
+        """The tensors as F got them, while all else is as F found it, too; then everything is as it was before.
+
+        But where F's own tensor is still the last one that a forward left in a place (an output kept for its
+        gradient), R's takes its place: that is the one which backward goes through.
+        """
+        now = [(box, box.read()) for box, _ in self.boxes]
+        sources, host = [Source(s.thing) for s in self.sources], host_state()
+        fresh = {key: copy.clone() for key, copy in self.copies.items()}
+        for box, contents in self.boxes:
+            box.write(contents)
+            _exchange(box, contents, fresh)
+        for source in self.sources:
+            source.put_back()
+        set_host_state(self.host)
         try:
-            with standing(self.buffers):
-                yield [self.copies[k].clone() if k in self.copies else t for k, t in enumerate(tensors)]
+            yield [self.inputs[k].clone() if k in self.inputs else t for k, t in enumerate(tensors)]
         finally:
-            for generator, state in now:
-                generator.set_state(state)
-            _set_host_state(host)
+            for (box, contents), left in zip(now, self.left):
+                made = _with_graph(box.read()) if left else {}
+                for key, tensor in left.items():
+                    if key in made and _at(contents, key) is tensor:
+                        contents[key] = made[key]
+                box.write(contents)
+            for source in sources:
+                source.put_back()
+            set_host_state(host)
 
 
 class Replay:
     """What one stage's forwards change, learned as they run."""
 
     def __init__(self, modules: Sequence[nn.Module], first_layer: int):
-        self.buffers = Buffers(modules, first_layer)
+        self._modules = tuple(modules)
+        self._named = [(str(first_layer + k), m) for k, m in enumerate(modules)]
         self._place = f"layers {first_layer} to {first_layer + len(modules) - 1}"
-        held = [v for top in modules for m in top.modules() for v in vars(m).values() if isinstance(v, torch.Generator)]
-        self._generators = list(dict.fromkeys(held))
-        self._learned = self._draws = False
+        self._training: list[bool] | None = None
+        """What the modules' `training` was when the forwards' habits were learned."""
+        self._losses: dict[int, Any] = {}
+        """What followed the layers so far."""
+        self._watch: dict[tuple[int, str, tuple[str, ...]], Box] = {}
+        """Places that forwards change."""
+        self._in_place: set[tuple[int, Any]] = set()
+        """Places, by their object and key, whose tensor forwards change in place."""
+        self._own: dict[int, Tensor] = {}
+        """Tensors that were there before the first forward: they keep their identity."""
+        self._sources: list[Source] = []
         self._changed: set[int] = set()
-        """Places of inputs that forwards change in place."""
+        """Inputs that forwards change in place."""
 
-    def before(self, tensors: list[Tensor]) -> Start:
-        learning = not self._learned
-        return Start(
-            self.buffers.before(),
-            tensors,
-            [t._version for t in tensors],
-            {k: t.clone() for k, t in enumerate(tensors) if learning or k in self._changed},
-            [(g, g.get_state()) for g in self._generators],
-            _host_state() if learning or self._draws else None,
-        )
+    def moving(self) -> bool:
+        """Whether forwards are known to change anything besides their outputs."""
+        return bool(self._watch)
 
-    def after(self, start: Start) -> Kept:
-        moved = [k for k, (t, v) in enumerate(zip(start.tensors, start.versions)) if t._version != v]
-        for k in moved:
+    def is_known(self) -> bool:
+        """Whether a forward has run while the modules were as they are now (`train()`, `eval()`)."""
+        return self._training == [m.training for m in self._modules]
+
+    def look(self, loss: Any = None) -> Snapshot:
+        """All places of the stage and its loss, as they are now."""
+        return snapshot_of_modules(self._named, [] if loss is None else [("loss_fn", loss)])
+
+    def before(self, tensors: list[Tensor], loss: Any, *, again: bool, checking: bool) -> Start | None:
+        """What is kept before a forward; None where none of it is needed."""
+        first = not self.is_known() or (loss is not None and id(loss) not in self._losses)
+        if not (first or again or self._watch):
+            return None
+        if first:
+            snapshot = self._first(loss)
+        elif checking:
+            snapshot = self.look(loss)
+        else:
+            snapshot = snapshot_of_boxes(self._watch.values())
+        start = Start(snapshot, tensors, again=again, checking=checking or first)
+        if first or checking:
+            self._sources = snapshot.sources
+        which = [h for h in snapshot.tensors.values() if first or self._may_change(h, checking)]
+        wanted = set(map(id, which))
+        snapshot.copy_tensors(lambda h: id(h) in wanted)
+        start.stand(_apart(which, snapshot))
+        if again:
+            start.host = host_state()
+            start.sources = [Source(s.thing) for s in self._sources]
+        if again or first:
+            start.copies = {k: t.clone() for k, t in enumerate(tensors) if first or k in self._changed}
+        return start
+
+    def _first(self, loss: Any) -> Snapshot:
+        self._training = [m.training for m in self._modules]
+        snapshot = self.look(loss)
+        if not self._own or (loss is not None and id(loss) not in self._losses):
+            fresh = snapshot_of_modules([], [("loss_fn", loss)]) if self._own else snapshot
+            self._own.update((key, held.tensor) for key, held in fresh.tensors.items())
+        self._losses[id(loss)] = loss
+        return snapshot
+
+    def _may_change(self, held: HeldTensor, checking: bool) -> bool:
+        return any((id(b.thing), k) in self._in_place or (checking and _key(b) in self._watch) for b, k in held.slots)
+
+    def after(self, start: Start | None) -> Kept | None:
+        """Ends a forward: the real tensors are back. What R starts from, where it will come."""
+        if start is None:
+            return None
+        snapshot = start.snapshot
+        moved = self._settle(start)
+        for held in snapshot.tensors.values():
+            if held.moved():
+                moved.append(held)
+        for held in moved:
+            if start.again and held.copy is None and held.copyable():
+                raise OctoPipeError(
+                    f"{held.label} changed for the first time after forwards that left it alone, so its layer cannot "
+                    "be recomputed; change it in every forward, or plan without recomputation there"
+                )
+            for box, key in held.slots:
+                self._in_place.add((id(box.thing), key))
+                self._watch.setdefault(_key(box), box)
+        for box, _ in snapshot.changes():
+            self._watch.setdefault(_key(box), box)
+        return self._kept(start, moved)
+
+    def _settle(self, start: Start) -> list[HeldTensor]:
+        """Real tensors in the place of what stood for them, with its values; which of them changed."""
+        if not start.standing:
+            return []
+        moved, back = [], {}
+        with torch.no_grad():
+            for held in start.snapshot.tensors.values():
+                stand_in = start.standing.get(id(held.tensor))
+                if stand_in is None:
+                    continue
+                back[id(stand_in)] = held.tensor
+                if stand_in._version or (held.copy is not None and not _same(stand_in, held.copy)):
+                    moved.append(held)
+                    if id(held.tensor) not in self._own or stand_in.grad_fn is not None:
+                        del back[id(stand_in)]  # made by a forward: it may be part of what that forward returned
+                    else:
+                        _take_over(held.tensor, stand_in)
+        for box, _ in start.snapshot.boxes:
+            _exchange(box, box.read(), back)
+        start.standing = {}
+        return moved
+
+    def _kept(self, start: Start, moved: Sequence[HeldTensor]) -> Kept | None:
+        inputs = [k for k, (t, v) in enumerate(zip(start.tensors, start.versions)) if t._version != v]
+        self._changed.update(inputs)
+        if not start.again:
+            return None
+        for k in inputs:
             if k not in start.copies:
                 raise OctoPipeError(
                     f"{self._place}: an input of shape {tuple(start.tensors[k].shape)} was changed in place for the "
                     "first time after forwards that left it alone, so it cannot be recomputed; change a copy"
                 )
-        self._changed.update(moved)
-        if not self._learned:
-            self._learned, self._draws = True, _host_state() != start.host
-        copies = {k: t for k, t in start.copies.items() if k in self._changed}
-        return Kept(self.buffers.after(start.buffers), copies, start.generators, start.host if self._draws else None)
+        boxes = [(box, contents) for box, contents in start.snapshot.boxes if _key(box) in self._watch]
+        return Kept(
+            boxes,
+            {id(held.tensor): held.copy for held in moved if held.copy is not None},
+            {k: t for k, t in start.copies.items() if k in self._changed},
+            start.sources,
+            start.host,
+            [_with_graph(box.read()) for box, _ in boxes],
+        )
 
 
-def _host_state() -> Any:
-    """Python's and numpy's own random numbers."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), (kind, keys.tobytes(), *rest)
+def everything_as(snapshot: Snapshot) -> Kept:
+    """A snapshot with copies of its tensors, as something to run from again."""
+    copies = {key: held.copy for key, held in snapshot.tensors.items() if held.copy is not None}
+    return Kept(snapshot.boxes, copies, {}, snapshot.sources, host_state(), [{}] * len(snapshot.boxes))
 
 
-def _set_host_state(state: Any) -> None:
-    if state is None:
+def _key(box: Box) -> tuple[int, str, tuple[str, ...]]:
+    return id(box.thing), box.kind, box.names
+
+
+def _with_graph(contents: Any) -> dict[Any, Tensor]:
+    if not isinstance(contents, (dict, list)):
+        return {}
+    return {k: v for k, v in items_of(contents) if isinstance(v, Tensor) and v.grad_fn is not None}
+
+
+def _at(contents: Any, key: Any) -> Any:
+    if isinstance(contents, dict):
+        return contents.get(key)
+    return contents[key] if key < len(contents) else None
+
+
+def _exchange(box: Box, contents: Any, by: dict[int, Tensor]) -> None:
+    """Other tensors for those of a box whose ids `by` names."""
+    if box.kind in ("array", "set") or not any(id(v) in by for _, v in items_of(contents)):
         return
-    random.setstate(state[0])
-    if state[1] is not None:
-        numpy = sys.modules["numpy"]
-        kind, keys, *rest = state[1]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    if isinstance(contents, dict):
+        box.write({k: by.get(id(v), v) if isinstance(v, Tensor) else v for k, v in contents.items()})
+    else:
+        box.write([by.get(id(v), v) if isinstance(v, Tensor) else v for v in contents])
+
+
+def _apart(which: Sequence[HeldTensor], snapshot: Snapshot) -> Iterator[HeldTensor]:
+    """Those that share their memory with no other tensor of the snapshot: copies of such would fall apart."""
+    owners: dict[int, int] = {}
+    for held in snapshot.tensors.values():
+        if held.tensor.layout is torch.strided and type(held.tensor) is Tensor and held.tensor.numel():
+            pointer = held.tensor.untyped_storage().data_ptr()
+            owners[pointer] = owners.get(pointer, 0) + 1
+    for held in which:
+        if held.copyable() and (not held.tensor.numel() or owners[held.tensor.untyped_storage().data_ptr()] == 1):
+            yield held
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and (torch.equal(a, b) or bool(((a == b) | (a != a)).all()))
+
+
+def _take_over(real: Tensor, stand_in: Tensor) -> None:
+    """The values (and the form, where a forward changed that) of what stood for a tensor."""
+    if real.shape != stand_in.shape or real.dtype != stand_in.dtype:
+        real.data = stand_in.detach().clone()
+    else:
+        real.copy_(stand_in)

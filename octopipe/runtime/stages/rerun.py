@@ -5,13 +5,15 @@ again, or when.
 
 Most layers end in `x + down(...)`. Backward of an addition, or of a view, reads no values, so the last product of R has
 no reader; its backward needs its operands alone. The first R of a stage computes everything and looks: after the last
-linear only additions and views may be called, and in the graph only they may use it. From then on that product is left
-out, zeros standing for it, and every R looks again: where the forward took another way, it is repeated in full, and
-nothing is left out any more.
+linear only additions and views may be called, in the graph only they may use it, and nobody may hold their results
+when the forward has ended. From then on that product is left out, zeros standing for it, and every R looks again: where
+the forward took another way, it is repeated in full, and nothing is left out any more. Where somebody could see the
+zeros (forward hooks, layers that keep something between forwards) or R is compared with F, everything is computed.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -47,17 +49,22 @@ class Rerun(SplitMode):
     def __init__(self, mode: SplitMode):
         TorchFunctionMode.__init__(self)
         self._params, self._casts, self.has_weights = mode._params, mode._casts, mode.has_weights
-        self.queue, self.habits = mode.queue, mode.habits
-        self.hooked = self.in_backward = self._off = self._own_graph = False
+        self.queue, self.habits, self.left_alone = mode.queue, mode.habits, mode.left_alone
+        self.hooked = self.in_backward = self._off = self._own_graph = self.keeps_nothing = False
+        self._whole = False
         self._leave_out: int | None = None
         """Number of the linear that is left out; 0 where none may be, None before the first run."""
         self._linears, self._unread = 0, False
         """Linears so far, and whether nothing has read the last one's value."""
         self._node: Any = None
         self._left_out = False
+        self._results: list[weakref.ref[Tensor]] = []
+        """The last linear's result, and what was made of it."""
 
-    def begin(self, queue: WeightQueue) -> None:
-        self.queue = queue
+    def begin(self, queue: WeightQueue, *, whole: bool = False) -> None:
+        """Before a forward; `whole`: nothing may be left out of this one."""
+        self.queue, self._whole = queue, whole
+        self._results.clear()
         self._linears, self._unread, self._node, self._left_out = 0, False, None, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -68,7 +75,10 @@ class Rerun(SplitMode):
                 self._unread = False
             if func in _HANDLERS:
                 return super().__torch_function__(func, types, args, kwargs)
-            return func(*args, **kwargs) if kwargs else func(*args)
+            made = func(*args, **kwargs) if kwargs else func(*args)
+            if self._unread and isinstance(made, Tensor):
+                self._results.append(weakref.ref(made))
+            return made
         self._linears += 1
         result = None
         if self._linears == self._leave_out:
@@ -78,22 +88,25 @@ class Rerun(SplitMode):
             result = super().__torch_function__(func, types, args, kwargs)
         base = result._base
         self._unread, self._node = True, (result if base is None else base).grad_fn
+        self._results = [weakref.ref(result)]
         return result
 
     def _without_product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         site = self.site(weight)
         if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0 or weight.ndim != 2:
             return None
-        if self.queue.reruns or _is_autocast_on() or not _is_grad_enabled():
+        if self._whole or self.queue.reruns or _is_autocast_on() or not _is_grad_enabled():
             return None
         if not self.habits.quick:
             return None
         return LeftOut.apply(input, weight, bias, site, None)
 
-    def valid(self, root: Any) -> bool:
-        """Whether the graph just built may be used. `root` is its last node, None where there are several."""
+    def valid(self, root: Any, *, kept: bool = False) -> bool:
+        """Whether the graph just built may be used. `root` is its last node, None where there are several; `kept`:
+        somebody holds the output."""
         node, self._node = self._node, None
-        unread = self._unread and root is not None and node is not None
+        kept = kept or any(ref() is not None for ref in self._results)
+        unread = self._unread and not kept and root is not None and node is not None
         if self._leave_out is None:
             self._leave_out = self._linears if unread and _only_added(root, node, whole=True) else 0
         elif self._left_out and not (

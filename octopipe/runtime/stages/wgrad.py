@@ -100,6 +100,10 @@ class SplitMode(TorchFunctionMode):
         self.habits = Habits(quick=quick)
         self.hooked = self.in_backward = False
         """Whether a linear of this forward went the quick way; whether the stage's backward runs."""
+        self.keeps_nothing = False
+        """Whether this forward's graph is thrown away: nothing may be held for its backward."""
+        self.left_alone: set[int] = set()
+        """Ids of parameters whose gradients autograd must add itself (somebody hooks the adding)."""
         self._off = self._own_graph = False
         # By identity: a parameter put in later (FSDP2's unsharded ones) is simply not split.
         self._params = {
@@ -110,6 +114,10 @@ class SplitMode(TorchFunctionMode):
         self.has_weights = bool(self._params)
         """Whether there is anything to split: a stage of frozen layers may do without the mode."""
         self._casts: dict[tuple[int, Layout], tuple[int, Tensor]] = {}
+
+    def parameters(self) -> Iterable[Tensor]:
+        """What is split."""
+        return self._params.values()
 
     # What torch's own do in the end, without the two functions in between.
     def __enter__(self) -> SplitMode:
@@ -149,9 +157,12 @@ class SplitMode(TorchFunctionMode):
                 return None
         if not found.requires_grad or found._backward_hooks or found._post_accumulate_grad_hooks:
             return None
+        if id(found) in self.left_alone:
+            return None
         if self._own_graph or _is_transformed() or forward_ad._current_level >= 0:
             return None
-        if _top_hooks is None or _top_hooks(True) is not None:
+        # A forward that keeps nothing has hooks of its own; a checkpoint inside it is met again in R.
+        if not self.keeps_nothing and (_top_hooks is None or _top_hooks(True) is not None):
             self.queue.reruns = True
         return WeightSite(self.queue, found, layout)
 
@@ -245,7 +256,9 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
         output = F.linear(input, weight.detach(), bias)
         base = output._base
         # What is done to a view in place replaces the view's node, never its base's.
-        (output if base is None else base).grad_fn.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
+        if not mode.keeps_nothing:
+            node = (output if base is None else base).grad_fn
+            node.register_prehook(LinearHook(site, input))  # type: ignore[union-attr]
         mode.hooked = True
         return output
     if distributed:  # all of its backward comes with I
@@ -271,7 +284,7 @@ def _inner_backward(mode: SplitMode, *args: Any, **more: Any) -> None:
     """`backward` inside a stage's forward. Inside backward it is a reentrant checkpoint's, and wants no other care."""
     if mode.queue.shut:
         mode.habits.backward_inside = True
-        if mode.hooked:
+        if mode.hooked or mode.keeps_nothing:
             raise Restart
 
 

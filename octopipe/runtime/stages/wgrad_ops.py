@@ -15,12 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from octopipe.runtime.precision import LOW, gradient_dtype
 
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+_task_id = torch._C._current_graph_task_id
+"""Which call of torch's engine runs now."""
+_will_execute = torch._C._will_engine_execute_node
+
+
+class OperandChanged(RuntimeError):
+    """A tensor that a weight's gradient is made of has other values than it had in forward."""
+
+    def __init__(self, parameter: Tensor, what: str, shape: tuple[int, ...]):
+        super().__init__(
+            f"the {what} of a product with a weight, of shape {shape}, was changed in place; change a copy"
+        )
+        self.parameter, self.what, self.shape = parameter, what, shape
 
 
 class WeightQueue:
@@ -31,18 +47,30 @@ class WeightQueue:
 
     `shut`: whoever runs backward now is not the stage but a forward (`torch.autograd.grad` inside it: forces,
     penalties). Then the functions here are ordinary ones: they return all gradients, which have gradients themselves.
+
+    `task`: the engine's number for the stage's own backward, set by `begin`, a hook of its first nodes. Another number
+    is a backward inside that one (`torch.autograd.grad` in a tensor hook: implicit layers, preconditioners), which
+    `wants` knows to tell apart.
     """
 
-    __slots__ = ("_items", "defer", "reruns", "shut")
+    __slots__ = ("_items", "asked", "defer", "reruns", "shut", "task")
 
     def __init__(self) -> None:
         self.defer = self.reruns = self.shut = False
-        self._items: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.asked = False
+        """Whether a backward inside the stage's own asked for a weight's gradient."""
+        self.task: int | None = None
+        self._items: list[tuple[Callable[..., None], tuple[Any, ...], tuple[int, ...]]] = []
+
+    def begin(self, *_: Any) -> None:
+        """The stage's own backward starts."""
+        if self.task is None:
+            self.task = _task_id()
 
     def add(self, kernel: Callable[..., None], *args: Any) -> None:
         """Queue `kernel(*args)`, a function that adds one gradient into `.grad`. Not while `shut`."""
         if self.defer:
-            self._items.append((kernel, args))
+            self._items.append((kernel, args, tuple([a._version for a in args if isinstance(a, Tensor)])))
         else:
             kernel(*args)
 
@@ -54,7 +82,13 @@ class WeightQueue:
         items.reverse()
         with torch.no_grad():
             while items:
-                kernel, args = items.pop()
+                kernel, args, versions = items.pop()
+                tensors = [a for a in args if isinstance(a, Tensor)]
+                # The first one is the parameter, which may change as it likes.
+                for a, version in zip(tensors[1:], versions[1:]):
+                    if a._version != version:
+                        raise OperandChanged(args[0], "input or output gradient", tuple(a.shape))
+                del tensors
                 kernel(*args)
                 del args
 
@@ -65,7 +99,7 @@ class WeightQueue:
         """The GEMM operands that are alive only because W has not run yet."""
         return [
             a.to_local() if is_distributed(a) else a  # type: ignore[attr-defined]
-            for _, args in self._items
+            for _, args, _ in self._items
             for a in args
             if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter)
         ]
@@ -78,6 +112,23 @@ class WeightSite:
 
     def __init__(self, queue: WeightQueue, param: Tensor, layout: Layout):
         self.queue, self.param, self.layout = queue, param, layout
+
+    def wants(self) -> str:
+        """What the backward that runs now does with this weight's gradient: the stage's own adds it ("own").
+
+        A backward inside that one adds it too ("own", as a reentrant checkpoint's), returns it to whoever called
+        `torch.autograd.grad` for it ("returned"), or has no use for it ("none").
+        """
+        queue = self.queue
+        if queue.shut:
+            return "returned"
+        if queue.task is None or _task_id() == queue.task:
+            return "own"
+        try:
+            return "own" if _will_execute(get_gradient_edge(self.param).node) else "none"
+        except RuntimeError:  # torch's answer for a leaf that autograd.grad() was asked for
+            queue.asked = True
+            return "returned"
 
 
 # --- adding into .grad -----------------------------------------------------------------------------------
@@ -227,18 +278,26 @@ class LinearHook:
         self.x: Tensor | None = x.detach()
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        if self.site.queue.shut:
+        queue = self.site.queue
+        if queue.shut:
             raise Restart
-        # The graph keeps this object until backward has ended: let go of the operand now.
-        x, self.x = self.x, None
-        g = gradients[0]
+        x, g = self.x, gradients[0]
+        if queue.task is not None and _task_id() != queue.task:
+            wants = self.site.wants()
+            if wants == "none":
+                return
+            if wants == "returned":
+                raise RuntimeError(
+                    "torch.autograd.grad() inside backward asks for the gradient of a weight, for the first time after "
+                    "backwards that did not: do so in the first micro-batch, too"
+                )
+        else:
+            # The graph keeps this object until backward has ended: let go of the operand now.
+            self.x = None
         if x is None:
             raise RuntimeError("backward through a split linear a second time: its input is gone")
         if x._version != self.version:
-            raise RuntimeError(
-                f"the input of a linear, of shape {tuple(x.shape)}, was changed in place before its weight's gradient "
-                "was computed; change a copy"
-            )
+            raise OperandChanged(self.site.param, "input", tuple(x.shape))
         if g is not None:
             # F.linear's weight is [out, in], so its gradient is g.mT @ x.
             kernel = add_distributed if is_distributed(self.site.param) else add_product
@@ -264,14 +323,16 @@ class Linear(Function):
             gb = gw = None
             if needs[2]:
                 gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)
-            if site.queue.shut:
+            wants = site.wants()
+            if wants == "returned":
                 weight = weight.to(g.dtype)
                 gx = times(g, weight) if needs[0] else None
                 gw = _rows(g).mT @ _rows(x)
             else:
                 gx = times(g, weight if computed is None else computed) if needs[0] else None
                 # F.linear's weight is [out, in], so its gradient is g.mT @ x.
-                site.queue.add(add_product, site.param, site.layout, g, x)
+                if wants == "own":
+                    site.queue.add(add_product, site.param, site.layout, g, x)
         return gx, gw, gb, None, None
 
 
@@ -328,16 +389,19 @@ class Batched(Function):
         ga = gb = None
         with _mode_off():
             gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
-            if site.queue.shut:
+            wants = site.wants()
+            if wants == "returned":
                 a, b = a.to(g.dtype), b.to(g.dtype)
                 ga = g @ b.mT if needs[0] else None
                 gb = a.mT @ g if needs[1] else None
             elif left:
                 gb = (a if computed is None else computed).mT @ g if needs[1] else None
-                site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
+                if wants == "own":
+                    site.queue.add(add_product, site.param, site.layout, g.mT, b.mT)
             else:
                 ga = g @ (b if computed is None else computed).mT if needs[0] else None
-                site.queue.add(add_product, site.param, site.layout, a, g)
+                if wants == "own":
+                    site.queue.add(add_product, site.param, site.layout, a, g)
         return ga, gb, gbias, None, None, None
 
 
@@ -356,9 +420,10 @@ class Grouped(Function):
             if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
                 g = g.contiguous()
             gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
-            if site.queue.shut:
+            wants = site.wants()
+            if wants == "returned":
                 gw = torch._grouped_mm(x.mT, g, offs=offs)
-            else:
+            elif wants == "own":
                 site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
         return gx, gw, None, None
 
@@ -375,8 +440,9 @@ class Embedding(Function):
         (ids,) = ctx.saved_tensors
         gw = None
         with _mode_off():
-            if ctx.site.queue.shut:
+            wants = ctx.site.wants()
+            if wants == "returned":
                 gw = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, ctx.padding_idx, False)
-            else:
+            elif wants == "own":
                 ctx.site.queue.add(_add_rows, ctx.site.param, ids, g, ctx.padding_idx)
         return None, gw, None, None

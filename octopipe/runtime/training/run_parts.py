@@ -131,7 +131,9 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     if profile is None:
         raise OctoPipeError("tuning needs costs; give --profile or leave --no-measure out")
     tell(Phase(text=f"tuning for {job.tune_s:g} s"))
-    found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
+    # Our own layers are known to do the same twice; others are recomputed only where a profile has seen it.
+    shown = isinstance(job.spec, ModelSpec) or bool(costs.repeatable)
+    found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed, recompute=shown).plan
     return found.with_extra(**beside)
 
 

@@ -162,6 +162,12 @@ def build_plan(
         from octopipe.search.systems.split import split_backward as split
 
         plan = split(plan, costs)
+    bad = {k for k in costs.not_repeatable() if any(k in stage.recomputed_layers for stage in plan.stages)}
+    if bad:
+        raise NotApplicableError(
+            f"{name}: it recomputes layer {min(bad)}, which did something else when it was run a second time in the "
+            "profile; use a system that does not recompute"
+        )
     return plan.with_extra(system=name).check(name)
 
 

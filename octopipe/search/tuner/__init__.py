@@ -82,6 +82,16 @@ def tune(
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
             notes.append("no weights are known, so no layer is held twice: it would cost nothing; --copies allows it")
+    unlike = costs.not_repeatable()
+    if start is not None and any(k in stage.recomputed_layers for k in unlike for stage in start.stages):
+        raise OctoPipeError(
+            f"the plan to start from recomputes layer {unlike[0]}, which did something else when it was run a second "
+            "time in the profile; start from a plan that does not"
+        )
+    if recompute and unlike:
+        recompute = False
+        which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
+        notes.append(f"nothing is recomputed: {which} did something else when run a second time in the profile")
     compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
     plans = PlanClass(recompute=recompute, copies=copies and method == "best")

@@ -1,0 +1,59 @@
+"""How layers are called: which arguments a module's forward takes, and the loss after the last one.
+
+Knows: signatures. Does not know: graphs, micro-batches or plans.
+
+A layer whose `forward` takes one positional argument gets the whole value (tensor, tuple or dict); one that takes more
+gets a tuple unpacked as `layer(*value)` and a dict as `layer(**value)`. Side inputs are the arguments of these names,
+passed by keyword; they do not count as positional.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def arguments(module: nn.Module, side: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the module's forward takes exactly one positional argument, and which side inputs it names."""
+    module = getattr(module, "_orig_mod", module)  # behind torch.compile
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return True, ()
+    named = tuple(p.name for p in parameters if p.name in side and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return False, named
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.name not in named for p in positional) == 1, named
+
+
+def has_no_default(module: nn.Module, name: str) -> bool:
+    parameter = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters[name]
+    return parameter.default is parameter.empty
+
+
+def called(module: nn.Module, value: Any, one: bool, names: Sequence[str], side: Mapping[str, Any] | None) -> Any:
+    """What a module returns for the value of the layer before it."""
+    more = {name: side[name] for name in names if name in side} if names and side else {}
+    if one or isinstance(value, Tensor):
+        return module(value, **more) if more else module(value)
+    if isinstance(value, tuple):
+        return module(*value, **more)
+    if isinstance(value, Mapping):
+        return module(**value, **more)
+    return module(value, **more)
+
+
+class Loss:
+    """A loss function with its target: what follows the last layer."""
+
+    __slots__ = ("function", "target")
+
+    def __init__(self, function: Callable[..., Any], target: Any):
+        self.function, self.target = function, target
+
+    def __call__(self, output: Any) -> Any:
+        return self.function(output, self.target)

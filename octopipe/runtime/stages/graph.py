@@ -1,0 +1,86 @@
+"""Where a stage's graph begins and ends, and how backward is run through it.
+
+Knows: how an input is cut off from the graph before it, how a gradient enters at an output, and torch's engine. Does
+not know: stages or what is in between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.wgrad_ops import Restart
+
+_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+"""What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
+_run_on_host = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+"""What that calls in turn, once it has copied the context for the threads of devices: on the host there are none."""
+
+
+class Enter(Function):
+    """The input of a stage as its layers see it: an ordinary tensor inside a graph, in the same memory.
+
+    A leaf would not do: torch forbids to change one in place, `retain_grad` does nothing to it and its gradient is
+    ours to take. The version is shared, so whoever saved that memory notices a change.
+    """
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def,override]
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def,override]
+        return g
+
+
+def run_backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
+    if _run_on_host is not None and gradients[0].is_cpu:
+        _run_on_host(roots, gradients, False, False, (), True, True)
+    elif _run_backward is None:
+        torch.autograd.backward(roots, gradients)
+    else:
+        _run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def edge_of(tensor: Tensor) -> Any:
+    """Where the tensor's gradient enters the graph; keeps the graph, not the tensor, alive."""
+    node = tensor.grad_fn
+    # A node of a Function written in Python does not own its graph: torch's own way takes care of that.
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
+def gradient_of_one(edge: Any) -> Tensor:
+    """The gradient of a scalar loss whose gradient enters the graph here."""
+    like = edge.node._input_metadata[edge.output_nr]
+    if math.prod(like.shape) != 1:
+        raise OctoPipeError(f"backward without gradients needs a scalar loss, not shape {tuple(like.shape)}")
+    return torch.ones(like.shape, dtype=like.dtype, device=like.device)
+
+
+class Dropped:
+    """What autograd would save in a forward that R repeats: nothing."""
+
+    __slots__ = ("place", "running")
+
+    def __init__(self, place: str):
+        self.place, self.running = place, True
+
+    def pack(self, _: Tensor) -> Dropped:
+        return self
+
+    def unpack(self, _: Dropped) -> Tensor:
+        if self.running:
+            raise Restart  # a forward that runs backward itself
+        raise OctoPipeError(
+            f"a tensor that layers up to {self.place} made in their forward is differentiated outside of them (kept in "
+            "a list or an attribute, say), and they are recomputed, so its graph is gone; return it as an output, or "
+            "plan without recomputation there (octopipe tune --no-recompute)"
+        )

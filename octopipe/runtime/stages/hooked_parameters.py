@@ -1,0 +1,97 @@
+"""What users hang on parameters, modules and backward: found, so that they get what plain torch gives them.
+
+Knows: hooks on the nodes that add to `.grad` (Megatron, apex, Horovod and DeepSpeed put theirs there), hooks that run
+after that and may step an optimizer, forward hooks, and the names of a stage's tensors for messages. Does not know:
+how gradients are split (`wgrad.py` asks which parameters to leave alone).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as torch_module
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.stages.wgrad_ops import OperandChanged
+
+
+def _references(parameter: Tensor) -> int:
+    return sys.getrefcount(get_gradient_edge(parameter).node)
+
+
+_NOBODY = _references(nn.Parameter(torch.zeros(1)))
+"""References to a node that no one but us looks at."""
+
+
+class HookedParameters:
+    """The parameters of one stage, and who listens to them."""
+
+    def __init__(self, modules: Sequence[nn.Module], first_layer: int):
+        self._modules = tuple(modules)
+        self._named = [(f"{first_layer + k}.{n}", p) for k, m in enumerate(modules) for n, p in m.named_parameters()]
+        self._buffers = lambda: [
+            (f"{first_layer + k}.{n}", b) for k, m in enumerate(modules) for n, b in m.named_buffers()
+        ]
+        self._after: list[tuple[str, Tensor]] = []
+        """Parameters with hooks that run once their gradient was added."""
+        self.forwards = False
+        """Whether a forward hook may look at any module's output."""
+        self.backwards = False
+        """Whether a module has backward hooks."""
+        self._versions: dict[str, int] = {}
+
+    def look(self, parameters: Iterable[Tensor]) -> set[int]:
+        """Look for hooks anew; the ids of parameters whose gradients autograd itself must add.
+
+        torch does not show the hooks on a node, but whoever puts one there has to hold the node, or hook and node
+        are gone at once: a node with another holder has one.
+        """
+        self._after = [(n, p) for n, p in self._named if getattr(p, "_post_accumulate_grad_hooks", None)]
+        self.forwards = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks) or any(
+            m._forward_hooks or m._forward_pre_hooks for top in self._modules for m in top.modules()
+        )
+        self.backwards = any(m._backward_hooks or m._backward_pre_hooks for top in self._modules for m in top.modules())
+        self._versions = {n: p._version for n, p in (*self._named, *self._buffers())}
+        held = {id(p) for p in parameters if p.requires_grad and p.is_leaf and _references(p) > _NOBODY}
+        self._after += [(n, p) for n, p in self._named if id(p) in held]
+        return held
+
+    def before_backward(self) -> list[tuple[str, Tensor, int]]:
+        return [(n, p, p._version) for n, p in self._after]
+
+    def refuse_stepping(self, before: Sequence[tuple[str, Tensor, int]]) -> None:
+        """An optimizer that stepped inside backward, where other micro-batches still need the old weights."""
+        for name, parameter, version in before:
+            if parameter._version != version:
+                raise OctoPipeError(
+                    f"parameter {name} was changed inside backward, by a hook that runs after its gradient is added "
+                    "(an optimizer that steps in backward); other micro-batches or replicas still need it: take the "
+                    "hook away and call optimizer.step() after Pipeline.step()"
+                )
+
+    def changed(self) -> str:
+        """A parameter or buffer that was changed in place since the step began."""
+        named = (*self._named, *self._buffers())
+        return next((n for n, p in named if self._versions.get(n, p._version) != p._version), "")
+
+    def refuse_operand(self, error: OperandChanged) -> NoReturn:
+        name = next((n for n, p in self._named if p is error.parameter), "a parameter")
+        raise OctoPipeError(
+            f"parameter {name}: the {error.what} of its product, of shape {error.shape}, was changed in place before "
+            "the weight's gradient was computed; change a copy of it (`.clone()`)"
+        ) from None
+
+    def refuse_in_place(self, error: RuntimeError, first: int, last: int) -> NoReturn:
+        """Autograd found something saved that has changed: say what it may be."""
+        changed = self.changed()
+        what = f"{changed} was changed in place in this step" if changed else "something was changed in place"
+        raise OctoPipeError(
+            f"layers {first} to {last}: {what} after a forward and before its backward, which needs the old values "
+            "(micro-batches overlap in a pipeline: another one's forward may have done it); change a copy and assign "
+            f"it, as in `self.mean = self.mean.lerp(new, 0.1)`. torch: {' '.join(str(error).split())[:160]}"
+        ) from error

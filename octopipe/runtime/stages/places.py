@@ -1,0 +1,209 @@
+"""Where modules, losses and hooks keep something between two forwards.
+
+Knows: to find the places (`state.py`): attributes of modules and of other objects, buffers, lists, dicts, sets, queues,
+numpy arrays, variables in closures, arguments' defaults, attributes of a user's classes, global variables that a
+user's function names. Does not know: what forwards do to them.
+
+Not found: iterators and generators half way through, state inside extension libraries, files, global variables that
+are only reached through another function, and whatever lies behind more than `MOST_PLACES` places. A forward that
+depends on those is found out by its outputs alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.runtime.stages.state import ATOMS, Box, HeldTensor, Snapshot, Source, items_of
+
+MOST_PLACES = 20_000
+"""So many places are looked at per stage; a model that holds its whole data set in a list is not walked through."""
+MOST_ITEMS = 4096
+"""Containers with more items than this are not opened."""
+_LIBRARIES = frozenset(
+    ("torch", "builtins", "numpy", "transformers", "octopipe", "typing", "abc", "collections", "functools", "logging",
+     "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
+)  # fmt: skip
+"""Packages whose classes and functions keep nothing of a user's in their own namespaces."""
+
+
+def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = ()) -> Snapshot:
+    """All that modules (with what to call them) and other things (a loss, hooks) hold."""
+    walk = _Walk()
+    for label, top in modules:
+        walk.module(top, label)
+    for label, thing in also:
+        walk.value(thing, label)
+    return walk.found
+
+
+def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
+    """These boxes, and what is in them."""
+    walk = _Walk()
+    for box in boxes:
+        walk.box(box)
+    return walk.found
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found = Snapshot()
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []
+        """Numbers of `_seen` are of living objects."""
+        self._classes: set[type] = set()
+
+    def box(self, box: Box) -> None:
+        if id(box.thing) in self._seen and box.kind not in ("variables", "fields"):
+            return
+        self._note(box.thing)
+        contents = box.read()
+        self.found.boxes.append((box, contents))
+        if box.kind in ("array", "set"):
+            return
+        for key, value in list(items_of(contents)):
+            if type(value) in ATOMS:
+                continue
+            label = box.label if key == "_buffers" and box.kind == "attributes" else box.describe(key)
+            self.value(value, label, box, key)
+
+    def module(self, module: nn.Module, label: str) -> None:
+        if id(vars(module)) in self._seen:
+            return
+        self._class(type(module), label)
+        self.box(Box("attributes", vars(module), label))
+        for name, child in module._modules.items():
+            if child is not None:
+                self.module(child, f"{label}.{name}")
+
+    def value(self, value: Any, label: str, box: Box | None = None, key: Any = None) -> None:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            held = self.found.tensors.get(id(value))
+            if held is None:
+                held = self.found.tensors[id(value)] = HeldTensor(value, label)
+            if box is not None:
+                held.slots.append((box, key))
+            return
+        if kind in ATOMS or id(value) in self._seen or len(self.found.boxes) > MOST_PLACES:
+            return
+        if isinstance(value, nn.Module):
+            self.module(value, label)
+        elif isinstance(value, (list, deque)):
+            if len(value) <= MOST_ITEMS:
+                self.box(Box("list", value, label))
+        elif isinstance(value, dict):
+            if len(value) <= MOST_ITEMS:
+                self.box(Box("dict", value, label))
+        elif isinstance(value, set):
+            if len(value) <= MOST_ITEMS:
+                self.box(Box("set", value, label))
+        elif isinstance(value, (tuple, frozenset)):
+            self._note(value)
+            for k, part in enumerate(value):
+                self.value(part, f"{label}[{k}]")
+        elif isinstance(value, types.FunctionType):
+            self._function(value, label)
+        elif isinstance(value, types.MethodType):
+            self.value(value.__self__, label)
+            if isinstance(value.__func__, types.FunctionType):
+                self._function(value.__func__, label)
+        elif isinstance(value, functools.partial):
+            self._note(value)
+            self.value((value.func, *value.args), label)
+            self.value(value.keywords, label)
+        elif _is_source(value):
+            self._note(value)
+            self.found.sources.append(Source(value))
+        elif kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+            if value.nbytes <= 1 << 24 and value.dtype != object and value.flags.writeable:
+                self.box(Box("array", value, label))
+        elif not isinstance(value, (type, Iterator, Mapping)):
+            self._object(value, label)
+
+    def _object(self, value: Any, label: str) -> None:
+        kind = type(value)
+        package = kind.__module__.partition(".")[0]
+        if package in _LIBRARIES and package != "octopipe":
+            return
+        self._note(value)
+        self._class(kind, label)
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self.box(Box("attributes", own, label))
+        slots = [n for base in kind.__mro__ for n in _names(base.__dict__.get("__slots__", ())) if n[:2] != "__"]
+        if slots:
+            self.box(Box("fields", value, label, tuple(slots)))
+
+    def _function(self, function: types.FunctionType, label: str) -> None:
+        if id(function) in self._seen:
+            return
+        self._note(function)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            if id(cell) not in self._seen:
+                self.box(Box("cell", cell, f"{name} of {label}"))
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.value(default, f"a default of {function.__qualname__}")
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return
+        own = function.__globals__
+        names = [n for n in _named(function.__code__) if n in own and _may_be_state(own[n])]
+        if names:
+            self.box(Box("variables", own, f"global of {function.__module__}", tuple(names)))
+
+    def _class(self, kind: type, label: str) -> None:
+        """What a user's class keeps itself, and the functions in it."""
+        for base in kind.__mro__:
+            if base in self._classes or base.__module__.partition(".")[0] in _LIBRARIES:
+                continue
+            self._classes.add(base)
+            names = []
+            for name, value in list(vars(base).items()):
+                inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                if isinstance(inner, types.FunctionType):
+                    self._function(inner, label)
+                elif name[:2] != "__" and _may_be_state(value):
+                    names.append(name)
+            if names:
+                self.box(Box("fields", base, f"class {base.__name__}", tuple(names)))
+
+    def _note(self, thing: Any) -> None:
+        self._seen.add(id(thing))
+        self._alive.append(thing)
+
+
+def _names(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _named(code: types.CodeType) -> Iterator[str]:
+    """Global names of a function, and of those defined inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant)
+
+
+def _may_be_state(value: Any) -> bool:
+    """Whether a global or a class's attribute may be something that forwards count or keep."""
+    if isinstance(value, (list, dict, set, deque)):
+        return len(value) <= MOST_ITEMS
+    return isinstance(value, (bool, int, float, Tensor)) or value is None or _is_source(value) or _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _is_source(value: Any) -> bool:
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in ("Generator", "RandomState")

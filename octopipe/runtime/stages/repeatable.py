@@ -1,0 +1,120 @@
+"""Whether a forward that runs a second time does the same: outputs compared layer by layer, and what it left behind.
+
+Knows: digests of values, how two of them differ, and the words for it. Does not know: who runs forwards, or when.
+
+On a CPU a digest is a hash of the bytes: equal means equal to the last bit. On a GPU some kernels add in another
+order each time, so there a digest is a sketch: 64 sums of the values under signs that depend on the place, whose
+difference has, on average, the norm of the values' difference. Where sketches differ, the forward runs a third time:
+if the second and the third agree, the first was another forward; if not, the first may differ from the second by at
+most `NOISE_FACTOR` times what those two differ, and that by at most `NOISE` of the values' norm. A difference of state
+is not of that size: it shows in the first of two runs alone, or is as large as what is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.values import flatten
+
+CHECKED_STEPS = 2
+"""So many training steps (and again after `train()` or `eval()` changed the layers) compare every R with its F."""
+NOISE_FACTOR = 8.0
+NOISE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
+"""Of a value's norm, by dtype: the most that runs of one forward may differ on a GPU; `HALF_NOISE` for the others."""
+HALF_NOISE = 3e-2
+_SKETCH = 64
+
+Digest = tuple[Any, ...]
+
+
+def digest_of(value: Any) -> Digest:
+    """One entry per leaf."""
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # nobody's mode sees these calls
+        return tuple([_digest(leaf) for leaf in leaves])
+
+
+def _digest(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
+    form = (tuple(leaf.shape), leaf.dtype)
+    if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
+        return form
+    flat = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.device.type == "cpu":
+        data: Any = flat.view(torch.uint8).numpy()
+        return form, hashlib.blake2b(data, digest_size=16).digest()
+    return form, sketch(flat), torch.linalg.vector_norm(_wide(flat))
+
+
+def _wide(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).reshape(-1).double() if flat.is_complex() else flat.double()
+
+
+def sketch(flat: Tensor) -> Tensor:
+    """64 numbers for a vector of any length; linear, and on average of its norm."""
+    flat = _wide(flat)
+    if flat.numel() % _SKETCH:
+        flat = torch.nn.functional.pad(flat, (0, _SKETCH - flat.numel() % _SKETCH))
+    place = torch.arange(flat.numel(), device=flat.device, dtype=torch.int64)
+    # A multiplicative hash of the place; its top bit is the sign.
+    signs = 1.0 - 2.0 * ((place * 0x9E3779B1 >> 31) & 1).double()
+    return (flat * signs).view(-1, _SKETCH).sum(0)
+
+
+def first_difference(one: list[Digest], other: list[Digest]) -> int | None:
+    """The first layer whose values are not the same."""
+    for k, (a, b) in enumerate(zip(one, other, strict=True)):
+        if len(a) != len(b) or not all(map(_same, a, b)):
+            return k
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == 3 == len(b):
+        return a[0] == b[0] and bool(torch.equal(a[1], b[1]) or (a[1].isnan() & b[1].isnan()).any())
+    return bool(a == b) or (a != a and b != b)
+
+
+def is_noise(first: Digest, second: Digest, third: Digest) -> bool:
+    """Whether the first run's values differ from the second's no more than runs of one forward do (GPU)."""
+    if not len(first) == len(second) == len(third):
+        return False
+    for a, b, c in zip(first, second, third):
+        if _same(a, b):
+            continue
+        if not (isinstance(a, tuple) and len(a) == 3 and a[0] == b[0] == c[0]):
+            return False  # of a host tensor or a constant: those have no noise
+        noise, apart = float((b[1] - c[1]).norm()), float((a[1] - b[1]).norm())
+        if not (apart <= NOISE_FACTOR * noise and noise <= NOISE.get(a[0][1], HALF_NOISE) * float(b[2])):
+            return False
+    return True
+
+
+def refuse_difference(layer: str, changed: str) -> None:
+    """`changed`: a parameter that was changed in this step, which then is the likely cause."""
+    cause = (
+        f"{changed} was changed in place since then (by a forward, most likely)"
+        if changed
+        else "it depends on something outside its attributes, buffers and generators that changed in between (an "
+        "iterator, random numbers or a counter inside a library, a file, two tensors in one memory)"
+    )
+    raise OctoPipeError(
+        f"{layer} gives another output when its forward runs again (R), so its gradients would be wrong: {cause}; keep "
+        "such state in a buffer or an attribute, or say `repeatable = False` in its class and plan without "
+        "recomputation there (octopipe tune --no-recompute)"
+    )
+
+
+def refuse_side_effect(place: str, what: str) -> None:
+    raise OctoPipeError(
+        f"{place}: the forward changes {what} when it runs again (R), but did not the first time (F), so it is not "
+        "the same forward; change it in both, or say `repeatable = False` in the layer's class and plan without "
+        "recomputation there (octopipe tune --no-recompute)"
+    )
