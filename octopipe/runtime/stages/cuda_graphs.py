@@ -162,6 +162,8 @@ class GraphedOps(Ops):
         if self._captures > MOST_CAPTURES:
             self.reasons = dict.fromkeys(self.chains, "its layers change again and again between steps")
         for number, chain in self.chains.items():
+            if any(stage.replay.moving() for stage, _ in chain.parts):
+                self.reasons.setdefault(number, "its forwards keep something for the next ones (statistics, caches)")
             if number not in self.reasons:
                 if number in self._seen:
                     self._trial(number, chain)
