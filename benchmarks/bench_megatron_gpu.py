@@ -231,10 +231,9 @@ def start(device: str, rank: int, port: int, pp: int) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)
     else:
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-        from megatron_models import patch_cuda
+        from octopipe.megatron import use_cpu
 
-        patch_cuda()
+        use_cpu()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker

@@ -12,11 +12,12 @@ plans are built, timed or found (systems/, simulator.py, tuner/).
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
 from octopipe.costs.resolve import resolve_costs
@@ -36,8 +37,17 @@ if TYPE_CHECKING:
     from octopipe.search.result import Callback
     from octopipe.search.tuner import Method, TuneResult
 
+ALIASES = {"speeds": "rank_speed", "cluster": "nodes", "budget": "budget_s"}
+"""Names of the command line's flags that are accepted for keywords here, as the flags accept the keywords' names."""
 SETUP = "setup"
 """Where a plan and a timeline carry their set-up as every verb prints it."""
+DEFAULTS: dict[str, Any] = {
+    "cp": 1, "ep": 1, "dp": 1, "micro_batch_size": 1, "zero": 1, "precision": "bf16", "recompute": "none",
+    "sequence_parallel": True, "vocab_parallel": False, "rank_speed": (), "packed": False, "budget_s": 30.0, "seed": 0,
+    "method": "best", "robust": False, "phases": ("partition", "placement", "schedule"), "target": "octopipe",
+}  # fmt: skip
+"""What a keyword that is left out stands for; None: it follows from the model, the GPU or the others."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Model = str | os.PathLike[str] | ModelSpec | CostTable
 """A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
 
@@ -88,6 +98,33 @@ class TuneKeywords(Setup, total=False):
     target: Literal["octopipe", "torch", "megatron"]
 
 
+def _spelled_out(keywords: type) -> Callable[[_Function], _Function]:
+    """Shows the keywords behind a function's `**` one by one in `help()` and in a notebook's completion."""
+
+    def shown(function: _Function) -> _Function:
+        own = inspect.signature(function)
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = {p.name for p in named}
+        # A verb's own keywords come before those of the set-up.
+        order = sorted(keywords.__annotations__, key=lambda name: name in Setup.__annotations__)
+        kinds = {name: keywords.__annotations__[name] for name in order if name not in taken}
+        defaults = DEFAULTS | ({"recompute": "auto"} if "budget_s" in kinds else {})
+        more = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(name),
+                annotation=getattr(kind, "__forward_arg__", kind),
+            )
+            for name, kind in kinds.items()
+        ]
+        function.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+@_spelled_out(Setup)
 def build_plan(
     system: str,
     model: Model,
@@ -110,6 +147,7 @@ def build_plan(
     return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
 
 
+@_spelled_out(Setup)
 def simulate(
     plan: Plan | Program | str | os.PathLike[str],
     model: Model | None = None,
@@ -149,12 +187,13 @@ def simulate(
         raise OctoPipeError(f"{next(iter(setup))} has no effect without a model; name the model too")
     known: Mapping[str, Any] = inner.extra
     if model is None:
-        costs = costs_of_plan(inner)
+        costs = costs_of_plan(inner, naming="model=")
     else:
         costs, known = _costs(model, inner.num_ranks, inner.num_micro_batches, setup)
     return _of(run(given, costs, channel=channel, label=label, check=check), known)
 
 
+@_spelled_out(TuneKeywords)
 def tune(
     model: Model, num_ranks: int, num_micro_batches: int | None = None, **keywords: Unpack[TuneKeywords]
 ) -> TuneResult:
@@ -165,15 +204,15 @@ def tune(
     """
     from octopipe.search.tuner import tune as search
 
-    own = set(Setup.__annotations__)
-    setup = {name: value for name, value in keywords.items() if name in own}
-    given: dict[str, Any] = {name: value for name, value in keywords.items() if name not in own}
+    own, all_keywords = set(Setup.__annotations__), _by_their_names(keywords, TuneKeywords)
+    setup = {name: value for name, value in all_keywords.items() if name in own}
+    given: dict[str, Any] = {name: value for name, value in all_keywords.items() if name not in own}
     if isinstance(given.get("start"), str | os.PathLike):
         given["start"] = load_plan(given["start"])
     # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
     recompute = setup.pop("recompute", "auto")
     given["recompute"] = recompute in ("auto", True)
-    if recompute not in ("auto", True, False):
+    if recompute not in ("auto", "none", True, False):
         setup["recompute"] = recompute
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)
@@ -181,6 +220,7 @@ def tune(
     return replace(result, plan=_carrying(result.plan, known))
 
 
+@_spelled_out(Setup)
 def compare(
     model: Model,
     num_ranks: int,
@@ -194,16 +234,23 @@ def compare(
     progress: CompareProgress | None = None,
     **setup: Unpack[Setup],
 ) -> Comparison:
-    """Every published system (or those in `names`) on one model, best first; each result has its plan."""
+    """Every published system (or those in `names`) on one model, best first; each result has its plan.
+
+    `recompute="auto"` recomputes as many layers as each system needs to fit.
+    """
     from octopipe.search.comparison import compare as run
 
     count = _micro_batches(num_ranks, num_micro_batches)
-    costs, known = _costs(model, num_ranks, count, setup)
+    auto = setup.get("recompute") == "auto" and not isinstance(model, CostTable)
+    first = {**setup, "recompute": "none"} if auto else setup
+    costs, known = _costs(model, num_ranks, count, first)
     found = run(
         costs,
         num_ranks,
         count,
         names=names,
+        recompute="auto" if auto else "none",
+        price=_PriceOf(model, num_ranks, count, first) if auto else None,
         split_backward=split_backward,
         options=options,
         channel=channel,
@@ -214,27 +261,53 @@ def compare(
     return replace(found, results=tuple(rows))
 
 
+@dataclass(frozen=True, slots=True)
+class _PriceOf:
+    """The costs of a model under any mode of recomputation."""
+
+    model: Model
+    num_ranks: int
+    num_micro_batches: int
+    setup: Mapping[str, Any]
+
+    def __call__(self, mode: str, layers: int | None = None, /) -> CostTable:
+        given = {**self.setup, "recompute": mode, "recompute_layers": layers}
+        return _costs(self.model, self.num_ranks, self.num_micro_batches, given)[0]
+
+
 def _costs(
     model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any]
 ) -> tuple[CostTable, dict[str, Any]]:
     """The costs behind `model`, and what a plan made with them has to carry."""
+    setup = _by_their_names(setup, Setup)
     if isinstance(model, CostTable):
         if setup:
             name = next(iter(setup))
             raise OctoPipeError(f"{name} has no effect on costs that are given; name the model, or change the costs")
         return model, {**carried(model), **_facts(model)}
-    unknown = sorted(set(setup) - set(Setup.__annotations__))
-    if unknown:
-        import difflib
-
-        close = difflib.get_close_matches(unknown[0], Setup.__annotations__, 1)
-        raise OctoPipeError(f"unknown keyword {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     named = model if isinstance(model, ModelSpec) else str(os.fspath(model))
     costs = resolve_costs(named, pp=num_ranks, micro_batches=num_micro_batches, **setup)
     if isinstance(named, ModelSpec):  # a model without a name that finds it again
         return costs, {**carried(costs), **_facts(costs)}
     setting = {"model": named} | {k: v for k, v in setup.items() if v is not None}
     return costs, {**carried(costs, setting), **_facts(costs)}
+
+
+def _by_their_names(given: Mapping[str, Any], keywords: type) -> dict[str, Any]:
+    """The keywords with aliases resolved; an unknown one is an error that names the nearest."""
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        known = ALIASES.get(name, name)
+        if known not in keywords.__annotations__:
+            import difflib
+
+            close = difflib.get_close_matches(name, [*keywords.__annotations__, *ALIASES], 1)
+            raise OctoPipeError(f"unknown keyword {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        if known in out:
+            same = next(other for other in given if ALIASES.get(other, other) == known)
+            raise OctoPipeError(f"{same} and {name} are the same keyword; give one of them")
+        out[known] = value
+    return out
 
 
 def _facts(costs: CostTable) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def tuned_plan(costs: CostTable, published: list[Result], budget_s: float) -> No
         f"({base.step_ms:.1f} ms), {best.step_ms / result.step_ms:.2f}x over the best published system "
         f"({best.system}, {best.step_ms:.1f} ms)"
     )
-    out.print(f"No plan can be faster than {result.lower_bound_ms:.1f} ms: at most {result.gap:.1%} are left.")
+    out.print(
+        f"Lower bound for {result.plans.words}: {result.lower_bound_ms:.1f} ms, this plan is {result.gap:.1%} above it."
+    )
     if result.explanation:
         out.print(result.explanation, style="dim")
     save_plan(result.plan.with_extra(setting=SETTING), OUT / "plan.json")

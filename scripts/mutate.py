@@ -55,6 +55,8 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "traffic": ("octopipe/costs/analytic/traffic.py", PRICES),
     "footprint": ("octopipe/costs/analytic/footprint.py", PRICES),
     "stage": ("octopipe/runtime/stages/stage.py", STAGES),
+    "run": ("octopipe/runtime/stages/run.py", STAGES),
+    "graph": ("octopipe/runtime/stages/graph.py", STAGES),
     "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py",)),
     "wgrad_ops": ("octopipe/runtime/stages/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
 }
@@ -83,15 +85,15 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)",
     ): "the same sum of the same numbers",
     ("stage", "seed_all(mix(seed, -1))"): "another number that no layer has",
-    ("stage", "_run_on_host(roots, gradients, False, False, (), True, True)"): "nothing is unreachable without inputs",
+    ("graph", "_run_on_host(roots, gradients, False, False, (), True, True)"): "nothing is unreachable without inputs",
     (
-        "stage",
+        "graph",
         "_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)",
     ): "nothing is unreachable without inputs",
     (
-        "stage",
-        "rng = None if stage.settled or self._seed is not None else rng_state()",
-    ): "a state more is kept; what is repeated draws by its seed, or is a stage's first forward",
+        "run",
+        "rng = None if start is None or self._seed is not None else rng_state()",
+    ): "a state more is kept; what is repeated draws by its seed",
     ("blocking", "running[r] = -1"): "any negative number is no op",
     (
         "lowering",

@@ -1,8 +1,4 @@
-"""Tiny Megatron-Core models on the CPU: the patches it needs there, a GPT, an MoE and a hybrid, and their twins.
-
-Megatron-Core expects CUDA. What it needs to run without (a device name, streams, `.cuda()`, the device of a few
-counters) is put in place here, in the test's processes only.
-"""
+"""Tiny Megatron-Core models on the CPU (`octopipe.megatron.use_cpu`): a GPT, an MoE and a hybrid, and their twins."""
 
 from __future__ import annotations
 
@@ -14,48 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octopipe.megatron import use_cpu
+
 VOCAB, WIDTH, LENGTH, DECODERS = 32, 16, 6, 6
 _KEPT: dict[Any, dict[str, Any]] = {}
 """Megatron's groups by what they were made for. It forgets them without closing them, and every one has threads."""
 _IN_USE: Any = None
 
 
-def patch_cuda() -> None:
-    """Make Megatron-Core believe the host's memory is its device."""
-    if getattr(torch, "_octopipe_cpu_megatron", False):
-        return
-    torch._octopipe_cpu_megatron = True  # type: ignore[attr-defined]
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
-    for name in ("zeros", "ones", "empty", "tensor"):
-        usual = getattr(torch, name)
-
-        def made(*args: Any, _usual: Callable[..., Any] = usual, **more: Any) -> Any:
-            if str(more.get("device", "")).startswith("cuda"):
-                more["device"] = "cpu"
-            return _usual(*args, **more)
-
-        setattr(torch, name, made)
-    warnings.simplefilter("ignore")
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):  # the name is missing where Transformer Engine is
-        moe_utils.te_general_gemm = None
-    from megatron.core.ssm import mamba_block
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    mamba_block.TENorm = WrappedTorchNorm
-    from megatron.core.tensor_parallel import random as states
-
-    states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    states._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
 def start(pp: int, *, virtual: int | None = None, embedding_ranks: Callable[..., list[int]] | None = None) -> None:
     """Megatron's groups for a pipeline of `pp` ranks; the other ranks are data-parallel."""
     global _IN_USE
-    patch_cuda()
+    use_cpu()
+    warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -138,8 +105,8 @@ def gpt(config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | N
         position_embedding_type="rope",
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
-        parallel_output=False,
-    ).double()
+        parallel_output=config.params_dtype == torch.float32,  # False fails in fp32, without a plan too
+    ).to(config.params_dtype)
 
 
 class Mixer(nn.Module):
@@ -211,8 +178,8 @@ def hybrid(config: Any, pattern: str, *, pre_process: bool, post_process: bool, 
         share_embeddings_and_output_weights=tied,
         position_embedding_type="none",
         pg_collection=groups,
-        parallel_output=False,
-    ).double()
+        parallel_output=config.params_dtype == torch.float32,  # False fails in fp32, without a plan too
+    ).to(config.params_dtype)
     assert parallel_state.model_parallel_is_initialized()
     model.config = config
     return model

@@ -195,6 +195,18 @@ def test_everything_works_by_keyboard_and_is_named(seen: Seen, small: tuple[Path
     assert "Micro-batch" in page.locator(".picked").inner_text()
 
 
+def test_keys_work_before_the_chart_has_the_focus(seen: Seen, small: tuple[Path, list[Entry]]) -> None:
+    page = seen.open(small[0])
+    wide = "octopipe.view.to - octopipe.view.from"
+    before = page.evaluate(wide)
+    page.keyboard.press("+")
+    assert page.evaluate(wide) < before
+    page.keyboard.press("n")
+    assert page.evaluate("octopipe.view.focus !== null")
+    page.keyboard.press("0")
+    assert page.evaluate(wide) == before
+
+
 def test_a_narrow_window_does_not_scroll_sideways(browser: Any, small: tuple[Path, list[Entry]]) -> None:
     one = Seen(browser)
     one.page.set_viewport_size({"width": 480, "height": 800})

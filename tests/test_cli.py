@@ -214,9 +214,11 @@ def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixt
     setting = ("nemotron-h-8b", "--pp", "4", "--tp", "2", "--micro-batches", "8", "--memory-gib", "40")
     how = ("--method", "octopipe", "--iterations", "3", "--budget", "60s")
     found = tuned(capsys, *setting, *how, "-o", str(plan))
-    reference = simulate(capsys, *setting, "--system", "1f1b", "--split-backward")
-    assert found["baseline"]["step_ms"] == pytest.approx(reference["step_ms"])
-    assert found["baseline"]["speedup"] == pytest.approx(reference["step_ms"] / found["step_ms"])
+    for name, mode in (("baseline", ()), ("baseline_split", ("--split-backward",))):
+        reference = simulate(capsys, *setting, "--system", "1f1b", *mode)
+        assert found[name]["split_backward"] == reference["split_backward"] == bool(mode)
+        assert found[name]["step_ms"] == pytest.approx(reference["step_ms"])
+        assert found[name]["speedup"] == pytest.approx(reference["step_ms"] / found["step_ms"])
     assert found["best_system"]["speedup"] >= 1.0 - 1e-9 and found["best_system"]["system"]
     setup = found["setup"]
     assert (setup["gpu"], setup["tp"], setup["pp"], setup["micro_batches"], setup["seq"]) == ("h800", 2, 4, 8, 4096)
@@ -230,10 +232,12 @@ def test_tune_says_what_one_gains_and_in_which_set_up(capsys: pytest.CaptureFixt
     assert found["bound_of"]["words"] == "plans that hold each layer once and may recompute"
     code, out, _ = run(capsys, "tune", *setting, *how, "-o", str(plan))
     words = " ".join(out.split())
-    assert code == 0 and "x 1F1B" in words and "published system" in words and "of 40.0" in words
+    assert (
+        code == 0 and "the speed of 1F1B as published" in words and "published system" in words and "of 40.0" in words
+    )
     assert "octopipe report" in words and "octopipe train nemotron-h-8b" in words and "octopipe export" in words
     assert "tokens/s per GPU" in words and "% MFU" in words
-    assert "tp 2" in words and "on plans that hold each layer once" in words and "-0.00" not in words
+    assert "tp 2" in words and "for plans that hold each layer once" in words and "-0.00" not in words
 
 
 def test_tune_holds_no_layer_twice_where_weights_are_not_known(
@@ -297,4 +301,4 @@ def test_tune_for_another_runtime_says_what_that_costs(capsys: pytest.CaptureFix
     words = ("tune", "nemotron-h-8b", "--gpu", "h800", "--tp", "8", "--pp", "2", "--micro-batches", "4")
     assert main([*words, "--budget", "2s", "--for", "megatron", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert any("only what megatron can run was searched" in note for note in told["notes"])
+    assert any("only plans that megatron can run were searched" in note for note in told["notes"])

@@ -65,6 +65,16 @@ def test_few_descriptors_and_little_memory_are_named(limit: str) -> None:
     assert done.returncode == 0 or "limit" in done.stderr, done.stderr
 
 
+def test_ranks_that_may_open_too_few_files_are_not_started() -> None:
+    code = (
+        "import resource; from octopipe.runtime.ranks.launch import allow_descriptors as allow\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 100)); allow(80)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (80, 100); allow(200)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert "ranks need about 200 open files, and 100 are allowed" in done.stderr, done.stderr
+
+
 def test_json_writes_bidirectional_marks_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a\u202eb\u2066.json"
     layers = {"E": 1, "-": 2, "L": 3}

@@ -32,7 +32,7 @@ def _run(name: str, logs: Path) -> str:
 
 
 def test_every_example_has_a_test() -> None:
-    tested = {"train_script.py", "data_parallel.py", "plan_and_look.py"}
+    tested = {"train_script.py", "data_parallel.py", "plan_and_look.py", "megatron_train.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -41,6 +41,34 @@ def test_training_examples_learn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run(name, tmp_path))]
     assert len(losses) >= 8 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_megatron_example_learns_under_a_tuned_plan(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run("megatron_train.py", tmp_path))]
+    assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
+
+
+def test_every_cell_of_the_notebook_runs_and_its_results_show_themselves(tmp_path: Path, monkeypatch) -> None:
+    """As a notebook does it: the last line of a cell, where it is a value, is asked for its picture."""
+    import ast
+    import json
+
+    monkeypatch.chdir(tmp_path)
+    book = json.loads((EXAMPLES / "planning.ipynb").read_text())
+    names: dict[str, object] = {}
+    pictures = []
+    for cell in book["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        tree = ast.parse("".join(cell["source"]).replace("budget_s=3", "budget_s=0.5"))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "cell", "exec"), names)
+        shown = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        if hasattr(shown, "_repr_html_"):
+            pictures.append(shown._repr_html_())
+    assert len(pictures) == 4 and all("<svg" in p or "<table" in p or "<img" in p for p in pictures)
 
 
 def test_the_planning_example_prints_the_systems_best_first(tmp_path: Path) -> None:

@@ -325,3 +325,124 @@ def mistaken(world):
 
 def test_a_call_that_is_refused_leaves_the_pipeline_usable(two):
     assert len(set(two.run(mistaken))) == 1
+
+
+# -- the first step -------------------------------------------------------------------------------------
+
+
+def fails_at_first(world, where, backward, loss_kind, again):
+    """The very first step raises; what everybody hears, how long it took, and whether things go on."""
+    torch.manual_seed(0)
+    case = make("plain", 4)
+    expected, _ = plain_gradients(*case)
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
+
+    def bad(*_):
+        raise ValueError("a bad start")
+
+    loss_fn = case.loss_fn
+    hooks = []
+    if loss_kind:
+        loss_fn = {"dict": lambda o, t: {"loss": o.sum()}, "rows": lambda o, t: o.square()}[loss_kind]
+    elif backward:
+        hooks.append(case.layers[where].register_full_backward_hook(bad))
+    else:
+        hooks.append(case.layers[where].register_forward_pre_hook(bad))
+    out = []
+    pipe = Pipeline(case.layers, plan, loss_fn, group=world, timeout_s=60)
+    begin = time.monotonic()
+    try:
+        pipe.step(case.inputs, case.targets)
+    except (OctoPipeError, ValueError) as error:
+        out.append(str(error))
+    out.append(time.monotonic() - begin)
+    for hook in hooks:
+        hook.remove()
+    if again == "recover" and not loss_kind:
+        pipe.recover()
+    else:
+        pipe.close()
+        pipe = Pipeline(case.layers, plan, case.loss_fn, group=world, timeout_s=60)
+    pipe.zero_grad()
+    pipe.step(case.inputs, case.targets)
+    out.append(worst_error(pipe, expected))
+    pipe.close()
+    return out
+
+
+@pytest.mark.parametrize("again", ["recover", "new"])
+@pytest.mark.parametrize(
+    ("where", "backward", "loss_kind"),
+    [(1, False, ""), (6, False, ""), (6, True, ""), (0, False, "dict"), (0, False, "rows")],
+)
+def test_an_error_in_the_first_step_is_told_at_once_and_something_new_works(where, backward, loss_kind, again):
+    ranks = Ranks(2)
+    try:
+        results = ranks.run(fails_at_first, where, backward, loss_kind, again)
+    finally:
+        ranks.close()
+    word = "one scalar tensor per micro-batch" if loss_kind else "a bad start"
+    for text, seconds, error in results:
+        assert word in text
+        assert seconds < 30, "the others waited for their timeout"
+        assert error <= TOLERANCE
+
+
+class Reentrant(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+
+
+class RunsOnce(nn.Module):
+    """Its forward raises from some call on: a second run of it is not to be had."""
+
+    calls = 0
+
+    def __init__(self, most):
+        super().__init__()
+        self.linear, self.most = nn.Linear(6, 6, dtype=torch.float64), most
+
+    def forward(self, x):
+        RunsOnce.calls += 1  # of the class: nobody puts that back before a second run
+        if RunsOnce.calls > self.most:
+            raise ValueError("once is enough")
+        return self.linear(x)
+
+
+def verified(world, kind):
+    case = make("plain", 4)
+    layers = list(case.layers)
+    expected, _ = plain_gradients(*case)
+    if kind == "reentrant":
+        layers[2], layers[6] = Reentrant(layers[2]), Reentrant(layers[6])
+    else:
+        layers[6] = RunsOnce(4)
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
+    with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=30, verify=True) as pipe:
+        try:
+            pipe.step(case.inputs, case.targets)
+        except OctoPipeError as error:
+            return str(error)
+        return {
+            name.replace("inner.", ""): p.grad - expected[name.replace("inner.", "")]
+            for name, p in pipe.named_parameters()
+        }
+
+
+def test_verify_runs_through_reentrant_checkpoints(two):
+    for apart in two.run(verified, "reentrant"):
+        assert apart and max(float(t.abs().max()) for t in apart.values()) <= TOLERANCE
+
+
+def test_a_plain_run_that_raises_is_every_ranks_error():
+    ranks = Ranks(2)
+    try:
+        texts = ranks.run(verified, "once")
+    finally:
+        ranks.close()
+    for text in texts:
+        assert "cannot run a second time (ValueError: once is enough)" in text

@@ -21,6 +21,7 @@ from plans import from_csv
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
+from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import save_plan
 from octopipe.plans.plan import KINDS, Op, Plan, Stage, parse_slots
@@ -34,7 +35,7 @@ from octopipe.views.export.megatron import megatron_arguments, megatron_layout
 from octopipe.views.export.perfetto import trace_bytes, trace_events
 from octopipe.views.export.png import timeline_png
 from octopipe.views.export.pytorch import actions_of_version, pytorch_csv, pytorch_csv_with_communication
-from octopipe.views.export.scene import LEFT, RIGHT
+from octopipe.views.export.scene import LEFT, RIGHT, Rect, timeline_scene
 from octopipe.views.export.style import BUBBLES, COLOURS, shade, ticks
 from octopipe.views.export.svg import timeline_svg
 from octopipe.views.export.table import timeline_csv
@@ -599,3 +600,19 @@ def test_pairs_travel_through_pytorchs_csv() -> None:
     assert torch_plan(read_torch_csv(pytorch_csv_with_communication(plan))).plan.pairs == plan.pairs
     layout = megatron_layout(plan, "EL")
     assert any("pairs are left out" in note for note in layout.notes)
+
+
+def test_both_lanes_of_a_rank_are_drawn() -> None:
+    costs = CostTable.uniform(num_layers=8)
+    rows = [[("compute", 0.6), ("exchange", 0.4)]] * 8
+    moe = costs.replace(segments=Segments.from_ms(rows, [row[::-1] for row in rows]))
+    plan = build_plan("dualpipev", moe, 2, 8)
+    timeline = simulate(plan, moe)
+    whole = {shape.height for shape in timeline_scene([simulate(plan, costs)]).shapes if isinstance(shape, Rect)}
+    drawn = [shape for shape in timeline_scene([timeline]).shapes if isinstance(shape, Rect)]
+    lane = max(whole)
+    exchanges = [r for r in drawn if r.height == pytest.approx(0.32 * lane)]
+    took = timeline.lanes.end_ms - timeline.lanes.start_ms
+    total = float(took[timeline.lanes.lane == 1].sum())
+    scale = (1000.0 - LEFT - RIGHT) / timeline.step_ms
+    assert sum(r.width for r in exchanges) == pytest.approx(total * scale, abs=0.6 * len(exchanges) + 1e-6)

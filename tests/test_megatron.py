@@ -253,6 +253,15 @@ def test_published_orders_and_irregular_plans_equal_megatron_without_a_pipeline(
     _assert_equal(_run(four, run_many, jobs), jobs)
 
 
+@pytest.mark.parametrize("kind", ["gpt", "hybrid"])
+def test_split_plans_run_in_the_precision_that_megatrons_cross_entropy_changes_in_place(kind, four):
+    """Its `logits -= maximum` is on the head's own output where that is fp32 already."""
+    single = {"params_dtype": torch.float32, "pipeline_dtype": torch.float32, "kind": kind}
+    jobs = [(_system("zb-h1", 2), single), (_tuned(2), {**single, "add_bias_linear": False})]
+    for per_rank in _run(four, run_many, jobs):
+        assert max(max(errors) for errors in per_rank) <= 1e-4
+
+
 def test_tied_embeddings_are_one_wherever_they_lie(four):
     jobs = [
         (_system("zb-v", 2), {"tied": True}),

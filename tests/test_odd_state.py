@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 import odd_layers  # noqa: E402
+import odd_modules  # noqa: E402
 import odd_reach  # noqa: E402
 import odd_state  # noqa: E402
 from test_odd_layers import COUNT, TOLERANCE, plans  # noqa: E402
@@ -26,7 +27,7 @@ STEPS = 3
 """R is compared with F in the first two; in the third it leaves out what it may."""
 KINDS: dict[str, odd_state.Kind] = {
     **odd_state.STATE, **odd_state.IN_PLACE, **odd_state.DRAWS, **odd_reach.LEFT, **odd_reach.HOOKS, **odd_reach.INSIDE,
-    **odd_reach.MODULES, **odd_reach.LOSSES,
+    **odd_modules.MODULES, **odd_modules.LOSSES,
 }  # fmt: skip
 QUICK = (
     "a counter in an attribute", "a buffer of the first forward", "plain statistics of F.batch_norm", "an iterator",
@@ -161,8 +162,8 @@ def test_every_kind_trains_on_two_ranks_as_in_plain_torch(title, two):
     names = [n for n, k in KINDS.items() if k.in_order and not k.refused_always and not (k.refused and "rec" in title)]
     jobs = [(name, title, plans(2)[title]) for name in names]
     wrong = []
-    for at in range(0, len(jobs), 20):  # one answer after the other: ranks that say nothing for long count as lost
-        wrong += [line for rank in two.run(outcomes, jobs[at : at + 20]) for line in rank]
+    for at in range(0, len(jobs), 5):  # one answer after the other: ranks that say nothing for long count as lost
+        wrong += [line for rank in two.run(outcomes, jobs[at : at + 5]) for line in rank]
     assert wrong == []
 
 

@@ -19,6 +19,7 @@ from octopipe.plans.file import plan_from_json, plan_to_json
 from octopipe.plans.pair_price import PairPrices
 from octopipe.plans.plan import Op, Plan, Stage, parse_slots
 from octopipe.search.systems import build_plan
+from octopipe.simulation.bounds.bounds import bounds
 from octopipe.simulation.lowering import CHANNELS, lower
 from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import timeline_from_json
@@ -230,3 +231,24 @@ def test_a_pair_without_exchange_takes_as_long_as_its_ops() -> None:
     costs = CostTable.uniform(num_layers=2)
     plan = pair_plan([["0F0", "1F0", "0F1+1B0", "1F1+0B0", "1B1", "0B1"]])
     assert simulate(plan, costs).makespan_ms == simulate(replace(plan, pairs=frozenset()), costs).makespan_ms == 12.0
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_no_plan_with_pairs_beats_the_bounds_of_the_two_lanes(seed: int) -> None:
+    rng = random.Random(200 + seed)
+    plan = random_plan(rng)
+    while plan.num_ranks > plan.num_layers:
+        plan = random_plan(rng)
+    costs = with_exchange(rng, random_costs(rng, plan))
+    plan = with_pairs(rng, plan, share=1.0)
+    step = simulate(plan, costs).step_ms
+    for bound in bounds(costs, plan.num_ranks, plan.num_micro_batches):
+        assert bound.ms <= step + 1e-9, bound
+
+
+def test_the_work_bound_is_the_busier_lanes() -> None:
+    rows = [[("compute", 1.0), ("exchange", 3.0)]] * 4, [[("compute", 1.0), ("exchange", 2.0)]] * 4
+    costs = CostTable.uniform(num_layers=4, forward_ms=4.0, input_ms=3.0, weight_ms=1.0)
+    costs = costs.replace(segments=Segments.from_ms(*rows))
+    found = dict(bounds(costs, 2, 10))
+    assert found["work"] == 4 * 10 * (3.0 + 2.0) / 2  # the exchange; compute is 3 of 8 ms

@@ -140,7 +140,7 @@ def test_the_form_is_answered_by_the_same_search_as_the_verb() -> None:
     assert found["gpus"] == 8 and found["candidates"][0]["fits"] and panel(found)
     for wrong, said in (
         ({"gpus": "many"}, "gpus"),
-        ({"budget_s": "soon"}, "no number"),
+        ({"budget_s": "soon"}, "not a number"),
         ({"today": "x"}, "cannot read"),
     ):
         with pytest.raises(OctoPipeError, match=said):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from octopipe.base.errors import NotApplicableError, OctoPipeError
 from octopipe.costs.cluster.hardware import Link, Network
+from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.search.systems import build_plan
@@ -189,3 +192,22 @@ def test_dualpipe_orders_hold_every_op_once_and_defer_some_weights() -> None:
 def test_constraints_are_named(name: str, p: int, m: int, reason: str) -> None:
     with pytest.raises(NotApplicableError, match=f"{name}: {reason}"):
         build_plan(name, CostTable.uniform(num_layers=12), p, m)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev", "interleaved-overlap"])
+def test_overlapped_systems_pair_only_where_there_is_an_exchange(name: str) -> None:
+    plain = CostTable.uniform(num_layers=16, activation_bytes=1.0)
+    moe = plain.replace(
+        segments=Segments.from_ms(
+            [[("compute", 0.6), ("exchange", 0.4)]] * 16, [[("exchange", 0.4), ("compute", 0.6)]] * 16
+        )
+    )
+    without, paired = build_plan(name, plain, 4, 16), build_plan(name, moe, 4, 16)
+    assert not without.pairs and paired.pairs
+    assert all(a.kind == "F" and b.kind == "B" for a, b in paired.pairs)
+    apart = simulate(replace(paired, pairs=frozenset()), moe)
+    together = simulate(paired, moe)
+    assert together.makespan_ms < apart.makespan_ms
+    assert together.exchange.share > 0.4 and apart.exchange.share == 0.0
+    if name != "interleaved-overlap":
+        assert replace(paired, pairs=frozenset(), extra={}) == replace(without, extra={})

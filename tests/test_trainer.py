@@ -336,7 +336,7 @@ def test_a_fine_tune_is_that_of_plain_torch_step_by_step(
     found = journey(tmp_path, steps=steps, dtype=dtype, family=family)
     assert found["exit_when_interrupted"] == 130 and 0 < found["interrupted_after_step"] < steps
     assert found["every_step_once"] and found["last_loss"] < found["first_loss"] - 1.0
-    # Transformers computes the loss in float32, in double precision too; the gradients follow their own precision.
-    assert found["largest_loss_difference"] < 1e-5
-    assert found["largest_evaluation_difference"] < 1e-5
+    assert found["largest_loss_difference"] < (1e-5 if dtype == "float32" else 1e-9)
+    # Transformers' loss is of float32 in double precision, too; the plain evaluation's is not.
+    assert found["largest_evaluation_difference"] < (1e-5 if dtype == "float32" else 1e-6)
     assert found["exported_loss"] == pytest.approx(found["evaluations"][steps], abs=1e-5)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from executor_models import KINDS, NUM_LAYERS, make  # noqa: E402
 from random_plans import random_plan  # noqa: E402
-from ranks import shared_ranks  # noqa: E402
+from ranks import Ranks, shared_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from twins import plain_gradients, worst_error  # noqa: E402
 
@@ -209,11 +209,10 @@ class Gate(nn.Module):
         return self.left(value), self.right(value)
 
 
-MODES = ("none", "left", "none", "both", "both", "left")
-"""What is missing once everything was there is zeros: hosts would have to wait for one another to tell."""
+MODES = ("none", "left", "none", "both", "both", "left", "both", "none")
 
 
-def gating_layers(world, kind):
+def gating_layers(world, kind, modes):
     """Per mode: which parameters of this rank have a gradient, and the largest of each."""
     torch.manual_seed(0)
     layers = [Gate() for _ in range(4)]
@@ -224,7 +223,7 @@ def gating_layers(world, kind):
     with Pipeline(
         layers, plan, lambda out, _: out[0].square().mean(), group=world, transport=transport, timeout_s=20
     ) as pipe:
-        for mode in MODES:
+        for mode in modes:
             layers[2].mode = mode
             for p in pipe.parameters():
                 p.grad = None
@@ -233,13 +232,48 @@ def gating_layers(world, kind):
     return out
 
 
-@pytest.mark.parametrize("kind", ["gloo", "strict", IpcTransport])
+def gating_plainly(modes):
+    """The same in one process."""
+    torch.manual_seed(0)
+    layers = [Gate() for _ in range(4)]
+    out = []
+    for mode in modes:
+        layers[2].mode = mode
+        model = nn.Sequential(*layers)
+        model.zero_grad()
+        for part in torch.ones(4, 2, 4):
+            (model(part)[0].square().mean() / 4).backward()
+        named = {f"{k}.{n}": p for k in (0, 1) for n, p in layers[k].named_parameters()}
+        out.append({name: None if p.grad is None else float(p.grad.norm()) for name, p in named.items()})
+    return out
+
+
+@pytest.mark.parametrize("kind", ["gloo", "strict"])
+def test_a_gradient_that_does_not_exist_is_none_at_every_step(kind, two):
+    first, _ = two.run(gating_layers, kind, MODES)
+    for ours, plain in zip(first, gating_plainly(MODES), strict=True):
+        assert ours.keys() == plain.keys()
+        for name, value in plain.items():
+            assert ours[name] == (None if value is None else pytest.approx(value, rel=1e-5)), name
+
+
+def test_on_a_device_a_gradient_that_goes_missing_is_an_error_where_it_is_sent():
+    ranks = Ranks(2)
+    try:
+        ranks.start(gating_layers, IpcTransport, MODES[:6])
+        texts = [text for _, text in ranks.results()]
+    finally:
+        ranks.close()
+    assert "has a gradient missing that was there in the step before" in texts[1]
+
+
+@pytest.mark.parametrize("kind", [IpcTransport])
 def test_a_gradient_that_does_not_exist_arrives_as_none(kind, two):
-    first, _ = two.run(gating_layers, kind)
+    first, _ = two.run(gating_layers, kind, MODES[:5])
     assert all(value is None for value in first[0].values()) and all(value is None for value in first[2].values())
     assert {name for name, value in first[1].items() if value is None} == {"1.right.weight", "1.right.bias"}
     assert min(value for name, value in first[3].items() if name.startswith("1")) > 0
-    assert first[3] == first[4] and first[5]["1.right.weight"] == 0.0 and first[5]["1.left.weight"] > 0
+    assert first[3] == first[4]
 
 
 class Pair(nn.Module):

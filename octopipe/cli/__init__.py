@@ -22,11 +22,11 @@ from octopipe.base.streams import open_standard_streams
 from octopipe.cli.faults import BAD_INPUT, FAULT, explained
 
 VERBS = {
-    "plan": "how to split a model over a whole cluster, and what one gets",
+    "plan": "find the fastest way to split a model over a whole cluster",
     "models": "list the model presets, or show one layer by layer",
     "gpus": "list the GPU presets",
     "simulate": "predict step time, bubbles and memory of a system or a plan",
-    "check": "say everything that is wrong with a plan file",
+    "check": "list everything that is wrong with a plan file",
     "systems": "list the published systems; --check re-derives their closed forms",
     "compare": "run every system on a model, side by side",
     "tune": "find a faster plan: partition, placement and order together",
@@ -35,7 +35,7 @@ VERBS = {
     "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
     "import": "what PyTorch, torchtitan or Megatron run today, as a plan; traces of profilers, as a profile",
     "serve": "a local page to tune and look at plans",
-    "train": "train a model with a plan, for real",
+    "train": "train a model with a plan",
     "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
@@ -45,11 +45,11 @@ VERBS = {
 }
 OK, BROKEN_PIPE, DOES_NOT_FIT, INTERRUPTED, TERMINATED = 0, 1, 3, 130, 143
 EXIT_CODES = {
-    OK: "done",
-    BROKEN_PIPE: "a check did not hold, or the reader of the output went away",
+    OK: "success",
+    BROKEN_PIPE: "a check failed, or the reader of the output closed it",
     BAD_INPUT: "bad input",
     DOES_NOT_FIT: "does not fit in memory",
-    FAULT: "a fault of octopipe's own",
+    FAULT: "an internal error",
     INTERRUPTED: "interrupted (Ctrl-C)",
     TERMINATED: "terminated (SIGTERM)",
 }
@@ -234,8 +234,8 @@ def _help() -> str:
     codes = "\n".join(f"  {code:<{width}}  {text}" for code, text in EXIT_CODES.items())
     return (
         "usage: octopipe VERB ...\n\nPlan, simulate, tune and run pipeline-parallel training of heterogeneous models."
-        f"\n\nverbs:\n{verbs}\n\nexit codes:\n{codes}\n\n`octopipe VERB --help` says what a verb takes, "
-        "--version which octopipe this is;\n--debug (or OCTOPIPE_TRACEBACK=1) shows where a fault came from."
+        f"\n\nverbs:\n{verbs}\n\nexit codes:\n{codes}\n\n`octopipe VERB --help` lists a verb's "
+        "flags, --version prints the version;\n--debug (or OCTOPIPE_TRACEBACK=1) prints the traceback of an error."
     )
 
 

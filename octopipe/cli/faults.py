@@ -54,7 +54,7 @@ def explained(error: Exception, words: Sequence[str]) -> tuple[int, str]:
     why = " ".join(str(error).split())[:200]
     again = shlex.join(["octopipe", *words[:1], "--debug", *words[1:]])
     return FAULT, (
-        f"{type(error).__name__}{': ' if why else ''}{why}{_place(error)}: a fault of octopipe's own; "
+        f"{type(error).__name__}{': ' if why else ''}{why}{_place(error)}: an internal error of octopipe; "
         f"please report it with what `{again}` prints"
     )
 

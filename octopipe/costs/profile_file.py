@@ -9,7 +9,7 @@ measured (`runtime/profiler.py`).
      "partial": {"1": {"forward_ms": [...], "backward_ms": [...], "weight_ms": [...]}},     one rank alone at work
      "links": [{"source": 0, "destination": 1, "latency_ms": 0.01, "gb_per_s": 40.0}],
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
-     "mode": {"precision": "bf16-main-fp32", "graphs": false}, "repeatable": [true, false], "about": {...}}
+     "repeatable": [true, false], "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
 `repeatable` says layer by layer whether a second forward was seen to do the same as the first.
 

@@ -19,6 +19,7 @@ from typing import Any
 
 _HOME = {
     "forward_backward_func": "octopipe.megatron.driver",
+    "use_cpu": "octopipe.megatron.on_cpu",
     "build_chunks": "octopipe.megatron.placing",
     "embedding_ranks": "octopipe.megatron.placing",
     "for_megatron": "octopipe.megatron.placing",

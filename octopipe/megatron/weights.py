@@ -105,7 +105,11 @@ class _Product(torch.autograd.Function):
         ctx.reduces, ctx.gathers, ctx.has_bias = reduces, gathers, bias is not None
         whole = _gathered(input, group) if gathers else input
         out = times(whole, weight.t())
-        return out if bias is None else out + bias
+        if bias is not None:
+            return out + bias
+        # Not as a view: Megatron's cross entropy changes fp32 logits in place, which autograd forbids for the view that
+        # a function has made.
+        return torch.ops.aten._unsafe_view(out, out.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

@@ -74,8 +74,13 @@ def lowering_costs(plan: Plan) -> CostTable:
     return CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
 
 
-def costs_of_plan(plan: Plan, given: Mapping[str, Any] | None = None, where: str = "plan") -> CostTable:
-    """The costs behind a plan: its own, or its setting overruled by what `given` says (None says nothing)."""
+def costs_of_plan(
+    plan: Plan, given: Mapping[str, Any] | None = None, where: str = "plan", *, naming: str = "--model"
+) -> CostTable:
+    """The costs behind a plan: its own, or its setting overruled by what `given` says (None says nothing).
+
+    `naming`: how the caller's user names a model, for the error where the plan names none.
+    """
     asked = {key: value for key, value in (given or {}).items() if value is not None}
     table = plan.extra.get(COST_TABLE)
     if table is not None and not asked:
@@ -84,12 +89,12 @@ def costs_of_plan(plan: Plan, given: Mapping[str, Any] | None = None, where: str
     own = plan.extra.get(SETTING)
     if not isinstance(own, Mapping) and not asked.get("model"):
         raise OctoPipeError(
-            f"{where}: does not say for which model and set-up it was made; give --model (and --gpu, --tp, --seq, ...)"
+            f"{where}: does not say for which model and set-up it was made; give {naming} (and the GPU, the sizes, ...)"
         )
     known = {**(own if isinstance(own, Mapping) else {}), **asked}
     model = known.get("model") or plan.model
     if not model:
-        raise OctoPipeError(f"{where}: does not say which model it is about; give --model")
+        raise OctoPipeError(f"{where}: does not say which model it is about; give {naming}")
     try:
         costs = _fitting(plan, _resolved(str(model), plan, known, where), where)
     except OctoPipeError as error:

@@ -36,13 +36,16 @@ from octopipe.runtime.agreement import agreed_program
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.failures import Failures
+from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.precision import Autocast, autocast_context, keep_main_gradients
 from octopipe.runtime.ranks.layers import Layers
+from octopipe.runtime.ranks.leaves import LeafWatch, names_by_id
+from octopipe.runtime.ranks.overflow import PipelineGradScaler, computes_in_half, share_overflow
 from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
-from octopipe.runtime.ranks.reduce import Reducer, wait_for
+from octopipe.runtime.ranks.reduce import Reducer, Shared
 from octopipe.runtime.ranks.replicas import Replicas
-from octopipe.runtime.ranks.world import World, all_reduce
+from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import rank_program
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
@@ -135,13 +138,17 @@ class Pipeline:
         """Folder and step of the checkpoint that was loaded, until one is saved: later ones are another branch's."""
         self.losses: Tensor | None = None
         """The last step's losses, one per micro-batch, on every rank."""
-        self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed)
+        self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
         if main_grads:
             keep_main_gradients(self.parameters())
         self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
         self.replicas.make_equal()
+        self._buffers = self.replicas.shared_buffers()
+        self._names_elsewhere = names_by_id(layers)
+        self._replaced: list[Shared] = []
         self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
         self._autocast = autocast_context(autocast, self.device)
+        self._half = computes_in_half(self._autocast, self.device, self.layers.named.values())
         self._watchdog: Watchdog | None = None
         self.side_inputs, self._verify = tuple(side_inputs), verify
         if cuda_graphs and self.device.type != "cuda":
@@ -183,6 +190,10 @@ class Pipeline:
                 stage.always_check, stage.may_step_inside = self._verify, alone
                 if recomputes:
                     stage.check_repeatable()
+        self._leaves: LeafWatch | None = None
+        if world.size > 1 or world.num_replicas > 1:
+            own = {id(p): name for name, p in self.layers.named.items()}
+            self._leaves = LeafWatch(self.executor, own, self._names_elsewhere, self.reducer.also_used_by)
         if world.size > 1:
             self._watchdog = Watchdog(
                 self.board,
@@ -223,6 +234,11 @@ class Pipeline:
         self.failures.check()
         inputs, targets = self._inputs.split(batch, target)
         shares, sides = self._inputs.shares(batch, target), self._inputs.split_side(side)
+        if not self.layers.untouched():
+            self._take_replaced()
+        if self._replaced:
+            self.replicas.make_equal_again(self._replaced)
+            self._replaced = []
         with self._whole():
             verifier = Verifier(self.executor, self.layers.named) if self._first_step and self._verify else None
             if not self.reducer.idle:
@@ -243,9 +259,37 @@ class Pipeline:
                 begin = self.recorder.now()
                 self.reducer.finish()
                 self.recorder.extras.append(("reduce", begin, self.recorder.now()))
+            self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
                 self._tell_missing()
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
+
+    def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
+        needs_batch, count = self.executor.program.needs_batch, self.plan.num_micro_batches
+        cuts = needs_batch and weights(rows_of(batch), count) is not None
+        self.losses = mean_losses(losses, shares, count, self.world, self.device, self.timeout_s, cuts_unevenly=cuts)
+        return self.losses.mean()
+
+    def _finish_step(self) -> None:
+        """What ranks owe each other beside gradients."""
+        if self._leaves is not None and self._leaves.finish(self.world):
+            self._leaves = None
+        self._buffers.keep_alike()
+        if self._scales_loss():
+            share_overflow(self.layers.named.values(), self.world, self.device, self.timeout_s)
+
+    def _scales_loss(self) -> bool:
+        """Whether gradients may overflow on purpose: a scaled loss, or float16."""
+        if self.world.size == 1 and not self.world.axes and not self.world.model_axes:
+            return False
+        return self.loss_scale != 1.0 or self._half
+
+    def _take_replaced(self) -> None:
+        """Parameters that were put in the place of others since the last look."""
+        replaced = self.layers.refresh()
+        if replaced:
+            self.reducer.renew(self.layers.shared())
+            self._replaced += replaced
 
     def evaluate(self, batch: Any = None, target: Any = None, *, side: Mapping[str, Any] | None = None) -> Tensor:
         """The mean loss of the same micro-batches without gradients (`eval()` switches dropout off first)."""
@@ -327,35 +371,6 @@ class Pipeline:
                 stacklevel=3,
             )
 
-    def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
-        count, mine = self.plan.num_micro_batches, self.executor.program
-        values = torch.zeros(count + 2, dtype=torch.float64, device=self.device)
-        for m, loss in losses.items():
-            values[m] = loss
-            if shares is not None:
-                values[m] *= shares[m]
-        # Who cuts unevenly and who weighs so: both or neither.
-        if mine.needs_batch and weights(rows_of(batch), count) is not None:
-            values[count] = 1
-        if losses and shares is not None:
-            values[count + 1] = 1
-        # Every loss has one maker and the sum of a number and zeros is that number: no rounding, whatever the plan.
-        if self.world.group is not None:
-            work = all_reduce(self.world.group, values)
-            wait_for(work, self.timeout_s, "the exchange of losses")
-        for group in self.world.axes.values():
-            values /= group.size()
-            work = all_reduce(group, values)
-            wait_for(work, self.timeout_s, "the data-parallel exchange of losses")
-        cut, weighed = values[count:].tolist() if self.device.type == "cpu" or shares is not None else (0, 0)
-        if (cut > 0) != (weighed > 0):
-            raise OctoPipeError(
-                "the batch does not split into equal micro-batches, and the ranks with the loss do not know its rows; "
-                "give them the target (or the batch), with as many rows"
-            )
-        self.losses = values = values[:count]
-        return values.mean()
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm (`grad_norm`) is at most `max_norm`; returns it."""
         total = self.grad_norm(norm_type)
@@ -367,7 +382,15 @@ class Pipeline:
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The global norm of all ranks' gradients, a parameter that several ranks hold counted once, in layer order."""
+        self._take_replaced()
         return self.replicas.norm(norm_type)
+
+    def grad_scaler(self, **options: Any) -> PipelineGradScaler:
+        """A `torch.amp.GradScaler` with these options that skips a step on all ranks or on none, and sets `loss_scale`.
+
+        torch's own does as well, with `loss_scale = scaler.get_scale()` before every step (see `ranks/overflow.py`).
+        """
+        return PipelineGradScaler(self, **options)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -384,11 +407,12 @@ class Pipeline:
         return (p for _, p in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters as `layer.name`, each once, in layer order."""
+        """This rank's parameters as `layer.name`, each once, in layer order; the loss's count as a last layer's."""
+        self._take_replaced()
         return iter(self.layers.named.items())
 
     def modules(self) -> dict[int, nn.Module]:
-        """This rank's layers by number."""
+        """This rank's layers by number; a loss with parameters has the number after the last layer's."""
         return self.layers.modules
 
     def train(self, mode: bool = True) -> Pipeline:

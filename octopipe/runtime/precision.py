@@ -115,6 +115,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 master = nn.Parameter(parameter.detach().float())
             master.layer_name = name  # type: ignore[attr-defined]
             self._masters[parameter] = master
+        self._models = {id(m): p for p, m in self._masters.items()}
         self._pairs = [(p, m) for p, m in self._masters.items() if p is not m]
         self._versions: dict[nn.Parameter, int] = {}
         self._note_versions()
@@ -147,6 +148,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return None
         self._follow(parameter, found)
         return found
+
+    def parameter_of(self, updated: Tensor) -> Tensor:
+        """The model's parameter behind one of the groups' tensors."""
+        return self._models[id(updated)]
 
     def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Give a parameter's master these values, and the parameter what they round to."""

@@ -63,7 +63,15 @@ class Verifier:
         for number, watched in self._watched.items():
             self._executor.chains[number] = watched.chain
             if not found:
-                found = watched.compare(self._names, self._executor._autocast or nullcontext)
+                try:
+                    found = watched.compare(self._names, self._executor._autocast or nullcontext)
+                except Exception as error:  # the other ranks wait for what this one says
+                    why = " ".join(str(error).split())[:160]
+                    place = watched.parts[-1][0].place()
+                    found = (
+                        f"verify: the layers up to {place} cannot run a second time ({type(error).__name__}: {why}); "
+                        "leave verify out, or mend their forward"
+                    )
         everybody = [text for text in world.gather(found) if text]
         if everybody:
             raise OctoPipeError(everybody[0])
@@ -167,9 +175,9 @@ class _Watched:
         ]  # fmt: skip
         wanted = [*self.parameters, *(t for t, need in zip(leaves, needs) if need)]
         if pairs and wanted:
-            plain = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            plain = _gradients([o for o, _ in pairs], wanted, [g for _, g in pairs])
         else:
-            plain = (None,) * len(wanted)  # type: ignore[assignment]
+            plain = (None,) * len(wanted)
         # Where the true gradient is zero (a bias before batch norm) both are noise.
         floor = 4 * max((torch.finfo(d).eps for d in dtypes), default=0.0)
         floor *= max((float(g.abs().double().norm()) for g in map(_dense, plain) if g is not None), default=0.0)
@@ -219,6 +227,25 @@ class _WatchedRun:
         with self._watched.counting():
             while self.runs:
                 self.runs.pop().backward_weight()
+
+
+def _gradients(outputs: list[Tensor], wanted: list[Tensor], given: list[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of `wanted`, `.grad` left as it was."""
+    try:
+        return torch.autograd.grad(outputs, wanted, given, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:
+        if "compatible with .grad()" not in str(error):
+            raise
+    # Reentrant checkpoints run backward inside backward, which only ends in `.grad`.
+    before = [t.grad for t in wanted]
+    try:
+        for t in wanted:
+            t.grad = None
+        torch.autograd.backward(outputs, given)
+        return [t.grad for t in wanted]
+    finally:
+        for t, grad in zip(wanted, before):
+            t.grad = grad
 
 
 def _copied(value: Any) -> Any:

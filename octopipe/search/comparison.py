@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from octopipe.base.display import html_of, one_line
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.table import CostTable
@@ -26,7 +27,7 @@ from octopipe.plans.plan import Plan
 from octopipe.search.recompute import Price, plan_under
 from octopipe.search.systems.bpipe import balanced_peak_bytes
 from octopipe.search.systems.registry import build_plan, get_system, systems
-from octopipe.simulation.bounds.bounds import lower_bound_ms
+from octopipe.simulation.bounds.bounds import PlanClass, lower_bound_ms
 from octopipe.simulation.lowering import Channel
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, ROUNDING
@@ -63,6 +64,8 @@ class Result:
     communications: int = 0
     overlapped: int = 0
     overlap_rate: float = float("nan")
+    exchange_hidden: float | None = None
+    """Of the experts' exchange, the share behind computation; None where there is none."""
     stages: int = 0
     splits_backward: bool = False
     micro_batches: int = 0
@@ -77,7 +80,7 @@ class Result:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """All results, best first: what fits by step time, then what does not fit, then what does not run."""
 
@@ -86,10 +89,21 @@ class Comparison:
     num_micro_batches: int
     split_backward: bool
     lower_bound_ms: float
+    """No plan of the class `bound_of` is faster; a system that holds layers on two ranks may be."""
     results: tuple[Result, ...]
+    bound_of: PlanClass = field(default_factory=PlanClass)
     setup: Setup | None = None
     interrupted: bool = False
     """Some systems had not been run when somebody asked to stop."""
+
+    def __repr__(self) -> str:
+        ran = [r for r in self.results if not r.reason]
+        best = f"{ran[0].system} {ran[0].step_ms:.1f} ms" if ran and ran[0].fits else "nothing fits"
+        sizes = f"{self.num_ranks} ranks, {self.num_micro_batches} micro-batches"
+        return one_line("Comparison", f"{len(ran)} systems on {self.model}", sizes, f"best {best}")
+
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -100,6 +114,7 @@ class Comparison:
             "setup": None if self.setup is None else self.setup.as_dict(),
             "split_backward": self.split_backward,
             "lower_bound_ms": self.lower_bound_ms,
+            "bound_of": self.bound_of.as_dict(),
             "results": [result.as_dict() for result in self.results],
         }
 
@@ -235,6 +250,7 @@ class _Task:
             communications=overlap.communications,
             overlapped=overlap.overlapped,
             overlap_rate=overlap.rate,
+            exchange_hidden=timeline.exchange.share if costs.exchanges else None,
             stages=len(plan.stages),
             splits_backward=plan.splits_backward,
             micro_batches=plan.num_micro_batches,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from octopipe.base.display import one_line
+from octopipe.base.display import html_of, one_line
 from octopipe.plans.plan import Plan
 from octopipe.simulation.bounds.bounds import PlanClass
 from octopipe.simulation.timeline import Timeline
@@ -124,6 +124,9 @@ class TuneResult:
         plan = f"{len(self.plan.stages)} stages on {self.plan.num_ranks} ranks"
         found = f"method {self.method} in {self.seconds:.1f} s"
         return one_line("TuneResult", f"{self.step_ms:.2f} ms, {self.gap:.2%} above the bound", plan, found)
+
+    def _repr_html_(self) -> str | None:
+        return html_of(self)
 
     @property
     def gap(self) -> float:

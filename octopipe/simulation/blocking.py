@@ -129,9 +129,9 @@ def meetings(  # type: ignore[no-untyped-def]
                 waiting[one] = False
             moved[served] = True
             continue
-        ready = head[r] < offsets[r + 1]
+        c = head[r]
+        ready = c < offsets[r + 1]
         if ready:
-            c = head[r]
             for k in range(data.shape[1]):
                 if data[c, k] >= 0:
                     i = transfer_of[c, k]

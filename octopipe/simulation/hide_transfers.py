@@ -41,7 +41,9 @@ def hide_transfers(
     seed: int = 0,
 ) -> Plan:
     """The plan with as many sends and receives behind computation as a walk through orders of no longer step time
-    (longer by `slack`, a share, at most) finds, within a time or a number of moves."""
+    (longer by `slack`, a share, at most) finds, within a time or a number of moves. Pairs are left as they are."""
+    if plan.pairs:
+        return plan  # a rank that runs pairs has no place in its order to move an op to without taking one apart
     if (budget_s is None) == (moves is None):
         raise OctoPipeError("hide_transfers takes a budget in seconds or a number of moves; give one of the two")
     end = None if budget_s is None else time.monotonic() + budget_s

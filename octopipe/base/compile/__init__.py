@@ -29,6 +29,7 @@ import numpy as np
 
 from octopipe.base.compile.machine import LOCK, free, known, load, load_kept
 from octopipe.base.compile.store import keep, kept
+from octopipe.base.compile.text import bounds_checked
 from octopipe.base.compile.types import (
     BOOL,
     FLOAT,
@@ -44,6 +45,9 @@ from octopipe.base.compile.types import (
 )
 
 __all__ = ["Kernel", "njit", "usable_cores"]
+ERRORS = {e.__name__: e for e in (ZeroDivisionError, IndexError, ValueError, MemoryError)}
+"""What a kernel may raise."""
+_NUMBER = struct.Struct("=q")
 
 
 class Kernel:
@@ -76,19 +80,20 @@ class _Made:
     """A kernel compiled for certain types, with the block of words it is called by: arguments, then results."""
 
     def __init__(self, python: Callable[..., Any], keys: tuple[Any, ...]) -> None:
-        types = tuple(full_type(key) for key in keys)
+        types, checked = tuple(full_type(key) for key in keys), bounds_checked()
         ours = python.__module__.startswith("octopipe.")
-        note = f"{python.__name__}-{known(f'{python.__module__}.{python.__qualname__} {keys}')}.k" if ours else ""
+        name = f"{python.__module__}.{python.__qualname__} {keys}{' checked' if checked else ''}"
+        note = f"{python.__name__}-{known(name)}.k" if ours else ""
         if not self._from_note(note):
             from octopipe.base.compile.module import translated
 
-            text, self.returned = translated(python, types)
+            text, self.returned, self.sites = translated(python, types, checked)
             self.entry, self.engine, file = load(text, python.__name__)
             if note:
-                keep(note, json.dumps([file, as_plain(self.returned)]).encode())
+                keep(note, json.dumps([file, as_plain(self.returned), self.sites]).encode())
         self.pack, self.unpack = (
             struct.Struct("=" + "".join("d" if w == "double" else "Q" if w == "ptr" else "q" for w in some))
-            for some in ([w for t in types for w in words(t)], words(self.returned))
+            for some in (["i64", *(w for t in types for w in words(t))], words(self.returned))
         )
         self.block = ctypes.c_char * max(self.pack.size + self.unpack.size, 1)
 
@@ -98,7 +103,7 @@ class _Made:
         if found is None:
             return False
         try:
-            file, returned = json.loads(found)
+            file, returned, self.sites = json.loads(found)
             self.returned = from_plain(returned)
             loaded = load_kept(str(file))
         except (ValueError, TypeError, RecursionError):  # another version's, or nobody's
@@ -109,9 +114,16 @@ class _Made:
 
     def call(self, arguments: Arguments) -> Any:
         block = self.block()
-        self.pack.pack_into(block, 0, *arguments.words)
+        try:
+            self.pack.pack_into(block, 0, 0, *arguments.words)
+        except struct.error:
+            raise OverflowError("a kernel takes whole numbers of 64 bits") from None
         self.entry(ctypes.addressof(block))
         arguments.write_back()
+        failed = _NUMBER.unpack_from(block)[0]
+        if failed:
+            kind, file, line, words = self.sites[failed - 1]
+            raise ERRORS[kind](f"{file}:{line}: {words}")
         if not self.unpack.size:
             return None
         result, _ = _python(self.returned, self.unpack.unpack_from(block, self.pack.size))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.compile.text import Text, Value
-from octopipe.base.compile.types import BOOL, FLOAT, INT, ITEMS, LLVM, UINT, Known, Tuple
+from octopipe.base.compile.types import BOOL, FLOAT, INT, ITEMS, LLVM, UINT, Array, Known, Tuple
 
 
 def read_as(array: Value) -> str:
@@ -20,6 +20,8 @@ def read_as(array: Value) -> str:
 
 def _extreme(less: bool) -> Callable[..., Value]:
     def make(text: Text, *values: Value) -> Value:
+        if len(values) < 2:
+            raise TypeError("min and max take two numbers or more")
         best = values[0]
         for other in values[1:]:
             type_, x, y = text.alike(best, other, INT)
@@ -34,6 +36,8 @@ def _extreme(less: bool) -> Callable[..., Value]:
 def _as(type_: str) -> Callable[..., Value]:
     def make(text: Text, value: Value) -> Value:
         if type_ == UINT and value.const is not None:
+            if value.const < 0 or not isinstance(value.const, int):
+                raise TypeError(f"{value.const} is no whole number without a sign")
             return Value(UINT, [str(int(value.const))], int(value.const))
         return text.convert(value, type_)
 
@@ -51,6 +55,8 @@ def _real(intrinsic: str) -> Callable[..., Value]:
 def _abs(text: Text, value: Value) -> Value:
     if value.type == FLOAT:
         return _real("fabs")(text, value)
+    if value.type == UINT:
+        return value
     x = text.convert(value, INT).regs[0]
     negative = text.reg(f"icmp slt i64 {x}, 0")
     return text.pick(negative, INT, text.reg(f"sub i64 0, {x}"), x)
@@ -60,8 +66,12 @@ def _item(dtype: Value | None, default: str) -> str:
     return default if dtype is None else np.dtype(dtype.type.thing).name
 
 
-def _lengths(text: Text, shape: Value) -> list[str]:
+def _lengths(text: Any, shape: Value) -> list[str]:
+    if text.loops:
+        raise TypeError("an array is made outside of loops; make it before the loop, or in a kernel of its own")
     each = text.parts(shape) if isinstance(shape.type, Tuple | Known) else [shape]
+    if any(n.type not in (INT, UINT) for n in each):
+        raise TypeError("a length is a whole number")
     return [text.convert(n, INT).regs[0] for n in each]
 
 
@@ -74,20 +84,25 @@ def _empty(text: Text, shape: Value, dtype: Value | None = None) -> Value:
 
 
 def _full(text: Text, shape: Value, value: Value, dtype: Value | None = None) -> Value:
+    if isinstance(value.type, Array):
+        raise TypeError("np.full takes one number")
     default = {FLOAT: "float64", INT: "int64", UINT: "uint64", BOOL: "bool"}[value.type]
     array = text.new_array(_item(dtype, default), _lengths(text, shape))
     text.fill(array, text.convert(value, read_as(array)))
     return array
 
 
-def _copy(text: Text, array: Value) -> Value:
-    return text.copy(array)
+def _copy(text: Any, array: Value) -> Value:
+    _lengths(text, Value(INT, ["0"], 0))
+    copied: Value = text.copy(array)
+    return copied
 
 
 def _max(text: Text, array: Value) -> Value:
     """The largest element of an array that has one."""
     item = array.type.item
     stored, type_, _ = ITEMS[item]
+    text.fail_if(text.reg(f"icmp eq i64 {text.size(array)}, 0"), ValueError, "the largest of no elements")
     at, best = text.room("i64"), text.room(LLVM[type_])
     text.line(f"store i64 1, ptr {at}")
     text.line(f"store {LLVM[type_]} {text.load(item, array.regs[0]).regs[0]}, ptr {best}")
@@ -97,7 +112,10 @@ def _max(text: Text, array: Value) -> Value:
     text.branch(text.reg(f"icmp slt i64 {i}, {size}"), body, end)
     one = text.load(item, text.reg(f"getelementptr inbounds {stored}, ptr {array.regs[0]}, i64 {i}"))
     now = Value(type_, [text.reg(f"load {LLVM[type_]}, ptr {best}")])
-    text.line(f"store {LLVM[type_]} {_extreme(False)(text, now, one).regs[0]}, ptr {best}")
+    larger = _extreme(False)(text, now, one).regs[0]
+    if type_ == FLOAT:  # as numpy's: what is no number is the largest
+        larger = text.pick(text.reg(f"fcmp uno double {one.regs[0]}, 0.0"), FLOAT, one.regs[0], larger).regs[0]
+    text.line(f"store {LLVM[type_]} {larger}, ptr {best}")
     text.line(f"store i64 {text.reg(f'add nsw i64 {i}, 1')}, ptr {at}")
     text.line(f"br label %{test}")
     text.lines.append(f"{end}:")
@@ -105,6 +123,12 @@ def _max(text: Text, array: Value) -> Value:
 
 
 def _search(text: Any, array: Value, value: Value, side: Value | None = None) -> Value:
+    if not isinstance(array.type, Array) or array.type.ndim != 1:
+        raise TypeError("np.searchsorted looks in an array of one dimension")
+    if side is not None and side.type not in (Known("left"), Known("right")):
+        raise TypeError('the side is "left" or "right"')
+    if not isinstance(value.type, str) or (value.type == FLOAT and read_as(array) != FLOAT):
+        raise TypeError(f"{value.type} is looked for in an array of {array.type.item}; convert it")
     right = side is not None and side.type == Known("right")
     found: Value = text.call(_after if right else _from, [array, text.convert(value, read_as(array))])
     return found

@@ -8,6 +8,7 @@ when a later one widens it, the function is written once more with what is known
 
 from __future__ import annotations
 
+import os
 import struct
 from typing import Any
 
@@ -37,11 +38,18 @@ class Value:
         self.type, self.regs, self.const = type_, regs, const
 
 
+def bounds_checked() -> bool:
+    """Whether kernels that are made now look at every index; a kernel keeps what it was made with."""
+    return os.environ.get("OCTOPIPE_CHECK_BOUNDS", "") not in ("", "0")
+
+
 def number(value: Any) -> Value:
     """A constant."""
     if isinstance(value, bool):
         return Value(BOOL, ["true" if value else "false"], value)
     if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise TypeError(f"{value} has more than 64 bits")
         return Value(INT, [str(value)], value)
     return Value(FLOAT, [f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016x}"], value)
 
@@ -49,9 +57,13 @@ def number(value: Any) -> Value:
 class Text:
     """A function being written."""
 
-    def __init__(self, types: dict[str, Type]) -> None:
+    def __init__(self, types: dict[str, Type], module: Any, file: str) -> None:
+        """`module` knows what can go wrong where (`module.site`)."""
         self.types = types
         """Of variables, from writing it before."""
+        self.module, self.file, self.at_line = module, file, 0
+        self.checked: bool = module.checked
+        self.may_fail = False
         self.changed = False
         self.slots: dict[str, list[str]] = {}
         self.entry: list[str] = []
@@ -97,6 +109,31 @@ class Text:
         if value:
             self.entry.append(f"  store {word} {value}, ptr %v{self.count}")
         return f"%v{self.count}"
+
+    # -- failing ---------------------------------------------------------------------------------------
+
+    def fail_if(self, condition: str, kind: type[Exception], text: str) -> None:
+        """Leave the kernel with an error of this line, which Python raises, where the condition holds."""
+        site = self.module.site(kind.__name__, self.file, self.at_line, text)
+        bad, good = self.label(), self.label()
+        self.line(f"br i1 {condition}, label %{bad}, label %{good}")
+        self.lines.append(f"{bad}:")
+        self.line(f"store i64 {site}, ptr %err")
+        self.line("br label %fail")
+        self.lines.append(f"{good}:")
+        self.may_fail = True
+
+    def fail_with_callee(self) -> None:
+        """Leave the kernel where the one that it called has left with an error."""
+        good = self.label()
+        failed = self.reg(f"icmp ne i64 {self.reg('load i64, ptr %err')}, 0")
+        self.line(f"br i1 {failed}, label %fail, label %{good}")
+        self.lines.append(f"{good}:")
+        self.may_fail = True
+
+    def free_made(self) -> None:
+        for slot in self.made:
+            self.line(f"call void @free(ptr {self.reg(f'load ptr, ptr {slot}')})")
 
     # -- variables -------------------------------------------------------------------------------------
 
@@ -145,8 +182,11 @@ class Text:
             how = {BOOL: "uitofp i1", UINT: "uitofp i64", INT: "sitofp i64"}[of]
             return Value(FLOAT, [self.reg(f"{how} {reg} to double")])
         if of == FLOAT:
+            if self.checked:
+                self.check_whole(reg, "-0x1p63" if to == INT else "0.0")
+            # Defined for every number: the nearest whole one, and 0 for none.
             how = "fptosi" if to == INT else "fptoui"
-            return Value(to, [self.reg(f"{how} double {reg} to i64")])
+            return Value(to, [self.reg(f"call i64 @llvm.{how}.sat.i64.f64(double {reg})")])
         if of == BOOL:
             return Value(to, [self.reg(f"zext i1 {reg} to i64")])
         return Value(to, [reg], value.const)
@@ -155,13 +195,23 @@ class Text:
         """Two numbers in the type that holds both, at least this one: the type and their registers."""
         if {a.type, b.type} == {INT, UINT}:
             # A literal takes the other's type.
-            to = b.type if a.const is not None else a.type
+            literal = a if a.const is not None else b
+            if literal.const is None or literal.const < 0 or literal.type == UINT:
+                raise TypeError("a number with a sign and one without; convert one: np.uint64(), np.int64()")
+            to = b.type if literal is a else a.type
         else:
             to = joined(a.type, b.type)
         if not isinstance(to, str):
             raise TypeError(f"{a.type} with {b.type}")
         to = least if RANK[least] > RANK[to] else to
         return to, self.convert(a, to).regs[0], self.convert(b, to).regs[0]
+
+    def check_whole(self, reg: str, least: str) -> None:
+        low, high = (number(float.fromhex(x) if "x" in x else float(x)).regs[0] for x in (least, "0x1p63"))
+        above = self.reg(f"fcmp oge double {reg}, {low}")
+        below = self.reg(f"fcmp olt double {reg}, {high}")
+        outside = self.reg(f"xor i1 {self.reg(f'and i1 {above}, {below}')}, true")
+        self.fail_if(outside, ValueError, "a number that no whole number can hold")
 
     def pick(self, condition: str, type_: str, a: str, b: str) -> Value:
         return Value(type_, [self.reg(f"select i1 {condition}, {LLVM[type_]} {a}, {LLVM[type_]} {b}")])
@@ -175,9 +225,12 @@ class Text:
             size = self.reg(f"mul nsw i64 {size}, {length}")
         return size
 
-    def address(self, array: Value, indices: list[str]) -> str:
+    def address(self, array: Value, indices: list[str], checked: bool = True) -> str:
         """Of an element, or of a part under the first indices."""
         lengths = array.regs[1:]
+        if self.checked and checked:
+            for index, length in zip(indices, lengths):
+                self.fail_if(self.reg(f"icmp uge i64 {index}, {length}"), IndexError, "index out of bounds")
         at = indices[0] if indices else "0"
         for k in range(1, len(lengths)):
             if at != "0":
@@ -206,17 +259,22 @@ class Text:
         self.line(f"store {stored} {reg}, ptr {address}")
 
     def new_array(self, item: str, lengths: list[str], zero: bool = False) -> Value:
-        """Memory until the same place makes another array, or the call ends."""
+        """Memory until the call ends."""
         slot = self.room("ptr", "null")
         self.made.append(slot)
-        self.line(f"call void @free(ptr {self.reg(f'load ptr, ptr {slot}')})")
+        for length in lengths:
+            if not length.isdecimal():
+                self.fail_if(self.reg(f"icmp slt i64 {length}, 0"), ValueError, "a negative length")
         array = Value(Array(item, len(lengths)), ["", *lengths])
         size = self.size(array)
+        # One more: a length of 0 has an address as well.
+        size = self.reg(f"add i64 {size}, 1")
         nbytes = ITEMS[item][2]
         address = self.reg(
             f"call ptr @calloc(i64 {size}, i64 {nbytes})" if zero else
             f"call ptr @malloc(i64 {self.reg(f'mul i64 {size}, {nbytes}')})"
         )  # fmt: skip
+        self.fail_if(self.reg(f"icmp eq ptr {address}, null"), MemoryError, "no memory for an array")
         self.line(f"store ptr {address}, ptr {slot}")
         array.regs[0] = address
         return array
@@ -247,6 +305,8 @@ class Text:
     def parts(self, value: Value) -> list[Value]:
         """Of a tuple."""
         if isinstance(value.type, Known) and isinstance(value.type.thing, tuple):
+            if not all(isinstance(x, bool | int | float) for x in value.type.thing):
+                raise TypeError("a tuple of constants holds numbers")
             return [number(x) for x in value.type.thing]
         if not isinstance(value.type, Tuple):
             raise TypeError(f"{value.type} has no parts")

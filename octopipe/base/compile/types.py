@@ -115,8 +115,10 @@ class Arguments:
         for value in given:
             kind = type(value)
             if kind is np.ndarray:
-                if not value.flags.c_contiguous:
-                    whole = np.ascontiguousarray(value)
+                flags = value.flags
+                if not (flags.c_contiguous and flags.aligned and value.dtype.isnative):
+                    whole = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+                    whole = whole.copy() if whole is value or np.may_share_memory(whole, value) else whole
                     self.back.append((value, whole))
                     value = whole
                 words.append(address(value))

@@ -37,7 +37,7 @@ def seed_number(text: str) -> int:
     from octopipe.base.limits import MAX_SEED
 
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_SEED):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no seed; give a whole number from 0 to {MAX_SEED}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed; give a whole number from 0 to {MAX_SEED}")
     return int(text)
 
 
@@ -73,9 +73,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = F
 def add_hardware_arguments(parser: Any) -> None:
     """Which GPUs: a kind and a number, or a file of unequal nodes."""
     parser.add_argument("--gpu", help="GPU preset (`octopipe gpus`; default: h800)")
-    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all: what is left open follows")
-    parser.add_argument("--cluster", metavar="FILE", help="unequal nodes: a TOML or JSON file of [[nodes]]")
-    parser.add_argument("--gpus-per-node", type=whole_number, help="GPUs on the fast links (default: the preset's)")
+    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all; sizes not given follow from it")
+    parser.add_argument(
+        "--cluster", "--nodes", dest="cluster", metavar="FILE", help="unequal nodes: a TOML or JSON file of [[nodes]]"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=whole_number, help="GPUs on the fast links of a node (default: preset's)"
+    )
 
 
 def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
@@ -116,17 +120,26 @@ def add_training_arguments(parser: Any) -> None:
         "--zero",
         type=int,
         choices=(0, 1, 2, 3),
-        help="what replicas divide: 1 optimizer state, 2 gradients too, 3 weights too (FSDP); default: 1",
+        help="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP); "
+        "default: 1",
     )
     parser.add_argument("--precision", choices=("bf16", "fp8"), help="of matrix products (default: bf16)")
-    parser.add_argument("--gradients", choices=("fp32", "bf16"), help="kept in (default: fp32; bf16 with fp8)")
+    parser.add_argument(
+        "--gradients",
+        choices=("fp32", "bf16"),
+        help="precision of gradients (default: fp32; bf16 with fp8)",
+    )
     parser.add_argument(
         "--recompute",
         choices=("none", "selective", "full", "auto"),
-        help="activations computed again: none, cheap ones, all, or what it takes to fit (default: none)",
+        help="activations to recompute: none (default), the cheap ones (selective), all (full), or as many as it "
+        "takes to fit (auto)",
     )
     parser.add_argument(
-        "--recompute-layers", type=whole_number, metavar="N", help="with full: so many layers only (default: all)"
+        "--recompute-layers",
+        type=whole_number,
+        metavar="N",
+        help="with full: recompute only so many layers (default: all)",
     )
     parser.add_argument(
         "--sequence-parallel",
@@ -137,16 +150,15 @@ def add_training_arguments(parser: Any) -> None:
     parser.add_argument("--reserve-gib", type=non_negative, help="kept free per GPU (default: 6 %%, at least 1.5)")
 
 
-def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool = True) -> None:
-    """The flags that describe ranks, micro-batches, hardware and memory. `pp_required` is kept for callers that
-    cannot do without; it may follow from --gpus, so that argparse does not ask for it."""
-    del pp_required
+def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True) -> None:
+    """The flags that describe ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so argparse does
+    not ask for it. `split_backward`: whether the verb's user chooses how the backward runs; else the flag is hidden."""
     group = parser.add_argument_group("set-up")
     group.add_argument("--pp", type=whole_number, help="pipeline ranks")
-    group.add_argument("--tp", type=whole_number, help="GPUs per layer (default: the smallest that fits)")
-    group.add_argument("--cp", type=whole_number, help="GPUs per sequence: context parallelism (default: 1)")
-    group.add_argument("--ep", type=whole_number, help="GPUs the experts are dealt to (default: 1)")
-    group.add_argument("--dp", type=whole_number, help="pipelines side by side (default: 1)")
+    group.add_argument("--tp", type=whole_number, help="tensor-parallel size (default: the smallest that fits)")
+    group.add_argument("--cp", type=whole_number, help="context-parallel size (default: 1)")
+    group.add_argument("--ep", type=whole_number, help="expert-parallel size (default: 1)")
+    group.add_argument("--dp", type=whole_number, help="data-parallel size: pipelines side by side (default: 1)")
     add_hardware_arguments(group)
     add_batch_arguments(group)
     add_length_arguments(group)
@@ -159,12 +171,15 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, pp_required: bool 
     )
     group.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
     group.add_argument("--memory-gib", type=number_list, help="usable per rank: one number, or one per rank")
-    group.add_argument("--speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1")
+    group.add_argument(
+        "--speeds", "--rank-speed", dest="speeds", type=number_list, help="relative speed per rank, e.g. 1,1,0.5,1"
+    )
+    words = "run the backward as I and W (default: as the system was published)"
     parser.add_argument(
         "--split-backward",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="run backward as I and W (default: as the system was published)",
+        help=words if split_backward else argparse.SUPPRESS,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -228,13 +243,13 @@ def model_from(args: argparse.Namespace) -> str:
     return str(args.model)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """A flag as its user writes it."""
     return "--" + name.replace("_", "-")
 
 
 def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
-    """A flag either changes the answer or is refused: what a file of times, or a model without experts, has no use
-    for."""
+    """A flag either changes the answer or is refused, such as one that a file of measured times has no use for."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.resolve import resolve_measured
 
@@ -244,7 +259,7 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
     for name in OF_A_MODEL:
         if getattr(args, name, None) is not None:
             raise OctoPipeError(
-                f"{_flag(name)} changes nothing for {model}: its times were measured as they are; leave it out"
+                f"{flag_of(name)} changes nothing for {model}: its times were measured as they are; leave it out"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
@@ -293,7 +308,7 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
     for name, values in (("speeds", args.speeds), ("memory_gib", args.memory_gib)):
         if values and len(values) != args.pp and (name == "speeds" or len(values) != 1):
             allowed = "one per rank" if name == "speeds" else f"1 or {args.pp}"
-            raise OctoPipeError(f"{_flag(name)} gives {len(values)} numbers for {args.pp} ranks; give {allowed}")
+            raise OctoPipeError(f"{flag_of(name)} gives {len(values)} numbers for {args.pp} ranks; give {allowed}")
     if getattr(args, "lengths", None) is not None and args.micro_batches is not None:
         raise OctoPipeError(f"{args.lengths} and its batching make the micro-batches; leave --micro-batches out")
     args.micro_batches = micro_batches_of(
@@ -305,55 +320,9 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
     )
 
 
-def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:
-    """The micro-batches that a file of lengths makes, in `args.micro_batch_lengths`; of several pipelines' those of the
-    one that has most to do. `batching` overrules the flags."""
-    from octopipe.base.errors import OctoPipeError
-
-    how = batching or getattr(args, "batching", None)
-    if getattr(args, "lengths", None) is None:
-        if how is not None and getattr(args, "micro_batch_lengths", None) is None:
-            raise OctoPipeError(f"--{how} says what is made of sequences of different length; give --lengths")
-        return
-    from octopipe.costs.resolve import resolve_spec
-    from octopipe.models.lengths import Batch, dealt, packed_groups, padded_groups, read_lengths
-
-    how = how or ("dynamic" if getattr(args, "system", None) == "dynapipe" else "pad")
-    if args.global_batch is not None:
-        raise OctoPipeError(f"{args.lengths} says how many sequences a step has; leave --global-batch out")
-    for flag, only in (("micro_batch_size", "pad"), ("seq", "pack")):
-        if getattr(args, flag) is not None and how != only and batching is None:
-            raise OctoPipeError(f"{_flag(flag)} counts with --{only}; leave it out with --{how}")
-    lengths = read_lengths(args.lengths)
-    spec = resolve_spec(model)
-    if spec is None:
-        raise OctoPipeError(f"{model}: lengths need a preset or a config.json; a file of times knows one length")
-    if how == "dynamic":
-        from octopipe.costs.resolve import resolve_costs
-        from octopipe.search.batching import dynamic_groups
-
-        other = ("model", "speeds", "seq", "recompute", "micro_batch_size", "micro_batch_lengths", "packed")
-        given = {k: v for k, v in setting_from(args).items() if k not in (*other, "tokens_per_pipeline")}
-        setup = resolve_costs(spec, pp=args.pp, **given).setup
-        assert setup is not None
-        groups = dynamic_groups(spec, setup, lengths)
-    elif how == "pack":
-        groups = packed_groups(lengths, args.seq or max(lengths))
-    else:
-        groups = padded_groups(lengths, args.micro_batch_size or 1)
-    batch = Batch(groups=groups, packed=how == "pack")
-    if (args.dp or 1) > 1:
-        args.tokens_per_pipeline = round(batch.tokens / args.dp)
-        batch = Batch(groups=dealt(groups, args.dp, lambda g: float(batch.tokens_of(g)))[0], packed=batch.packed)
-    args.micro_batch_lengths = [list(group) for group in batch.groups]
-    args.packed = batch.packed or None
-    args.micro_batches = len(batch.groups)
-    args.seq = args.micro_batch_size = None
-    args.lengths_file, args.lengths = args.lengths, None
-
-
 def costs_from(args: argparse.Namespace, **changes: Any) -> CostTable:
     """The cost table that the model and set-up flags describe; `CostTable.setup` is the set-up."""
+    from octopipe.cli.verbs.lengths import settle_lengths
     from octopipe.costs.resolve import resolve_costs
 
     model = model_from(args)

@@ -22,6 +22,7 @@ from octopipe.cli.verbs.common import (
     print_json,
     setup_words,
 )
+from octopipe.cli.verbs.numbers import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,7 +129,7 @@ def show(result: Comparison) -> None:
     mode = "every backward split" if result.split_backward else "as published"
     out.print(
         f"[bold]{named(result.model)}[/], pp {result.num_ranks}, {result.num_micro_batches} micro-batches, {mode}; "
-        f"lower bound {result.lower_bound_ms:.1f} ms"
+        f"lower bound {milliseconds(result.lower_bound_ms)} for {result.bound_of.words}"
     )
     if result.setup is not None:
         out.print(setup_words(result.setup), style="cyan", markup=False)

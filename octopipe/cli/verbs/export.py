@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         console(stderr=True).print(f"{named(args.output)}: {args.to}, {len(data):,} bytes", soft_wrap=True)
         return 0
     if args.to == "png" and sys.stdout.isatty():
-        raise OctoPipeError("a PNG is nothing for a terminal; give -o FILE")
+        raise OctoPipeError("a PNG cannot be shown in a terminal; give -o FILE")
     sys.stdout.buffer.write(data)
     return 0
 
@@ -70,7 +70,7 @@ def _export(args: argparse.Namespace) -> bytes:
     from octopipe.base.errors import OctoPipeError
 
     if args.with_communication and args.to not in ("torch-csv", "pytorch"):
-        raise OctoPipeError(f"--with-communication says nothing about {args.to}; use it with --to torch-csv")
+        raise OctoPipeError(f"--with-communication has no effect on {args.to}; use it with --to torch-csv")
     if args.torch is not None and not args.with_communication:
         raise OctoPipeError("--torch is for --to torch-csv --with-communication: other formats do not depend on it")
     if args.to in ("torch-csv", "pytorch"):

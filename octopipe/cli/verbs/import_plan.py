@@ -111,7 +111,7 @@ def _recorded(args: argparse.Namespace) -> Profile | None:
         raise OctoPipeError(f"--{next(iter(setting)).replace('_', '-')} prices a model; give --model, too")
     for name in ("speeds", "p2p_ms", "nodes"):
         if name in setting:
-            raise OctoPipeError(f"--{name.replace('_', '-')} is no part of a profile; give it to simulate or tune")
+            raise OctoPipeError(f"--{name.replace('_', '-')} is not part of a profile; give it to simulate or tune")
     setting.pop("model", None)
     return load_foreign_profile(args.source, resolve_costs(args.model, pp=1, **setting) if args.model else None)
 

@@ -247,8 +247,9 @@ def _show(profile: Profile, output: str) -> None:
     how = "" if profile.mode is None else f"; precision: {profile.mode}"
     out.print(f"{about.get('model_code')}; kernels: {used}{how}", style="dim", soft_wrap=True)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("layer", "F ms", "I ms", "W ms", "alone", "spread", "MiB to I", "to W", "work", "static"):
-        table.add_column(title, justify="left" if title == "layer" else "right", no_wrap=True)
+    table.add_column("layer", no_wrap=True, overflow="ellipsis")  # gives way where a line is narrow
+    for title in ("F ms", "I ms", "W ms", "alone", "spread", "act.", "stash", "work", "static"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
     spread = about.get("spread", {})
     mib = float(1 << 20)
     for name in dict.fromkeys(names):
@@ -267,6 +268,12 @@ def _show(profile: Profile, output: str) -> None:
             f"{costs.static_bytes[i] / mib:.1f}",
         )
     out.print(table)
+    out.print(
+        "F, I, W: times with all ranks at work; alone: the share of them that a rank takes alone; spread: of repeated "
+        "measurements\nMiB: act. held from F to I, stash of it until W, work while an op runs, static: weights, "
+        "gradients and optimizer state",
+        style="dim",
+    )
     for (a, b), link in sorted(costs.network.pairs.items()):
         if a < b:
             speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"

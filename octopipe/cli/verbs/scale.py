@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise OctoPipeError("scale compares one split; decide --recompute none, selective or full")
     counts, args.gpus = args.gpus, args.gpus[0]
     if args.pp is None:
-        raise OctoPipeError("how many ranks? give --pp, or let `octopipe plan` choose a split first")
+        raise OctoPipeError("how many pipeline ranks? give --pp (and --tp); `octopipe plan` finds a split to scale")
     costs = costs_from(args)
     setup = costs.setup
     if setup is None or setup.gpu is None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no port; give 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a port; give a number from 0 to 65535")
     return int(text)
 
 
@@ -45,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """The answer to the form of the page /plan: the same search as `octopipe plan`. `stop`: whether to end early."""
+    """The answer to the form of the page /plan: the same search as `octopipe plan`, and the plan file as text. `stop`:
+    whether to end early."""
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
-    from octopipe.cli.verbs.plan import changes
+    from octopipe.cli.verbs.plan import changes, provenance_of
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.resolve import resolve_spec
+    from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.search import search
     from octopipe.search.planner.splits import parse_split
@@ -68,7 +70,7 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
         if math.isnan(budget_s):
             raise ValueError
     except (ValueError, OverflowError):
-        raise OctoPipeError(f"seconds to search: {brief(asked['budget_s'])} is no number; give 1 to 600") from None
+        raise OctoPipeError(f"seconds to search: {brief(asked['budget_s'])} is not a number; give 1 to 600") from None
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
         raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
@@ -86,4 +88,9 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
         stop=stop,
     )
     points = [] if found.interrupted else scaled(spec, base, found, global_batch=batch)
-    return record_of(found, model=spec.name, words=changes(found), scaling=points)
+    record = record_of(found, model=spec.name, words=changes(found), scaling=points)
+    if found.best.plan is None:
+        return record
+    about = provenance_of(argparse.Namespace(model=str(asked["model"])), found.best)
+    plan = found.best.plan.with_extra(**about, cluster_plan=record)
+    return {**record, "plan": plan_to_json(plan).decode()}

@@ -26,6 +26,16 @@ from octopipe.cli.verbs.common import (
     setup_words,
     whole_number,
 )
+from octopipe.cli.verbs.numbers import (
+    PlanBound,
+    after_words,
+    bound_of,
+    contended,
+    contended_numbers,
+    contended_words,
+    milliseconds,
+    model_of_plan,
+)
 
 if TYPE_CHECKING:
     from octopipe.costs.table import CostTable
@@ -42,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--system", help="a published system (`octopipe systems`); default: 1f1b")
     what.add_argument("--plan", metavar="FILE", help="a plan file instead of a system")
-    add_setting_arguments(parser, pp_required=False)
+    add_setting_arguments(parser)
     parser.add_argument("--chunks", type=whole_number, help="stages per rank, for systems that interleave")
     parser.add_argument(
         "--channel",
@@ -63,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     plan, costs = plan_and_costs(args)
     program = lower(plan, costs, channel=args.channel)
     timeline = simulate(program, costs)
+    bound = bound_of(costs, plan, timeline.step_ms)
+    shared = contended(plan, costs, args.model or model_of_plan(plan), args.channel)
     numbers = {
         "model": costs.model,
         "system": plan.extra.get("system"),
@@ -74,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         "stages": len(plan.stages),
         "channel": args.channel,
         **timeline.summary(),
-        "lower_bound_ms": bound_ms(costs, plan, timeline.step_ms),
+        **bound.numbers(),
+        **contended_numbers(shared),
         **costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
     }
     if args.jitter is not None:
@@ -96,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(numbers)
     else:
-        _show(plan, costs, timeline, numbers)
+        _show(plan, costs, timeline, numbers, bound, shared)
     return 0 if timeline.fits else DOES_NOT_FIT
 
 
@@ -145,16 +158,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
         refuse_idle_flags(args, model_from(args))
         given["model"] = args.model
     given |= {k: v for k, v in setting_from(args).items() if k in SETUP_FLAGS.values()}
-    return plan, costs_of_plan(plan, given, args.plan)
-
-
-def bound_ms(costs: CostTable, plan: Plan, step_ms: float) -> float:
-    """The strongest bound that covers the plan: where layers are held twice, only the work bound does."""
-    from octopipe.simulation.bounds.bounds import lower_bound_ms, work_bound_ms
-
-    bound = work_bound_ms if plan.replicas() else lower_bound_ms
-    # A bound that is met exactly may come out a rounding error above.
-    return min(bound(costs, plan.num_ranks, plan.num_micro_batches), step_ms)
+    return plan, costs_of_plan(plan, given, args.plan, naming=f"MODEL: octopipe simulate MODEL --plan {args.plan}")
 
 
 def unequal_words(plan: Plan) -> str:
@@ -173,20 +177,29 @@ def _quantile(samples: Any, q: float) -> float:
     return float(np.quantile(samples, q))
 
 
-def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, Any]) -> None:
+def _show(
+    plan: Plan,
+    costs: CostTable,
+    timeline: Timeline,
+    numbers: dict[str, Any],
+    bound: PlanBound,
+    shared: Timeline | None,
+) -> None:
     from rich.table import Table
 
     from octopipe.views.export.terminal import timeline_text
 
     out = console()
-    bound = numbers["lower_bound_ms"]
     limited = any(c != float("inf") for c in timeline.capacity_bytes)
     fits = "" if not limited else ", [green]fits[/]" if timeline.fits else ", [bold red]does not fit[/]"
     backward = "backward split" if plan.splits_backward else "backward fused"
     out.print(
         f"[bold]{named(timeline.label or 'plan')}[/] on {named(costs.model)} ({backward}): "
-        f"[bold]{timeline.step_ms:.1f} ms[/] a step, {100 * timeline.bubble_ratio:.1f} % bubble{fits}"
+        f"[bold]{milliseconds(timeline.step_ms)}[/] a step, "
+        f"{100 * timeline.bubble_ratio:.1f} % bubble{fits}"
     )
+    if shared is not None:
+        out.print(contended_words(shared), markup=False)
     out.print(setup_words(costs.setup) or unequal_words(plan), style="cyan", markup=False)
     speed, share = numbers["tokens_per_gpu_per_second"], numbers["mfu"]
     again = sum(len(s.recomputed_layers) for s in plan.stages)
@@ -194,7 +207,8 @@ def _show(plan: Plan, costs: CostTable, timeline: Timeline, numbers: dict[str, A
     facts = [
         f"{counted(len(plan.stages), 'stage')} on {counted(plan.num_ranks, 'rank')}, "
         f"{counted(plan.num_micro_batches, 'micro-batch')}",
-        f"lower bound {bound:.1f} ms ({100 * (timeline.step_ms / bound - 1):.1f} % above it)" if bound > 0 else "",
+        after_words(timeline).strip(" ()"),
+        bound.words(timeline.step_ms) if bound.ms > 0 else "",
         f"{speed:.0f} tokens/GPU/s" if speed else "",
         f"{100 * share:.1f} % MFU" if share else "",
         f"{again} of {plan.num_layers} layers recomputed" if again else "",

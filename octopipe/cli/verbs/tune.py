@@ -1,7 +1,7 @@
 """`octopipe tune`: search for a faster plan, with a live line, and write it to a file.
 
 Knows: flags, signals, the progress line. Does not know: how the search works (octopipe/search/tuner/), how its
-result is told (tune_result.py).
+result is shown (tune_result.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
+from octopipe.cli.verbs.numbers import contended, milliseconds
 from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
 
 if TYPE_CHECKING:
@@ -59,15 +60,24 @@ def phase_list(text: str) -> tuple[str, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
-    add_setting_arguments(parser)
+    add_setting_arguments(parser, split_backward=False)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
-    parser.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="e.g. 30s, 2m (default: 30s)")
+    parser.add_argument(
+        "--budget",
+        "--budget-s",
+        dest="budget",
+        type=seconds,
+        default=30.0,
+        metavar="TIME",
+        help="how long to search: 30s, 2m, 1h (default: 30s)",
+    )
     parser.add_argument("--seed", type=seed_number, default=0, help="start of the random numbers (default: 0)")
     parser.add_argument(
         "--method",
         choices=("best", "octopipe", "random", "exact"),
         default="best",
-        help="best; octopipe: the paper's Algorithm 1; random: its moves by lot; exact: CP-SAT, small cases",
+        help="best (default); octopipe: the paper's Algorithm 1; random: its moves in random order; exact: CP-SAT, for "
+        "small cases",
     )
     parser.add_argument(
         "--phases",
@@ -80,15 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="target",
         choices=("octopipe", "torch", "megatron"),
         default="octopipe",
-        help="search only what this runtime can run, and say what that costs (default: octopipe, everything)",
+        help="search only plans that this runtime can run, and report what the restriction costs (default: octopipe, "
+        "which runs every plan)",
     )
     parser.add_argument("--start", metavar="PLAN", help="warm start: a plan file for this model and setting")
-    parser.add_argument("--robust", action="store_true", help="best mean over jittered layer times")
+    parser.add_argument("--robust", action="store_true", help="choose by the mean step time over jittered layer times")
     parser.add_argument(
         "--copies",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="may a layer be held on more than one rank? (default: where weights are known)",
+        help="let the search hold a layer on more than one rank (default: yes where the costs include weights)",
     )
     parser.add_argument(
         "--measure",
@@ -101,7 +112,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corrected", metavar="FILE", help="with --measure: write the corrected profile here")
     parser.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
     parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
-    parser.add_argument("--iterations", type=whole_number, help="moves per lane: the same plan on any machine")
+    parser.add_argument(
+        "--iterations",
+        type=whole_number,
+        help="moves per thread, instead of time: same plan anywhere",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,9 +128,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.simulation.simulator import simulate
 
     if args.split_backward is False:
-        raise OctoPipeError("tune always splits the backward pass; leave --no-split-backward out")
-    if args.recompute == "full":
-        raise OctoPipeError("tune decides what is recomputed; give --recompute auto (or leave it out), or none")
+        raise OctoPipeError("tune always splits the backward; for a fused one use --for megatron, which needs it")
     if args.no_recompute and args.recompute == "auto":
         raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
     if args.copies and args.method != "best":
@@ -163,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         if restricted and not stop.asked:
             free = search("octopipe", args.budget * (1.0 - RESTRICTED_SHARE))
             result = replace(result, notes=(*result.notes, restriction_words(args.target, result, free)))
-    # The plan comes first: whatever happens while it is told, it is on disk.
+    # The plan comes first: it is on disk whatever happens while it is shown.
     plan = result.plan.with_extra(**provenance(args, costs))
     if args.output:
         save_plan(plan, args.output)
@@ -176,6 +189,8 @@ def run(args: argparse.Namespace) -> int:
         model=args.model if resolve_spec(args.model) is not None else None,
         rivals=rivals(costs, args.pp, micro_batches_from(args), result),
         output=args.output,
+        target=args.target,
+        contended=contended(plan, costs, args.model),
     )
     if args.json:
         print_json(summary(told))
@@ -187,11 +202,11 @@ def run(args: argparse.Namespace) -> int:
 def restriction_words(target: str, result: TuneResult, free: TuneResult) -> str:
     """What it costs to run on another runtime."""
     if free.step_ms >= result.step_ms:
-        return f"only what {target} can run was searched: that cost nothing here"
+        return f"only plans that {target} can run were searched; the restriction costs nothing here"
     more = 100.0 * (result.step_ms / free.step_ms - 1.0)
     return (
-        f"only what {target} can run was searched: {more:.1f} % slower than the {free.step_ms:.2f} ms of the best plan "
-        "that octopipe itself runs"
+        f"only plans that {target} can run were searched: {more:.1f} % slower than {milliseconds(free.step_ms)}, the "
+        "best plan found for octopipe's own runtime"
     )
 
 
@@ -200,7 +215,7 @@ def progress_line(p: Progress) -> str:
     idle = " ".join(f"{name} {share:.1%}" for name, share in p.bubbles.items() if share >= 0.0005)
     return (
         f"{p.seconds:4.0f}/{p.budget_s:.0f} s  iteration {p.iterations:,}  {p.phase:9}  "
-        f"best {p.best_ms:.2f} ms  gap {gap_words(p.gap)}  idle: {idle or 'none'}"
+        f"best {milliseconds(p.best_ms)}  gap {gap_words(p.gap)}  idle: {idle or 'none'}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How the result of `octopipe tune` is told: what one gains, against what, in which set-up, and what to do next.
+"""How the result of `octopipe tune` is shown: the gain, over which systems, in which set-up, and what to do next.
 
 Knows: words, tables and the JSON of a result. Does not know: flags or how the search works.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import counted
+from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words, milliseconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,22 +28,46 @@ RIVALS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rivals:
-    """1F1B and the fastest published system that fits, in the same setting."""
+class Rival:
+    """One published system in the same setting, in one of its two modes."""
 
-    baseline_ms: float
-    """1F1B, its backward split as the tuned plan's is; not a number where it has no plan."""
-    baseline_fits: bool
-    best: str
-    """Empty where no published system fits."""
-    best_ms: float
+    system: str
+    split_backward: bool
+    """Its backward runs as I and W, as the tuned plan's does; False: as `simulate` and `compare` run it by default."""
+    step_ms: float
+    """Not a number where it has no plan."""
+    fits: bool
+    copies: bool = False
+    """It holds layers on several ranks."""
+
+    def numbers(self, step_ms: float) -> dict[str, Any]:
+        """For JSON; `step_ms` is the tuned plan's."""
+        gain = self.step_ms / step_ms if step_ms > 0 and math.isfinite(self.step_ms) else None
+        return {
+            "system": self.system,
+            "split_backward": self.split_backward,
+            "step_ms": self.step_ms if math.isfinite(self.step_ms) else None,
+            "fits": self.fits,
+            "speedup": gain,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rivals:
+    """1F1B in both modes, and the fastest published system that fits."""
+
+    baseline: Rival
+    """1F1B as published: the number that `simulate` and `compare` print for it."""
+    baseline_split: Rival
+    best: Rival | None
+    """In its faster mode; None where no published system fits."""
     complete: bool
     """All systems were built (but those whose own search takes long)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Everything that is told."""
+    """Everything that is shown."""
 
     result: TuneResult
     timeline: Timeline
@@ -53,6 +78,9 @@ class Told:
     model: str | None
     """MODEL as it was named, where it can be trained; None for a file of times."""
     output: str | None
+    target: str = "octopipe"
+    """The runtime that the plan was searched for."""
+    contended: Timeline | None = None
 
 
 def gap_words(gap: float) -> str:
@@ -66,31 +94,49 @@ def gap_words(gap: float) -> str:
 
 def rivals(costs: CostTable, num_ranks: int, num_micro_batches: int, result: TuneResult) -> Rivals:
     """Step times of 1F1B and of the best published system; what the search built is not built again."""
-    from octopipe.search.algorithm1.starts import one_f_one_b_plan, published
+    from octopipe.search.algorithm1.starts import published
     from octopipe.simulation.simulator import simulate
 
-    plan = one_f_one_b_plan(costs, num_ranks, num_micro_batches)
-    reference = simulate(plan, costs, check=False)
+    sizes = (num_ranks, num_micro_batches)
+    plain = _rival("1f1b", costs, *sizes, split=False)
+    split = _rival("1f1b", costs, *sizes, split=True)
     known = {name: ms for name, ms in result.systems.items() if math.isfinite(ms)}
-    if reference.fits:
-        known["1f1b"] = reference.step_ms
+    if split.fits:
+        known["1f1b"] = split.step_ms
     # Whoever has ended the search does not wait for the others either.
     until, complete = time.monotonic() + (0.0 if result.interrupted else RIVALS_S), True
-    for name, other in published(
-        costs, num_ranks, num_micro_batches, until=until, skip=frozenset(result.systems) | {"1f1b"}
-    ):
+    for name, other in published(costs, *sizes, until=until, skip=frozenset(result.systems) | {"1f1b"}):
         timeline = simulate(other, costs, check=False)
         if timeline.fits:
             known[name] = timeline.step_ms
     if time.monotonic() >= until:
         complete = False
-    best = min(known, key=lambda name: known[name], default="")
-    return Rivals(
-        baseline_ms=reference.step_ms,
-        baseline_fits=reference.fits,
-        best=best,
-        best_ms=known.get(best, math.nan),
-        complete=complete,
+    found = []
+    if (name := min(known, key=lambda name: known[name], default="")) != "":
+        # The search knows systems with their backward split; as published they may need less memory, never less time.
+        found = [r for r in (_rival(name, costs, *sizes, split=s) for s in (False, True)) if r.fits]
+    found += [r for r in (plain, split) if r.fits]
+    best = min(found, key=lambda r: r.step_ms, default=None)
+    return Rivals(baseline=plain, baseline_split=split, best=best, complete=complete)
+
+
+def _rival(name: str, costs: CostTable, num_ranks: int, num_micro_batches: int, *, split: bool) -> Rival:
+    """A published system as it was published, or with its backward split."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.search.systems import build_plan
+    from octopipe.simulation.simulator import simulate
+
+    try:
+        plan = build_plan(name, costs, num_ranks, num_micro_batches, split_backward=split or None)
+    except (OctoPipeError, ImportError):
+        return Rival(system=name, split_backward=split, step_ms=math.nan, fits=False)
+    timeline = simulate(plan, costs, check=False)
+    return Rival(
+        system=name,
+        split_backward=plan.splits_backward,
+        step_ms=timeline.step_ms,
+        fits=timeline.fits,
+        copies=bool(plan.replicas()),
     )
 
 
@@ -119,16 +165,12 @@ def summary(told: Told) -> dict[str, Any]:
         "bound_of": result.plans.as_dict(),
         "gap": max(result.gap, 0.0),
         "optimal": result.optimal,
-        "baseline": {
-            "system": "1f1b",
-            "step_ms": other.baseline_ms,
-            "fits": other.baseline_fits,
-            "speedup": other.baseline_ms / result.step_ms if result.step_ms > 0 else None,
-        },
+        "makespan_ms": timeline.makespan_ms,
+        **contended_numbers(told.contended),
+        "baseline": other.baseline.numbers(result.step_ms),
+        "baseline_split": other.baseline_split.numbers(result.step_ms),
         "best_system": {
-            "system": other.best or None,
-            "step_ms": other.best_ms,
-            "speedup": other.best_ms / result.step_ms if other.best and result.step_ms > 0 else None,
+            **(other.best.numbers(result.step_ms) if other.best else dict.fromkeys(("system", "step_ms", "speedup"))),
             "all_systems": other.complete,
         },
         **told.rate,
@@ -156,19 +198,23 @@ def tell(told: Told, out: Console) -> None:
     """The result in words."""
     result, plan = told.result, told.result.plan
     out.print(told.setup["words"], markup=False)
-    out.print(f"step time {result.step_ms:.2f} ms{_gain(told)}", markup=False)
+    out.print(f"step {milliseconds(result.step_ms)}{after_words(told.timeline)}", markup=False)
+    for line in gain_lines(told):
+        out.print(f"  {line}", markup=False)
+    if told.contended is not None:
+        out.print(contended_words(told.contended), markup=False)
     if (tokens := told.rate["tokens_per_gpu_per_second"]) is not None:
         mfu = told.rate["mfu"]
         used = f", {100 * mfu:.1f} % MFU" if mfu is not None else ""
         out.print(f"{tokens:,.0f} tokens/s per GPU{used}", markup=False)
-    proven = f"; proven optimal of {result.plans.words}" if result.optimal else ""
+    proven = "; proven to be the fastest of them" if result.optimal else ""
     out.print(
-        f"{gap_words(result.gap)} above the bound {result.lower_bound_ms:.2f} ms ({result.bound_name}) "
-        f"on {result.plans.words}{proven}",
+        f"{gap_words(result.gap)} above the lower bound {milliseconds(result.lower_bound_ms)} ({result.bound_name}) "
+        f"for {result.plans.words}{proven}",
         markup=False,
     )
     if result.mean_jittered_ms is not None:
-        out.print(f"mean over jittered layer times {result.mean_jittered_ms:.2f} ms")
+        out.print(f"mean over jittered layer times {milliseconds(result.mean_jittered_ms)}")
     out.print(result.explanation, markup=False)
     out.print(memory_line(told.timeline), markup=False)
     if told.timeline.overlap.communications:
@@ -180,7 +226,7 @@ def tell(told: Told, out: Console) -> None:
     again = sum(bool(s.recompute) for s in plan.stages)
     more = f", {again} of them recompute" if again else ""
     if copied := len(plan.replicas()):
-        more += f", {copied} layers on several ranks"
+        more += f", {counted(copied, 'layer')} on several ranks"
     out.print(
         f"{len(plan.stages)} stages on {counted(plan.num_ranks, 'rank')}{more}; "
         f"{result.iterations:,} moves in {result.seconds:.1f} s, method {result.method}",
@@ -194,29 +240,45 @@ def tell(told: Told, out: Console) -> None:
         name = shlex.quote(told.output)
         out.print(f"plan written to {told.output}", markup=False)
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
-        if told.model is not None:
+        if told.model is not None and told.target == "octopipe":
             out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}", markup=False)
         # The text formats of other trainers know no layer on two ranks.
-        out.print(f"      octopipe export {name} --to {'perfetto' if plan.replicas() else 'pytorch'}", markup=False)
+        target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
+        out.print(f"      octopipe export {name} --to {'perfetto' if plan.replicas() else target}", markup=False)
     else:
         out.print("next: the same command with -o plan.json keeps the plan; then octopipe report plan.json")
 
 
-def _gain(told: Told) -> str:
-    """`: 1.31x 1F1B (745.3 ms), 1.09x mist (620.0 ms), the best published system here`."""
+def gain_lines(told: Told) -> list[str]:
+    """`1.52x the speed of 1F1B as published (1074.0 ms)`, and so on: one line per system, with what sets it apart."""
     other, step_ms = told.rivals, told.result.step_ms
     if not step_ms > 0:
-        return ""
-    parts = []
-    if math.isfinite(other.baseline_ms):
-        fits = "" if other.baseline_fits else ", which does not fit"
-        parts.append(f"{other.baseline_ms / step_ms:.2f}x 1F1B ({other.baseline_ms:.2f} ms{fits})")
-    if other.best:
-        which = "the best published system here" if other.complete else "the best published system built in time"
-        parts.append(f"{other.best_ms / step_ms:.2f}x {other.best} ({other.best_ms:.2f} ms), {which}")
-    else:
-        parts.append("no published system fits")
-    return ": " + ", ".join(parts)
+        return []
+    rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
+    lines = [_gain(r, step_ms) for r in rows]
+    best = other.best
+    if best is None:
+        return [*lines, "no published system fits in memory"]
+    which = "the fastest published system that fits"
+    if not other.complete:
+        which += ", of those built in time"
+    if best in rows:
+        at = rows.index(best)
+        lines[at] += f", {which}"
+        return lines
+    why = ""
+    if best.step_ms < step_ms and best.copies and not told.result.plans.copies:
+        why = "; it holds layers on two ranks, which this search was not allowed (--copies allows it)"
+    elif best.step_ms < step_ms and told.target != "octopipe":
+        why = f"; {told.target} cannot run it"
+    return [*lines, f"{_gain(best, step_ms)}, {which}{why}"]
+
+
+def _gain(rival: Rival, step_ms: float) -> str:
+    name = "1F1B" if rival.system == "1f1b" else rival.system
+    mode = "with its backward split into I and W" if rival.split_backward else "as published"
+    fits = "" if rival.fits else ", which does not fit in memory"
+    return f"{rival.step_ms / step_ms:.2f}x the speed of {name} {mode} ({milliseconds(rival.step_ms)}{fits})"
 
 
 def memory_line(timeline: Timeline) -> str:

@@ -10,12 +10,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import console, named, print_json, whole_number
+from octopipe.cli.verbs.numbers import contended_numbers, milliseconds
 from octopipe.costs.mode import PRECISIONS, refuse_other_precision
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
     from octopipe.plans.plan import Plan
     from octopipe.simulation.fidelity import Fidelity
+    from octopipe.simulation.timeline import Timeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for it")
     parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
     parser.add_argument(
-        "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before them (default: 2)"
+        "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before those (default: 2)"
     )
     parser.add_argument(
         "--precision", choices=PRECISIONS, help="of the run (default: the profile's; another one needs --fresh)"
@@ -89,10 +91,19 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.report, report_html(entries, title=f"{name}: predicted and measured").encode())
     if args.json:
         ran = {"steps_ms": trial.steps_ms, "spread": trial.spread, "loss": trial.loss}
-        print_json({**found.summary(), "own_profile": own, "precision": work.precision, **ran})
+        ran |= {"own_profile": own, "precision": work.precision}
+        print_json({**found.summary(), **predicted_numbers(plan, profile, predicted), **ran})
     else:
-        _show(found, name, trial.spread)
+        _show(found, name, trial.spread, predicted_numbers(plan, profile, predicted))
     return 0
+
+
+def predicted_numbers(plan: Plan, profile: Profile, predicted: Timeline) -> dict[str, float]:
+    """The prediction under the names that `simulate` gives it: with contention, and with all ranks always at work."""
+    from octopipe.simulation.simulator import simulate
+
+    plain = simulate(plan, profile.costs)
+    return {"step_ms": plain.step_ms, "makespan_ms": plain.makespan_ms, **contended_numbers(predicted)}
 
 
 def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: str) -> bool:
@@ -121,12 +132,19 @@ def signed(share: float, digits: int = 1) -> str:
     return f"{value:+.{digits}f} %" if value else f"{0:.{digits}f} %"
 
 
-def _show(found: Fidelity, name: str, spread: float) -> None:
+def _show(found: Fidelity, name: str, spread: float, numbers: dict[str, float]) -> None:
     out = console()
     out.print(
-        f"[bold]{name}[/]: measured [bold]{found.measured_ms:.2f} ms[/] a step (spread {100 * spread:.1f} %), "
-        f"predicted {found.predicted_ms:.2f} ms: error [bold]{signed(found.step_error, 2)}[/]"
+        f"[bold]{name}[/]: pipeline measured [bold]{milliseconds(found.measured_ms)}[/] (spread {100 * spread:.1f} %), "
+        f"predicted {milliseconds(found.predicted_ms)}: error [bold]{signed(found.step_error, 2)}[/]"
     )
+    plain = numbers["makespan_ms"]
+    if abs(plain / found.predicted_ms - 1) > 1e-6:
+        out.print(
+            f"the prediction is with contention; with every op as long as while all ranks work, which `simulate` and "
+            f"`tune` call the pipeline, it would be {milliseconds(plain)}",
+            style="dim",
+        )
     kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
     out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
     out.print("time at work by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))

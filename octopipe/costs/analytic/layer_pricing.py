@@ -8,8 +8,9 @@ calibrated rates (`calibration.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from octopipe.costs.analytic.calibration import Rates, rates_of
 from octopipe.costs.analytic.flops import CORE_BACKWARD, Product, Work, part_work
@@ -25,9 +26,10 @@ from octopipe.costs.analytic.footprint import (
     weights_of,
     workspace_bytes,
 )
-from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.analytic.traffic import Exchange, exchange_ms, pass_round_ms, ring_ms
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.segments import Part
 from octopipe.models.spec import Embedding, Head, Layer, Moe, Mtp
 
 LOSS_BYTES = 20.0
@@ -72,6 +74,10 @@ class LayerCost:
     boundary_bytes: float
     workspace_bytes: float
     optimizer_ms: float
+    forward_parts: tuple[Part, ...] = ()
+    """F as segments on the compute and the exchange lane, in ms; empty: all compute."""
+    input_parts: tuple[Part, ...] = ()
+    """I likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +89,20 @@ class Pricing:
     rates: Rates
     plain: Rates
     """Rates of what stays in bf16."""
+    exchange: Exchange = field(default_factory=Exchange)
+    """How experts exchange tokens."""
 
     @classmethod
-    def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None) -> Pricing:
+    def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
         cluster = setup.cluster()
         found = rates or {name: rates_of(cluster.gpu, name) for name in {setup.precision, "bf16"}}
-        return cls(setup=setup, cluster=cluster, rates=found[setup.precision], plain=found["bf16"])
+        return cls(
+            setup=setup,
+            cluster=cluster,
+            rates=found[setup.precision],
+            plain=found["bf16"],
+            exchange=exchange or Exchange(),
+        )
 
     @property
     def bytes_per_ms(self) -> float:
@@ -102,7 +116,7 @@ class _Products:
     """Time of a part's matrix products: the same in F, I and W but for the weights' traffic."""
 
     def __init__(self, work: Work, pricing: Pricing):
-        self.forward_ms = self.weight_ms = 0.0
+        self.forward_ms = self.weight_ms = self.experts_ms = 0.0
         self.cast_in = self.cast_out = 0.0
         setup = pricing.setup
         for product in work.products:
@@ -113,6 +127,8 @@ class _Products:
             took = 2.0 * rows * inner * outer / (pricing.flops_per_ms("fp8" if low else "bf16") * share)
             elements = weights * inner * outer
             self.forward_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
+            if product.experts:
+                self.experts_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
             # W adds into the gradient: one read, one write.
             self.weight_ms += max(took, 2 * setup.gradient_bytes * elements / pricing.bytes_per_ms)
             if low:
@@ -133,7 +149,34 @@ def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, fl
     return rows, inner, outer, weights
 
 
-def _part_ms(part: Layer, work: Work, pricing: Pricing) -> tuple[float, float, float]:
+class _PartTimes(NamedTuple):
+    """One part of a layer; where it has experts, how long both exchanges and what lies between take."""
+
+    forward_ms: float
+    input_ms: float
+    weight_ms: float
+    dispatch_ms: float = 0.0
+    """To the experts, in F and (gradients) in I."""
+    combine_ms: float = 0.0
+    """And back."""
+    experts_ms: float = 0.0
+    """Between dispatch and combine, in F and again in I."""
+
+    def parts(self, kind: str) -> list[Part]:
+        """F or I as segments: routing, dispatch, experts, combine, and the other way round."""
+        whole = self.forward_ms if kind == "F" else self.input_ms
+        if self.combine_ms <= 0:
+            return [("compute", whole)]
+        rest = max(whole - self.dispatch_ms - self.combine_ms - self.experts_ms, 0.0)
+        middle: list[Part] = [
+            ("exchange", self.dispatch_ms),
+            ("compute", self.experts_ms),
+            ("exchange", self.combine_ms),
+        ]
+        return [("compute", rest), *middle] if kind == "F" else [*middle, ("compute", rest)]
+
+
+def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     """F, I and W time of one part."""
     setup, cluster, rates = pricing.setup, pricing.cluster, pricing.rates
     tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
@@ -149,18 +192,19 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> tuple[float, float, f
         case Embedding():
             lookup_ms = 2 * stream_bytes * stream_share(setup) / pricing.bytes_per_ms
             table = sum(weights_of(part, cluster))
-            return lookup_ms + tp_ms + launch_ms, 0.0, SCATTER_BYTES * table / pricing.bytes_per_ms + launch_ms
+            scatter_ms = SCATTER_BYTES * table / pricing.bytes_per_ms
+            return _PartTimes(lookup_ms + tp_ms + launch_ms, 0.0, scatter_ms + launch_ms)
         case Head():
             loss_ms = LOSS_BYTES * part.predictions * tokens * part.vocab / tp / pricing.bytes_per_ms
             forward = products.forward_ms + tp_ms + launch_ms
-            return forward + loss_ms, forward, products.weight_ms + launch_ms
+            return _PartTimes(forward + loss_ms, forward, products.weight_ms + launch_ms)
 
     core = SCAN_SHARE.get(part.kind, pricing.plain.core * _narrow(part))
     core_ms = work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core)
     # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
-    routed_ms = 0.0
+    routed_ms = dispatch_ms = combine_ms = 0.0
     if isinstance(part, Moe):
         routed = 2.0 * tokens * work.routed_width * stream_share(setup)
         if part.bias:
@@ -170,7 +214,19 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> tuple[float, float, f
         routed_ms += rates.moe_passes * routed / pricing.bytes_per_ms
         size = cluster.ep * cluster.expert_tp
         if cluster.ep > 1:
-            routed_ms += 2 * exchange_ms(cluster, routed, size, copies=part.top_k, share=rates.link)
+            how = pricing.exchange
+            dispatch_ms, combine_ms = (
+                exchange_ms(
+                    cluster,
+                    routed * width / 2.0,
+                    size,
+                    copies=part.top_k,
+                    share=how.link_share or rates.link,
+                    most_nodes=how.most_nodes,
+                )
+                for width in (how.dispatch_bytes, 2.0)
+            )
+            routed_ms += dispatch_ms + combine_ms
     ring = pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
     forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
     backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
@@ -179,7 +235,8 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> tuple[float, float, f
         again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)
         backward += 2 * again / pricing.bytes_per_ms
         backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
-    return forward, backward, products.weight_ms + rates.launch_ms * len(work.products)
+    weight = products.weight_ms + rates.launch_ms * len(work.products)
+    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, products.experts_ms)
 
 
 def _narrow(part: Layer) -> float:
@@ -208,10 +265,12 @@ def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
     assert setup.seq is not None
     forward = backward = weight = activation = stash = workspace = 0.0
     held = Weights(0.0, 0.0)
+    parts: list[_PartTimes] = []
     for part in layer.parts:
         work = part_work(part, seq=setup.seq, micro_batch_size=setup.micro_batch_size)
-        part_f, part_i, part_w = _part_ms(part, work, pricing)
-        forward, backward, weight = forward + part_f, backward + part_i, weight + part_w
+        parts.append(_part_ms(part, work, pricing))
+        forward, backward = forward + parts[-1].forward_ms, backward + parts[-1].input_ms
+        weight += parts[-1].weight_ms
         activation += held_bytes(work, setup)
         stash += stashed_bytes(work, setup)
         mine = weights_of(part, cluster)
@@ -228,6 +287,7 @@ def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
     # The head hands nothing on; a prediction module hands on two hidden states.
     tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
     tokens = setup.seq * setup.micro_batch_size / setup.cp
+    exchanges = any(p.combine_ms > 0 for p in parts)
     cost = LayerCost(
         forward_ms=forward,
         input_ms=backward,
@@ -239,5 +299,7 @@ def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
         boundary_bytes=tensors * 2.0 * tokens * layer.hidden * stream_share(setup),
         workspace_bytes=workspace + gathered_bytes(held, setup, cluster),
         optimizer_ms=updated * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms,
+        forward_parts=tuple(x for p in parts for x in p.parts("F")) if exchanges else (),
+        input_parts=tuple(x for p in reversed(parts) for x in p.parts("I")) if exchanges else (),
     )
     return cost, held

@@ -27,10 +27,11 @@ from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.flops import Flops, layer_flops, model_flops
 from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of, static_bytes
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
-from octopipe.costs.analytic.traffic import ring_ms
+from octopipe.costs.analytic.traffic import Exchange, ring_ms
 from octopipe.costs.cluster.hardware import Cluster, Link
 from octopipe.costs.cluster.setup import Setup
-from octopipe.costs.table import CostTable
+from octopipe.costs.segments import Segments
+from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.models.lengths import Batch
 from octopipe.models.spec import Layer, ModelSpec, Moe
 
@@ -126,21 +127,23 @@ def setup_costs(
     micro_batch_tokens: Sequence[int] | None = None,
     batch: Batch | None = None,
     rates: Mapping[str, Rates] | None = None,
+    exchange: Exchange | None = None,
 ) -> CostTable:
     """Price every layer of a model under a set-up.
 
     `batch` says which sequences each micro-batch holds, `micro_batch_tokens` the one length of its sequences; the
     table then carries a factor per micro-batch and layer, relative to `seq` (attention grows faster than the rest).
     Tokens per second count sequences without their padding. `rates` replaces the calibrated ones, by precision.
+    `exchange` says how experts exchange tokens, where more is known than that they do.
     """
     if setup.seq is None:
         raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
     check_divides(spec, setup.tp, setup.ep)
     if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
         raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
-    pricing = Pricing.of(setup, rates)
+    pricing = Pricing.of(setup, rates, exchange)
     costs, weights = _price_recomputing(spec, pricing)
-    columns = {name: np.array([getattr(c, name) for c in costs]) for name in LayerCost.__dataclass_fields__}
+    columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}
     exposed_ms = _exposed_reduction_ms(columns, weights, pricing)
     reduction, total = Link(), float(columns["gradient_bytes"].sum())
     if setup.dp > 1 and total > 0:
@@ -178,7 +181,20 @@ def setup_costs(
         model_flops=flops,
         setup=setup,
         tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
+        segments=_segments(costs, pricing.exchange),
         **columns,  # type: ignore[arg-type]
+    )
+
+
+def _segments(costs: Sequence[LayerCost], exchange: Exchange) -> Segments | None:
+    """Which parts of the layers exchange tokens between expert ranks; None where none does."""
+    if not any(cost.forward_parts for cost in costs):
+        return None
+    return Segments.from_ms(
+        [cost.forward_parts for cost in costs],
+        [cost.input_parts for cost in costs],
+        slows_compute=exchange.slows_compute,
+        slows_exchange=exchange.slows_exchange,
     )
 
 
@@ -271,6 +287,7 @@ def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
     return replace(
         layer,
         input_ms=layer.input_ms + layer.forward_ms,
+        input_parts=(*layer.forward_parts, *layer.input_parts),
         activation_bytes=min(kept, layer.activation_bytes),
         stash_bytes=min(kept, layer.stash_bytes),
         workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),

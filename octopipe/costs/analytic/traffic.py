@@ -15,6 +15,7 @@ GPU has its own way out of the node.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from octopipe.costs.cluster.hardware import Cluster
 
@@ -36,10 +37,36 @@ def ring_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, shar
     return latency + max(inside, across) / share
 
 
-def exchange_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, copies: int = 1, share: float) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How tokens are exchanged between expert ranks; what is left out is priced as for any collective of bf16."""
+
+    link_share: float | None = None
+    """Share of the links' speed that the exchange reaches; None: what other collectives reach."""
+    dispatch_bytes: float = 2.0
+    """Bytes per value on the way to the experts (1: fp8); what comes back is bf16."""
+    most_nodes: int | None = None
+    """A token's experts lie on at most so many nodes (node-limited routing)."""
+    slows_compute: float = 20 / 112
+    """Compute beside an exchange takes 1 + this times as long: the exchange's kernels take 20 of 132 multiprocessors
+    (DeepSeek-V3's report, section 3.2.2)."""
+    slows_exchange: float = 0.0
+
+
+def exchange_ms(
+    cluster: Cluster,
+    nbytes: float,
+    size: int,
+    stride: int = 1,
+    *,
+    copies: int = 1,
+    share: float,
+    most_nodes: int | None = None,
+) -> float:
     """An all-to-all in which a GPU sends `nbytes`, `copies` of every token to members chosen evenly.
 
-    A token crosses to a node once, however many of its copies are wanted there, and is copied on inside it.
+    A token crosses to a node once, however many of its copies are wanted there, and is copied on inside it. Routing may
+    keep a token's experts within `most_nodes` nodes.
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
@@ -47,7 +74,9 @@ def exchange_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, 
     per_node = cluster.members_per_node(size, stride)
     nodes = math.ceil(size / per_node)
     inside = (size - 1) / size * nbytes * near.ms_per_byte if per_node > 1 else 0.0
-    visits = (nodes - 1) * (1.0 - (1.0 - 1.0 / nodes) ** copies)
+    within = nodes if most_nodes is None else min(most_nodes, nodes)
+    # Of the nodes that may be used those that are, and of these the ones other than the token's own.
+    visits = (nodes - 1) / nodes * within * (1.0 - (1.0 - 1.0 / within) ** copies)
     across = visits * nbytes / copies * far.ms_per_byte
     latency = far.latency_ms if nodes > 1 else near.latency_ms
     return latency + max(inside, across) / share

@@ -23,6 +23,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.base.streams import open_standard_streams
 from octopipe.runtime.ranks.meeting import local_store, meet, place_from
 from octopipe.runtime.ranks.rank_process import (
@@ -45,12 +46,32 @@ GROUP_TIMEOUT_S = 1800.0
 """Of collectives that name no other: ranks wait that long for one that tunes or loads. A death is noticed at once."""
 
 
+LEAST_DESCRIPTORS = 64
+"""Open files of the process that starts ranks, beside eight for each of them."""
+
+
 Listener = Callable[[Any], None]
 
 
 def under_torchrun() -> bool:
     """Has something else started the ranks already?"""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def allow_descriptors(count: int) -> None:
+    """Let this process have so many open files, or say that it may not: what starts ranks would break half-way."""
+    try:
+        import resource
+    except ImportError:  # not where the system knows no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise OctoPipeError(
+            f"ranks need about {count} open files, and {hard} are allowed; raise the limit: ulimit -n 1024"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def started_ranks() -> int | None:
@@ -66,6 +87,7 @@ def warm_up(*also: str) -> Any:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    allow_descriptors(LEAST_DESCRIPTORS)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["octopipe.runtime.training.warm", *also])
     forkserver.ensure_running()
@@ -110,6 +132,7 @@ def run_ranks(
         torch.set_num_threads(threads)
         return [work(Seat(rank=0, size=1, local_rank=0, tell=listen), payload)]
     open_standard_streams()
+    allow_descriptors(LEAST_DESCRIPTORS + 8 * size)
     store = local_store()
     # A fork of the server would share its memory allocator's settings and its libraries' first look around.
     context = multiprocessing.get_context("spawn") if environment else warm_up()

@@ -1,4 +1,5 @@
-"""The layers one rank holds: built, named by layer, tied, compared with the other ranks' copies.
+"""The layers one rank holds: built, named by layer, tied, compared with the other ranks' copies. A loss with parameters
+counts as one.
 
 Knows: which parameters are one and the same, on this rank (one object) and across ranks (holders). Does not
 know: what layers compute.
@@ -6,21 +7,28 @@ know: what layers compute.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
+from octopipe.runtime.ranks.loss_parts import held_tensors, loss_module
 from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.ranks.world import World
+from octopipe.runtime.ranks.wrappers import take_over
 from octopipe.runtime.stages.rng import micro_batch_seed
 
 
 class Layers:
-    """See the module. Replicated and tied parameters have `holders`: all ranks of the pipeline that use them."""
+    """See the module. Replicated and tied parameters have `holders`: all ranks of the pipeline that use them.
+
+    A loss with parameters of its own counts as the layer after the last one (`loss_layer`).
+    """
 
     def __init__(
         self,
@@ -31,31 +39,59 @@ class Layers:
         *,
         tied: Sequence[Sequence[str]],
         seed: int | None,
+        loss_fn: Callable[..., Any] | None = None,
     ):
         self.plan, self.world, self.device = plan, world, device
-        numbers = sorted({k for s in plan.stages if s.rank == world.rank for k in range(s.first, s.stop)})
-        self.modules: dict[int, nn.Module] = {k: _build(layers[k], k, seed).to(device) for k in numbers}
-        ties = [list(t) for t in tied] + _object_ties(layers) + _named_ties(self.modules)
-        # Layers of other ranks may be tied to ours; and a rank with another plan must be found out now.
-        said = world.gather((_digest(plan), ties))
-        if any(digest != said[0][0] for digest, _ in said):
-            other = next(r for r, (digest, _) in enumerate(said) if digest != said[0][0])
-            raise OctoPipeError(f"rank {other} runs another plan than rank 0; give all ranks the same plan")
-        self._canonical = _merge([t for _, theirs in said for t in theirs], plan)
-        self._tie_here()
-        self.named: dict[str, nn.Parameter] = {}
-        self._layers_of: dict[int, set[int]] = {}
-        seen: set[int] = set()
-        for k, module in self.modules.items():
-            for name, parameter in module.named_parameters():
-                self._layers_of.setdefault(id(parameter), set()).add(k)
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    self.named[f"{k}.{name}"] = parameter
-        ranks_of: dict[int, set[int]] = {}
+        self.loss_layer = last = plan.num_layers
+        self.ranks_of: dict[int, set[int]] = {}
+        """By layer: the ranks that hold it."""
         for stage in plan.stages:
             for k in range(stage.first, stage.stop):
-                ranks_of.setdefault(k, set()).add(stage.rank)
+                self.ranks_of.setdefault(k, set()).add(stage.rank)
+        numbers = [k for k in sorted(self.ranks_of) if world.rank in self.ranks_of[k]]
+        self.modules: dict[int, nn.Module] = {}
+        loss = None if loss_fn is None else loss_module(loss_fn, layers)
+        shared = _SharedObjects(layers, self.ranks_of)
+        self.buffers_are_one = shared.across_ranks
+        """Whether layers on different ranks have a tensor object in common: the same on every rank."""
+        self.buffers_elsewhere: dict[str, str] = {}
+        """Buffers of this rank that are one object with one of a layer on other ranks, and what that one is called."""
+        for k in numbers:
+            module = _build(layers[k], k, seed)
+            self.buffers_elsewhere |= shared.elsewhere(k, module)
+            self.modules[k] = shared.moved(module, device)
+        if loss is not None and last - 1 in self.modules:
+            self.modules[last] = shared.moved(loss, device)
+        take_over(self.modules, world)
+        ties = [[_with_loss(name, last) for name in tie] for tie in tied]
+        ties += _object_ties([*layers, *([] if loss is None else [loss])]) + _named_ties(self.modules)
+        ties += _held_ties(layers, self.modules)
+        # Layers of other ranks may be tied to ours; and a rank with another plan must be found out now.
+        said = world.gather((_digest(plan), ties, last in self.modules))
+        if any(digest != said[0][0] for digest, *_ in said):
+            other = next(r for r, (digest, *_) in enumerate(said) if digest != said[0][0])
+            raise OctoPipeError(f"rank {other} runs another plan than rank 0; give all ranks the same plan")
+        trained = {said[rank][2] for rank in self.ranks_of[last - 1]}
+        if len(trained) > 1:
+            raise OctoPipeError(
+                "the loss has parameters on one rank and none on another; give all ranks the same loss_fn"
+            )
+        self.has_loss = True in trained
+        """Whether the loss has parameters (or buffers) of its own."""
+        if self.has_loss:
+            self.ranks_of[last] = self.ranks_of[last - 1]
+        self._canonical = _merge([t for _, theirs, _ in said for t in theirs], last + self.has_loss)
+        self._tie_here()
+        self._places = self._registered()
+        everything = (inner for module in self.modules.values() for inner in module.modules())
+        self._resharded = any(isinstance(inner, FSDPModule) for inner in everything)
+        """FSDP2 puts whole parameters in the place of its shards, for a while."""
+        self.named: dict[str, nn.Parameter] = self._named_now()
+        self._layers_of: dict[int, set[int]] = {}
+        for k, module in self.modules.items():
+            for parameter in module.parameters():
+                # The loss's gradients are complete with the last layer's.
+                self._layers_of.setdefault(id(parameter), set()).add(min(k, last - 1))
         members: dict[str, set[str]] = {}
         for name, key in self._canonical.items():
             members.setdefault(key, {key}).add(name)
@@ -63,7 +99,7 @@ class Layers:
         for name, parameter in self.named.items():
             key = self._canonical.get(name, name)
             everywhere = {int(n.split(".", 1)[0]) for n in members.get(key, {name})}
-            holders = set().union(*(ranks_of[k] for k in everywhere))
+            holders = set().union(*(self.ranks_of[k] for k in everywhere))
             self._shared.append(
                 Shared(
                     key=key,
@@ -72,6 +108,52 @@ class Layers:
                     holders=tuple(sorted(holders)),
                 )
             )
+
+    def _named_now(self) -> dict[str, nn.Parameter]:
+        """The parameters that the modules register at this moment, each once."""
+        out: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for k, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    out[f"{k}.{name}"] = parameter
+        return out
+
+    def refresh(self) -> list[Shared]:
+        """Take over parameters that were put in the place of others since; returns them.
+
+        Other names than there were would need other ties and other optimizer groups on every rank: an error.
+        """
+        if self._resharded:
+            return []
+        now = self._named_now()
+        if len(now) == len(self.named) and all(now.get(name) is p for name, p in self.named.items()):
+            return []
+        if now.keys() != self.named.keys():
+            name = sorted(now.keys() ^ self.named.keys())[0]
+            what = "is new" if name in now else "is gone"
+            raise OctoPipeError(
+                f"parameter {name} {what} since the Pipeline was made; change layers (or tie parameters) before that"
+            )
+        names = {id(p): name for name, p in self.named.items()}
+        shared = [dataclasses.replace(s, parameter=now[names[id(s.parameter)]]) for s in self._shared]
+        replaced = [new for new, old in zip(shared, self._shared) if new.parameter is not old.parameter]
+        self.named, self._shared = now, shared
+        self._places = self._registered()
+        return replaced
+
+    def untouched(self) -> bool:
+        """Whether every parameter stands where it stood: a quick look, for every step."""
+        return self._resharded or all(held.get(name) is p for held, name, p in self._places)
+
+    def _registered(self) -> list[tuple[Any, str, nn.Parameter | None]]:
+        return [
+            (inner._parameters, name, p)
+            for module in self.modules.values()
+            for inner in module.modules()
+            for name, p in inner._parameters.items()
+        ]
 
     def _tie_here(self) -> None:
         """Make parameters that are one, one object on this rank."""
@@ -142,6 +224,68 @@ def _build(layer: nn.Module | Callable[[], nn.Module], number: int, seed: int | 
     return made
 
 
+class _SharedObjects:
+    """Buffers that several layers have in common, as the pipeline is given them: before any is moved to its device."""
+
+    def __init__(self, layers: Sequence[Any], ranks_of: Mapping[int, set[int]]):
+        self._ranks_of = ranks_of
+        self._found: dict[int, list[tuple[int, str]]] = {}
+        for k, layer in enumerate(layers):
+            if isinstance(layer, nn.Module):
+                for name, buffer in layer.named_buffers():
+                    self._found.setdefault(id(buffer), []).append((k, f"{k}.{name}"))
+            else:
+                for tensor in held_tensors(layer):
+                    self._found.setdefault(id(tensor), []).append((k, f"one that the factory of layer {k} holds"))
+        self.across_ranks = any(
+            len({frozenset(ranks_of[k]) for k, _ in places}) > 1 for places in self._found.values()
+        )  # fmt: skip
+        self._moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id of a buffer: itself, so that nothing takes its place in memory, and what it has become."""
+
+    def elsewhere(self, k: int, module: nn.Module) -> dict[str, str]:
+        out = {}
+        for name, buffer in module.named_buffers():
+            others = (text for j, text in self._found.get(id(buffer), ()) if self._ranks_of[j] != self._ranks_of[k])
+            other = next(others, None)
+            if other is not None:
+                out[f"{k}.{name}"] = other
+        return out
+
+    def moved(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """The module on its device; a buffer that others have, too, stays one."""
+        before = [(inner, key, b) for inner in module.modules() for key, b in inner._buffers.items() if b is not None]
+        module = module.to(device)
+        for inner, key, buffer in before:
+            now = inner._buffers[key]
+            assert now is not None
+            inner._buffers[key] = self._moved.setdefault(id(buffer), (buffer, now))[1]
+        return module
+
+
+def _with_loss(name: str, number: int) -> str:
+    """`loss.weight` as the name of a layer's parameter."""
+    return f"{number}.{name[5:]}" if name.startswith("loss.") else name
+
+
+def _held_ties(layers: Sequence[Any], modules: Mapping[int, nn.Module]) -> list[list[str]]:
+    """Parameters that factories hold and give to several layers: every name with that of the object.
+
+    Ranks do not see each other's objects. Each sees the same factories, and names what they hold by its place there.
+    """
+    names: dict[int, str] = {}
+    for k, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            for place, tensor in enumerate(held_tensors(layer)):
+                names.setdefault(id(tensor), f"tie {k}/{place} {tuple(tensor.shape)} {tensor.dtype}")
+    return [
+        [names[id(p)], f"{k}.{name}"]
+        for k, module in modules.items()
+        for name, p in module.named_parameters()
+        if id(p) in names
+    ]
+
+
 def _object_ties(layers: Sequence[Any]) -> list[list[str]]:
     """Parameter objects that several given modules share."""
     names: dict[int, list[str]] = {}
@@ -161,7 +305,7 @@ def _named_ties(modules: Mapping[int, nn.Module]) -> list[list[str]]:
     ]
 
 
-def _merge(ties: Sequence[Sequence[str]], plan: Plan) -> dict[str, str]:
+def _merge(ties: Sequence[Sequence[str]], num_layers: int) -> dict[str, str]:
     """Parameter name -> the first name of its tie, for every name in a tie of more than one."""
     parent: dict[str, str] = {}
 
@@ -173,7 +317,7 @@ def _merge(ties: Sequence[Sequence[str]], plan: Plan) -> dict[str, str]:
     for tie in ties:
         for name in tie:
             layer = name.split(".", 1)[0]
-            if not name.startswith("tie ") and not (layer.isdigit() and int(layer) < plan.num_layers and "." in name):
+            if not name.startswith("tie ") and not (layer.isdigit() and int(layer) < num_layers and "." in name):
                 raise OctoPipeError(f"tied parameter {name!r}: write layer.name, such as '0.weight'")
             parent[root(name)] = root(tie[0])
     groups: dict[str, list[str]] = {}

@@ -46,6 +46,8 @@ class Roles:
     """By dimension, those of more than one rank; this process's group in each."""
     everybody: dist.ProcessGroup | None
     """All data dimensions as one group; None where there is none."""
+    model: Axes
+    """By dimension, those whose ranks share a batch."""
 
 
 def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_dims: Sequence[str] | None) -> Roles:
@@ -77,8 +79,12 @@ def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_di
     everybody = None
     if data:
         everybody = mesh.get_group(data[0]) if len(data) == 1 else mesh[tuple(data)]._flatten().get_group()
+    shared = [name for k, name in enumerate(names) if name != pp_dim and name not in data and mesh.size(k) > 1]
     return Roles(
-        pipeline=mesh.get_group(pp_dim), data={name: mesh.get_group(name) for name in data}, everybody=everybody
+        pipeline=mesh.get_group(pp_dim),
+        data={name: mesh.get_group(name) for name in data},
+        everybody=everybody,
+        model={name: mesh.get_group(name) for name in shared},
     )
 
 

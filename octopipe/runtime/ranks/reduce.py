@@ -17,7 +17,7 @@ with the gradients; a rank looks at them (and waits for its device) only where a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -97,6 +97,23 @@ class Reducer:
         self._trainable: tuple[bool, ...] = ()
         self.buckets: list[Bucket] = []
         self._build()
+
+    def renew(self, shared: Sequence[Shared]) -> None:
+        """Parameters were put in the place of others, under the same names."""
+        now = {s.key: s.parameter for s in shared}
+        self._shared = [replace(s, parameter=now[s.key]) for s in self._shared]
+        self._tensors = [s.parameter for s in shared if hasattr(s.parameter, "placements")]
+        self._build()
+
+    def also_used_by(self, parameter: Tensor, layers: Sequence[int]) -> None:
+        """Layers of this rank use a parameter that another layer registers: its gradient waits for them, too."""
+        for bucket in self.buckets:
+            if any(p is parameter for p in bucket.parameters):
+                bucket.layers |= set(layers)
+                bucket.waits_for |= set(layers)
+        for k, s in enumerate(self._shared):
+            if s.parameter is parameter:
+                self._shared[k] = replace(s, layers=tuple(sorted({*s.layers, *layers})))
 
     def _reach(self, s: Shared) -> Reach:
         return self._reaches.get(s.key, Reach(tuple(self._axes)))
@@ -240,6 +257,7 @@ def _readiness(plan: Plan) -> dict[int, float]:
                 stage = plan.stages[op.stage]
                 for layer in range(stage.first, stage.stop):
                     out[layer] = max(out.get(layer, 0.0), (k + 1) / len(order))
+    out[plan.num_layers] = out.get(plan.num_layers - 1, 0.0)  # the loss
     return out
 
 

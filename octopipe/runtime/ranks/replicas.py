@@ -18,7 +18,8 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.precision import LOW
 from octopipe.runtime.ranks.layers import Layers
 from octopipe.runtime.ranks.meshes import Reach, reaches
-from octopipe.runtime.ranks.reduce import local, wait_for
+from octopipe.runtime.ranks.reduce import Shared, local, wait_for
+from octopipe.runtime.ranks.shared_buffers import SharedBuffers
 from octopipe.runtime.ranks.world import World, all_reduce, broadcast
 
 Sharded = Mapping[str, Sequence[str]]
@@ -33,11 +34,17 @@ class Replicas:
         self._buffers = {f"{k}.{name}": b for k, m in layers.modules.items() for name, b in m.named_buffers()}
         self.reaches = reaches(layers.modules, {**self._buffers, **parameters}, world.axes, sharded)
         """By the parameter's key."""
-        self._holders: dict[int, tuple[int, ...]] = {}
-        for stage in plan.stages:
-            for k in range(stage.first, stage.stop):
-                self._holders[k] = tuple(sorted({*self._holders.get(k, ()), stage.rank}))
+        self._holders = {k: tuple(sorted(ranks)) for k, ranks in layers.ranks_of.items()}
         self._agree(plan, sharded)
+
+    def shared_buffers(self) -> SharedBuffers:
+        """What keeps the buffers of copies alike, from now on."""
+        axes = {name: self.reaches[name].axes for name in self._buffers}
+        layers = self._layers
+        elsewhere = layers.buffers_elsewhere if layers.buffers_are_one else None
+        return SharedBuffers(
+            layers.modules, self._holders, axes, elsewhere, self._world, timeout_s=self._timeout_s
+        )  # fmt: skip
 
     def _agree(self, plan: Plan, sharded: Sharded) -> None:
         """One placement in all pipelines, the same parameters frozen everywhere, every sharded dimension used."""
@@ -74,6 +81,11 @@ class Replicas:
         if world.group is not None and self._layers.device.type == "cuda":
             torch.cuda.synchronize(self._layers.device)
 
+    def make_equal_again(self, replaced: Sequence[Shared]) -> None:
+        """The same for parameters that were put in the place of others, on all holders alike."""
+        for s in sorted(replaced, key=lambda s: s.key):
+            self._spread(s.key, s.parameter, s.holders)
+
     def _spread(self, name: str, tensor: Tensor, holders: tuple[int, ...]) -> None:
         groups = [self._world.subgroup(holders)] if len(holders) > 1 else []
         groups += [self._world.axes[axis] for axis in self.reaches[name].axes]
@@ -103,10 +115,10 @@ class Replicas:
             value = (value.full_tensor() if hasattr(value, "full_tensor") else value).double()
             scattered = self.reaches.get(s.key, Reach()).scattered
             if scattered not in by_axes:
-                by_axes[scattered] = torch.zeros(layers.plan.num_layers, dtype=torch.float64, device=layers.device)
+                by_axes[scattered] = torch.zeros(layers.plan.num_layers + 1, dtype=torch.float64, device=layers.device)
             norms, layer = by_axes[scattered], int(s.key.split(".", 1)[0])
             norms[layer] = torch.maximum(norms[layer], value) if largest else norms[layer] + value**norm_type
-        total = torch.zeros(layers.plan.num_layers, dtype=torch.float64, device=layers.device)
+        total = torch.zeros(layers.plan.num_layers + 1, dtype=torch.float64, device=layers.device)
         for scattered, norms in sorted(by_axes.items()):
             for axis in scattered:
                 wait_for(all_reduce(world.axes[axis], norms, op), self._timeout_s, "the gradient norm")

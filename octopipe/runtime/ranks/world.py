@@ -33,6 +33,7 @@ class World:
     """One pipeline's ranks (`group`) and, with data parallelism, the same rank of all pipelines (`dp_group`).
 
     `axes`: the data dimensions of a mesh by name, which `dp_group` joins; without them there is one, "dp".
+    `model_axes`: the dimensions whose ranks share a batch (tensor parallelism).
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class World:
         group: dist.ProcessGroup | None,
         dp_group: dist.ProcessGroup | None = None,
         axes: Mapping[str, dist.ProcessGroup] | None = None,
+        model_axes: Mapping[str, dist.ProcessGroup] | None = None,
     ):
         self.group, self.dp_group = group, dp_group
         self.axes: dict[str, Any] = dict(axes or ({} if dp_group is None else {"dp": dp_group}))
+        self.model_axes: dict[str, Any] = dict(model_axes or {})
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.replica = 0 if dp_group is None else dp_group.rank()
@@ -72,7 +75,7 @@ class World:
             if group is not None or dp_group is not None:
                 raise OctoPipeError("a mesh and process groups were given; give one or the other")
             found = roles(mesh, pp_dim, dp_dims, model_dims)
-            return cls(found.pipeline, found.everybody, found.data)
+            return cls(found.pipeline, found.everybody, found.data, found.model)
         if dp_dims is not None or model_dims is not None:
             raise OctoPipeError("dp_dims and model_dims are dimensions of a mesh; give the mesh, too")
         if group is None and dist.is_initialized():

@@ -84,7 +84,8 @@ class Box:
             thing[...] = contents
         else:
             for key, value in contents.items():
-                setattr(thing, key, value)
+                if getattr(thing, key, contents) is not value:  # a frozen thing is written only where it was changed
+                    setattr(thing, key, value)
 
     def describe(self, key: Any) -> str:
         if self.kind == "list":

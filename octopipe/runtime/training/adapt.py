@@ -15,12 +15,13 @@ on as it would have (up to the order in which a plan adds up its micro-batches).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.profile_file import Profile
@@ -29,8 +30,16 @@ from octopipe.plans.plan import KINDS, Plan
 from octopipe.plans.price import stage_times
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import MixedPrecisionOptimizer
+from octopipe.runtime.ranks.reduce import local
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.training.checkpoint import _compact, _moves, full_state
+from octopipe.runtime.training.saved_state import (
+    compact,
+    layer_state,
+    loadable,
+    put_settings,
+    put_state,
+    settings_by_parameter,
+)
 from octopipe.runtime.wire.telling import broadcast_value, moment, receive_value, send_value
 from octopipe.search.tuner import tune
 from octopipe.simulation.contention import predict
@@ -176,37 +185,53 @@ def switch(
     same settings. The old pipeline is closed.
     """
     world = pipe.world
-    mine = _layer_states(pipe, optimizer)
+    mine: dict[int, dict[str, Any]] = {}
+    problem = _unfinished(pipe)
+    if not problem:
+        try:
+            mine = _layer_states(pipe, optimizer)
+        except OctoPipeError as error:
+            problem = str(error)
+    problem = next((text for text in world.gather(problem) if text), "")
+    if problem:
+        raise OctoPipeError(problem)
     old, step, parent = pipe.plan, pipe.step_number, pipe.resumed_from
-    learning = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
     scale = pipe.loss_scale
     pipe.close()
     fresh = make_pipe(plan)
-    states = _exchange(world, old, plan, mine)
-    fresh.load_state_dict({f"{k}.{n}": v for k, state in states.items() for n, v in state["state"].items()})
+    states = _exchange(world, old, plan, mine, loss=fresh.layers.has_loss)
+    fresh.load_state_dict({f"{k}.{n}": v for k, kept in states.items() for n, v in loadable(kept["state"]).items()})
+    for k, module in fresh.modules().items():
+        _put_beside(module, states[k])
     fresh.step_number, fresh.loss_scale, fresh.resumed_from = step, scale, parent
     if optimizer is None or make_optimizer is None:
         return fresh, None
     made = make_optimizer(fresh)
-    for group, settings in zip(made.param_groups, learning):
-        group.update(settings)
+    kept: list[tuple[str, torch.Tensor, Any]] = []
     for shared in fresh.layers.shared():
         if isinstance(made, MixedPrecisionOptimizer):
             number, name = shared.layers[0], _name_in(fresh, shared.layers[0], shared.parameter)
             made.set_master(shared.parameter, states[number]["state"][name].to(shared.parameter.device))
         for member in (int(shared.key.split(".", 1)[0]), *shared.layers):
             saved = states.get(member, {}).get("optimizer", {}).get(shared.key)
-            if saved:
-                made.state[shared.parameter] = {
-                    key: value.to(shared.parameter.device, copy=True) if _moves(key, value) else value
-                    for key, value in saved.items()
-                }
+            if saved is not None:
+                put_state(made, shared.parameter, saved["state"])
+                kept.append((shared.key, shared.parameter, saved["settings"]))
                 break
+    put_settings(made, kept)
     return fresh, made
 
 
 def _name_in(pipe: Pipeline, layer: int, parameter: torch.nn.Parameter) -> str:
     return next(n for n, p in pipe.modules()[layer].named_parameters() if p is parameter)
+
+
+def _unfinished(pipe: Pipeline) -> str:
+    """Gradients that would be lost, in one line."""
+    for name, p in pipe.named_parameters():
+        if p.grad is not None and bool((local(p.grad) != 0).any()):
+            return f"{name} has a gradient, which a switch would lose; step the optimizer and call zero_grad() first"
+    return ""
 
 
 def _holders(plan: Plan) -> dict[int, list[int]]:
@@ -220,20 +245,59 @@ def _holders(plan: Plan) -> dict[int, list[int]]:
 def _layer_states(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
     """This rank's layers with the optimizer state of their parameters (a tied one's under its first name)."""
     out: dict[int, dict[str, Any]] = {
-        k: {"state": _compact(full_state(module, optimizer)), "optimizer": {}} for k, module in pipe.modules().items()
+        k: {"state": layer_state(k, module, optimizer), "beside": _beside(module), "optimizer": {}}
+        for k, module in pipe.modules().items()
     }
     if optimizer is not None:
+        settings = settings_by_parameter(optimizer)
         for shared in pipe.layers.shared():
+            p = shared.parameter
+            kept = {"state": compact(optimizer.state.get(p, {})), "settings": settings.get(id(p), {})}
             for k in shared.layers:
-                out[k]["optimizer"][shared.key] = _compact(optimizer.state.get(shared.parameter, {}))
+                out[k]["optimizer"][shared.key] = kept
     return out
 
 
-def _exchange(world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The states of this rank's layers under the new plan; a layer travels only to ranks that did not hold it."""
+def _beside(module: nn.Module) -> dict[str, Any]:
+    """What a state dict leaves out: buffers that are not saved, the mode of every module, what is frozen."""
+    saved = module.state_dict().keys()
+    return {
+        "buffers": {name: compact(b) for name, b in module.named_buffers() if name not in saved},
+        "training": {name: inner.training for name, inner in module.named_modules()},
+        "trained": {name: p.requires_grad for name, p in module.named_parameters()},
+    }
+
+
+def _put_beside(module: nn.Module, kept: Mapping[str, Any]) -> None:
+    beside = kept["beside"]
+    for name, value in beside["buffers"].items():
+        owner, _, last = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        now = getattr(holder, last, None)
+        if isinstance(now, torch.Tensor) and now.shape == value.shape and now.dtype == value.dtype:
+            with torch.no_grad():
+                now.copy_(value)
+        else:  # made anew in some forward
+            device = next((t.device for t in (*module.parameters(), *module.buffers())), value.device)
+            holder.register_buffer(last, value.to(device), persistent=False)
+    for name, inner in module.named_modules():
+        inner.training = beside["training"].get(name, inner.training)
+    for name, p in module.named_parameters():
+        p.requires_grad_(beside["trained"].get(name, p.requires_grad))
+
+
+def _exchange(
+    world: World, old: Plan, new: Plan, mine: dict[int, dict[str, Any]], *, loss: bool
+) -> dict[int, dict[str, Any]]:
+    """The states of this rank's layers under the new plan; a layer travels only to ranks that did not hold it.
+
+    `loss`: the loss has parameters, and counts as the layer after the last.
+    """
     before, after = _holders(old), _holders(new)
+    for holders in (before, after):
+        holders[new.num_layers] = holders[new.num_layers - 1]
     out = {}
-    for k in range(new.num_layers):
+    for k in range(new.num_layers + loss):
         source = before[k][0]
         takers = [r for r in after[k] if r not in before[k]]
         if world.rank in after[k] and world.rank in before[k]:

@@ -6,7 +6,10 @@ checkpoints stay (`shelf.py`).
 
     DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer wants to know again
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
-                                       "optimizer": {name: {"exp_avg": tensor, ...}}}
+                                       "optimizer": {name: {"exp_avg": tensor, ...}},
+                                       "settings": {name: {"lr": 0.001, ...}}}
+
+The settings are those of the parameter's group in the optimizer; files of older versions have none.
 
 Where an optimizer keeps float32 master weights, "state" holds those: a run resumes from it exactly in the same
 precision, and in another one from the same values.
@@ -39,6 +42,15 @@ from octopipe.base.memory import free_memory_bytes
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import MixedPrecisionOptimizer, optimizer_kind
 from octopipe.runtime.training.layer_file import WrongFile, read_content
+from octopipe.runtime.training.saved_state import (
+    check_saveable,
+    compact,
+    layer_state,
+    loadable,
+    put_settings,
+    put_state,
+    settings_by_parameter,
+)
 from octopipe.runtime.training.shelf import (
     ASIDE,
     FORMAT,
@@ -131,6 +143,7 @@ class Saving:
         writes = pipe.world.replica == 0
         # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
         _agree(pipe, _not_finite(pipe, optimizer, self._home) if writes else "", NotFinite)
+        _agree(pipe, _not_loadable(pipe) if writes else "")
         _agree(pipe, _attempt(lambda: _fresh(self._partial), self._home) if self._leads else "")
         if not writes:
             return
@@ -219,6 +232,10 @@ def load_checkpoint(
             f"{shown(home)} holds the state of {record['optimizer']}, not of {optimizer_kind(optimizer)}; "
             "use the same optimizer"
         )
+    listed = {x["layer"] for x in record.get("layers", [])}
+    if (pipe.layers.loss_layer in listed) != pipe.layers.has_loss:
+        has, lacks = ("the loss", "the checkpoint") if pipe.layers.has_loss else ("the checkpoint's loss", "loss_fn")
+        raise OctoPipeError(f"{shown(home)}: {has} has parameters, {lacks} none of them; use the same loss_fn")
     files: dict[int, dict[str, Any]] = {}
 
     def layer(k: int) -> dict[str, Any]:
@@ -226,8 +243,8 @@ def load_checkpoint(
             files[k] = read_layer(home, k, record)
         return files[k]
 
-    state = {f"{k}.{n}": v for k in pipe.modules() for n, v in layer(k)["state"].items()}
-    moments: list[tuple[Tensor, dict[str, Any]]] = []
+    state = {f"{k}.{n}": v for k in pipe.modules() for n, v in loadable(layer(k)["state"]).items()}
+    moments: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = []
     if optimizer is not None:
         # A tied parameter's state is kept with its first name: its layer may be another rank's.
         for shared in pipe.layers.shared():
@@ -235,17 +252,17 @@ def load_checkpoint(
             saved = layer(int(number))["optimizer"].get(name)
             if saved is None:
                 raise OctoPipeError(f"{shown(home)}: no optimizer state of {shared.key}; use the same model")
-            moments.append((shared.parameter, saved))
+            settings = layer(int(number)).get("settings", {}).get(name, {})
+            moments.append((shared.key, shared.parameter, saved, settings))
+        put_settings(optimizer, ((key, p, settings) for key, p, _, settings in moments))
     pipe.load_state_dict(state)
     if isinstance(optimizer, MixedPrecisionOptimizer):
         for shared in pipe.layers.shared():  # the file's values are the masters', not what the weights round to
             number, name = shared.key.split(".", 1)
             optimizer.set_master(shared.parameter, layer(int(number))["state"][name].to(shared.parameter.device))
-    for parameter, saved in moments:
+    for _, parameter, saved, _ in moments:
         assert optimizer is not None
-        optimizer.state[parameter] = {
-            key: value.to(parameter.device, copy=True) if _moves(key, value) else value for key, value in saved.items()
-        }
+        put_state(optimizer, parameter, saved)
     pipe.resumed_from = (home.parent, int(record["step"]))
     return record
 
@@ -287,30 +304,23 @@ def _refused(name: str, home: Path) -> str:
 
 def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int) -> Iterator[dict[str, Any]]:
     """What this rank writes, a layer at a time, in copies on the host."""
+    settings = {} if optimizer is None else settings_by_parameter(optimizer)
+    groups: dict[int, dict[str, Any]] = {}
     writer: dict[int, int] = {}
     for stage in pipe.plan.stages:
         for k in range(stage.first, stage.stop):
             writer[k] = min(stage.rank, writer.get(k, stage.rank))
+    writer[pipe.layers.loss_layer] = writer[pipe.layers.loss_layer - 1]
     moments: dict[int, dict[str, Any]] = {}
     if optimizer is not None:
         for shared in pipe.layers.shared():
             number, name = shared.key.split(".", 1)
-            moments.setdefault(int(number), {})[name] = _compact(optimizer.state.get(shared.parameter, {}))
+            moments.setdefault(int(number), {})[name] = compact(optimizer.state.get(shared.parameter, {}))
+            groups.setdefault(int(number), {})[name] = settings.get(id(shared.parameter), {})
     for k, module in pipe.modules().items():
         if writer[k] == pipe.rank:
-            state = _compact(full_state(module, optimizer))
-            yield {"layer": k, "step": step, "state": state, "optimizer": moments.get(k, {})}
-
-
-def full_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """A layer's state, with the master weights in the place of what they were rounded to."""
-    state = dict(module.state_dict())
-    if isinstance(optimizer, MixedPrecisionOptimizer):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            master = optimizer.master(parameter)
-            if master is not None and name in state:
-                state[name] = master
-    return state
+            state, mine = layer_state(k, module, optimizer), moments.get(k, {})
+            yield {"layer": k, "step": step, "state": state, "optimizer": mine, "settings": groups.get(k, {})}
 
 
 def _write_layers(folder: Path, contents: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -344,9 +354,15 @@ def _publish(partial: Path, target: Path, record: Mapping[str, Any]) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies on the host whose storage is their own size: a view would drag its whole base into the file."""
-    return {k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+def _not_loadable(pipe: Pipeline) -> str:
+    """What could be written and never be read again, in one line; it must not cost a run its state."""
+    for k, module in pipe.modules().items():
+        try:
+            for name, value in module.state_dict().items():
+                check_saveable(value, f"{k}.{name}")
+        except OctoPipeError as error:
+            return f"no checkpoint was written: {error}"
+    return ""
 
 
 def _attempt(act: Any, place: Path) -> str:
@@ -383,7 +399,8 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
         content: dict[str, Any] = read_content(path)
     except WrongFile as error:
         raise DamagedCheckpoint(f"{shown(path)}: {error}; take another checkpoint") from None
-    if not isinstance(content, dict) or not (_named_values(content, "state") and _named_values(content, "optimizer")):
+    parts = ("state", "optimizer", *(["settings"] if isinstance(content, dict) and "settings" in content else []))
+    if not isinstance(content, dict) or not all(_named_values(content, part) for part in parts):
         raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
     for what, wanted in (("layer", k), ("step", record["step"])):
         if content.get(what, wanted) != wanted:
@@ -399,8 +416,3 @@ def _named_values(content: Mapping[str, Any], key: str) -> bool:
     if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
         return False
     return key == "state" or all(isinstance(moments, dict) for moments in part.values())
-
-
-def _moves(key: str, value: Any) -> bool:
-    """Optimizers keep their step count on the host unless they are capturable."""
-    return isinstance(value, Tensor) and not (key == "step" and value.ndim == 0)

@@ -41,6 +41,7 @@ from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
 from octopipe.runtime.wire.telling import broadcast_value, gather_values, moment
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
+from octopipe.simulation.contention import predict
 
 
 class Everyone:
@@ -134,7 +135,21 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     # Our own layers are known to do the same twice; others are recomputed only where a profile has seen it.
     shown = isinstance(job.spec, ModelSpec) or bool(costs.repeatable)
     found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed, recompute=shown).plan
-    return found.with_extra(**beside)
+    return _faster(found, job, profile, tell).with_extra(**beside)
+
+
+def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase], None]) -> Plan:
+    """The tuned plan, or the published system where that is predicted to be faster with contention, which the search
+    does not see: its times are those with all ranks at work."""
+    try:
+        usual = build_plan(job.system, profile.costs, job.pp, job.num_micro_batches)
+    except OctoPipeError:
+        return found
+    mine, theirs = predict(found, profile), predict(usual, profile)
+    if not theirs.fits or theirs.makespan_ms >= mine.makespan_ms:
+        return found
+    tell(Phase(text=f"{job.system} is predicted to be faster than the tuned plan; using {job.system}"))
+    return usual
 
 
 def workload_of(job: TrainJob) -> Workload:

@@ -114,7 +114,8 @@ def damage(path: str | os.PathLike[str], layers: Callable[[int], bool] | None = 
     except OctoPipeError as error:
         return str(error)
     listed = {x["layer"]: x for x in record.get("layers", [])}
-    if record["format"] == FORMAT and listed.keys() != set(range(record["num_layers"])):
+    # A loss with parameters comes after the last layer.
+    if record["format"] == FORMAT and listed.keys() - {record["num_layers"]} != set(range(record["num_layers"])):
         return f"{shown(path)}: {RUN} lists {len(listed)} of {record['num_layers']} layers"
     wanted = range(record["num_layers"]) if not listed else sorted(listed)
     chosen = {k: listed.get(k, {}) for k in wanted if layers is None or layers(k)}

@@ -41,6 +41,7 @@ def row_of(candidate: Candidate, how: str = "") -> dict[str, Any]:
     names = ("tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits", "recompute")
     return {
         "split": candidate.split.words(),
+        "zero": candidate.split.zero,
         "how": how or candidate.how,
         **{name: getattr(candidate, name) for name in names},
     }

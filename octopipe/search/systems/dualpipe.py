@@ -6,21 +6,25 @@ which phase 0 is the direction that enters from the rank's nearer end.
 Bubble (p/2-1)(F&B + B - 3W) for F = I, with B the full backward I + W and F&B the time of an overlapped pair;
 activations p+1 micro-batches.
 
-Simplified: a rank here has one compute lane, so an overlapped pair F&B runs as F and then B, and F&B = F + B;
-what the real system hides inside a pair is communication, which the simulator hides on its own lanes. The
-forward's result travels when the forward is done, not when the pair is, so the simulated bubble is smaller
-than the published one; `paired_idle_ms` replays the order with pairs as blocks and gives the published one.
+Where the costs have an exchange between expert ranks, F&B is a pair of the plan, and its W is put into what stays
+exposed (as in the paper's figure of an overlapped chunk). Simplified: without an exchange there is nothing to hide in a
+pair, and F&B is F and then B. The forward's result then travels when the forward is done, not when the pair is, so the
+simulated bubble is smaller than the published one; `paired_idle_ms` replays the order with pairs as blocks and gives
+the published one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
 from octopipe.search.systems.bidirectional import bidirectional_plan, micro_batch_of, stage_on
 from octopipe.search.systems.registry import Setting, build_plan, require, system
+from octopipe.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
     from octopipe.search.systems.closed_forms import ClosedForm
@@ -41,8 +45,16 @@ def dualpipe(setting: Setting) -> Plan:
     require(p % 2 == 0, "dualpipe", f"pp {p} is odd; two directions pair up an even number of ranks")
     require(m % 2 == 0, "dualpipe", f"{m} micro-batches cannot be shared evenly by two directions")
     require(m >= 2 * p, "dualpipe", f"{m} micro-batches are fewer than 2 pp = {2 * p}")
-    orders = [[op for block in blocks for op in block] for blocks in dualpipe_blocks(p, m)]
-    return bidirectional_plan(setting.costs, p, m, orders)
+    blocks = dualpipe_blocks(p, m)
+    plan = bidirectional_plan(setting.costs, p, m, [[op for block in row for op in block] for row in blocks])
+    return overlapped(plan, setting.costs, blocks)
+
+
+def overlapped(plan: Plan, costs: CostTable, blocks: list[list[Block]]) -> Plan:
+    """The plan with its blocks of two as pairs, where there is an exchange to hide."""
+    if not costs.exchanges:
+        return plan
+    return replace(plan, pairs=frozenset((b[0], b[1]) for row in blocks for b in row if len(b) == 2))
 
 
 def dualpipe_blocks(p: int, m: int) -> list[list[Block]]:
@@ -173,6 +185,14 @@ def closed_forms() -> list[ClosedForm]:
             ),
             ClosedForm(
                 system="dualpipe",
+                case=case + ", as pairs",
+                quantity="idle of the idlest rank",
+                formula="(p/2-1)(F&B+B-3W)",
+                expected=(p / 2 - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
+                simulate=on_timeline("dualpipe", paced(costs, pace), p, m, idlest_ms),
+            ),
+            ClosedForm(
+                system="dualpipe",
                 case=case,
                 quantity="highest peak, micro-batches",
                 formula="p+1",
@@ -181,6 +201,23 @@ def closed_forms() -> list[ClosedForm]:
             ),
         ]
     return forms
+
+
+def paced(costs: CostTable, pace: float) -> CostTable:
+    """Equal layers with an exchange of which a pair of F and B takes `pace` times as long as the two one by one."""
+    forward, inward, weight = (float(x[0]) for x in (costs.forward_ms, costs.input_ms, costs.weight_ms))
+    hidden = (1.0 - pace) * (forward + inward + weight)
+    # F exchanges at its end what I computes through, so exactly that much is hidden; a hair where there is nothing.
+    part = max(hidden, 1e-12)
+    row = [("compute", forward - part), ("exchange", part)]
+    rows = [row for _ in range(costs.num_layers)]
+    plain = [[("compute", inward)] for _ in range(costs.num_layers)]
+    return costs.replace(segments=Segments.from_ms(rows, plain))
+
+
+def idlest_ms(timeline: Timeline) -> float:
+    """Makespan less the work of the rank that has least; a pair counts once."""
+    return timeline.makespan_ms - float(timeline.busy_ms.min())
 
 
 def published_idle(

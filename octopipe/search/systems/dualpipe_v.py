@@ -5,7 +5,8 @@ and 2p-1-r on rank r; the eight steps of DualPipe with p in the place of p/2, r 
 m-2p+r+1 steady iterations; phase 0 is the way down, phase 1 the way up. m >= 2p.
 Bubble (p-1)(F&B + B - 3W) in times of one of the 2p stages; activations 2p+1 stages.
 
-Simplified as in DualPipe: an overlapped pair runs as F and then B.
+Where the costs have an exchange between expert ranks, F&B is a pair of the plan; without one it is F and then B, as in
+DualPipe. torchtitan runs this schedule's overlapped pairs as OVERLAP_F_B.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
-from octopipe.search.systems.dualpipe import Block, dual_order, published_idle
+from octopipe.search.systems.dualpipe import Block, dual_order, idlest_ms, overlapped, paced, published_idle
 from octopipe.search.systems.registry import Setting, require, system
 from octopipe.search.systems.shapes import even_sizes, make_plan, stages_from_sizes, wave
 
@@ -36,8 +37,9 @@ def dualpipe_v(setting: Setting) -> Plan:
     layers = costs.num_layers
     require(layers >= 2 * p, "dualpipev", f"{layers} layers do not fill 2 stages on each of pp {p}")
     stages = stages_from_sizes(even_sizes(costs, 2 * p), wave(2 * p, p))
-    orders = [[op for block in blocks for op in block] for blocks in dualpipe_v_blocks(p, m)]
-    return make_plan(costs, p, m, stages, orders)
+    blocks = dualpipe_v_blocks(p, m)
+    plan = make_plan(costs, p, m, stages, [[op for block in row for op in block] for row in blocks])
+    return overlapped(plan, costs, blocks)
 
 
 def dualpipe_v_blocks(p: int, m: int) -> list[list[Block]]:
@@ -67,6 +69,14 @@ def closed_forms() -> list[ClosedForm]:
                 formula="(p-1)(F&B+B-3W)",
                 expected=(p - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
                 simulate=published_idle("dualpipev", dualpipe_v_blocks, costs, p, m, pace),
+            ),
+            ClosedForm(
+                system="dualpipev",
+                case=case + ", as pairs",
+                quantity="idle of the idlest rank",
+                formula="(p-1)(F&B+B-3W)",
+                expected=(p - 1) * (pace * (2 + weight) + (1 + weight) - 3 * weight),
+                simulate=on_timeline("dualpipev", paced(costs, pace), p, m, idlest_ms),
             ),
             ClosedForm(
                 system="dualpipev",

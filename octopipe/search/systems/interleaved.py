@@ -4,7 +4,14 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 Rule: stage s on rank s mod p; forwards (and backwards, in reverse chunk order) go in groups of p micro-batches
 per chunk; rank i warms up with 2(p-1-i) + (v-1)p forwards, then pairs F and B. Needs p | m.
 Bubble (p-1)(F+b)/v; device-0 peak 2(p-1)+(v-1)p+1 chunks, capped at mv.
+
+`interleaved-overlap`: Megatron-LM's `--overlap-moe-expert-parallel-comm` with `--delay-wgrad-compute` (2025). Every
+rank warms up with one forward more, so that the F and the B of a steady step do not need each other, and runs the two
+as one pair: each one's exchange behind the other's computation, weight gradients in what is left. Simplified: where the
+costs have no exchange there is nothing to hide, and F runs before B.
 """
+
+from dataclasses import replace
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
@@ -35,14 +42,40 @@ def interleaved(setting: Setting) -> Plan:
         return interleaved_plan(costs, p, m, chunks)
     most = min(MOST_CHUNKS, costs.num_layers // p)
     require(most >= 2, "interleaved", f"{costs.num_layers} layers give pp {p} no second stage per rank")
-    plans = [interleaved_plan(costs, p, m, v) for v in range(2, most + 1)]
+    return _best_of([interleaved_plan(costs, p, m, v) for v in range(2, most + 1)], costs)
+
+
+@system(
+    name="interleaved-overlap",
+    title="Interleaved 1F1B, experts' exchange overlapped",
+    paper="Megatron-LM, 2025",
+    year=2025,
+    tunes=("placement",),
+    constraint="micro-batches a multiple of pp; at least 2 layers a rank",
+)
+def interleaved_overlap(setting: Setting) -> Plan:
+    """Option `chunks` as in `interleaved`."""
+    p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
+    name = "interleaved-overlap"
+    require(m % p == 0, name, f"{m} micro-batches are not a multiple of pp {p}")
+    chunks = setting.option("chunks", None)
+    most = min(MOST_CHUNKS, costs.num_layers // p)
+    require(most >= 2, name, f"{costs.num_layers} layers give pp {p} no second stage per rank")
+    if chunks is not None:
+        if not isinstance(chunks, int) or not 2 <= chunks <= costs.num_layers // p:
+            raise OctoPipeError(f"{name}: chunks is {chunks}; give 2 to {costs.num_layers // p} stages per rank")
+        return interleaved_plan(costs, p, m, chunks, overlap=True)
+    return _best_of([interleaved_plan(costs, p, m, v, overlap=True) for v in range(2, most + 1)], costs)
+
+
+def _best_of(plans: list[Plan], costs: CostTable) -> Plan:
+    """The fastest that fits, or the leanest."""
     timelines = [simulate(plan, costs) for plan in plans]
-    best = min(range(len(plans)), key=lambda k: (not timelines[k].fits, timelines[k].step_ms))
-    return plans[best]
+    return plans[min(range(len(plans)), key=lambda k: (not timelines[k].fits, timelines[k].step_ms))]
 
 
-def interleaved_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:
-    """v stages per rank."""
+def interleaved_plan(costs: CostTable, p: int, m: int, v: int, *, overlap: bool = False) -> Plan:
+    """v stages per rank; `overlap` runs F and B of a steady step as a pair, after one more forward of warm-up."""
 
     def chunk_of(k: int, backward: bool) -> int:
         chunk = (k % (p * v)) // p
@@ -51,18 +84,20 @@ def interleaved_plan(costs: CostTable, p: int, m: int, v: int) -> Plan:
     def micro_batch_of(k: int) -> int:
         return (k // (p * v)) * p + k % p
 
-    orders = []
+    orders, pairs = [], set()
     for i in range(p):
 
         def op(k: int, kind: str, rank: int = i) -> Op:
             return Op(chunk_of(k, kind == "B") * p + rank, kind, micro_batch_of(k))
 
-        warmup = min(2 * (p - 1 - i) + (v - 1) * p, m * v)
+        warmup = min(2 * (p - 1 - i) + (v - 1) * p + overlap, m * v)
         order = [op(k, "F") for k in range(warmup)]
         for k in range(m * v):
             if warmup + k < m * v:
                 order.append(op(warmup + k, "F"))
+                if overlap and costs.exchanges:
+                    pairs.add((order[-1], op(k, "B")))
             order.append(op(k, "B"))
         orders.append(order)
     stages = stages_from_sizes(even_sizes(costs, p * v), loop(p * v, p))
-    return make_plan(costs, p, m, stages, orders)
+    return replace(make_plan(costs, p, m, stages, orders), pairs=frozenset(pairs))

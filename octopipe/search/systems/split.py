@@ -49,11 +49,12 @@ Floats = NDArray[np.float64]
 
 
 def split_backward(plan: Plan, costs: CostTable) -> Plan:
-    """The plan with every B as I and W. A plan that splits already comes back as it is.
+    """The plan with every B as I and W. A plan that splits already comes back as it is, and so does one with pairs: the
+    W of a paired B is put wherever the pair leaves the compute lane free.
 
     Should no split plan stay within the memory limit, the fused plan comes back.
     """
-    if not any(op.kind == "B" for order in plan.orders for op in order):
+    if plan.pairs or not any(op.kind == "B" for order in plan.orders for op in order):
         return plan
     fused = simulate(plan, costs, check=False)
     target = fused.peak_bytes

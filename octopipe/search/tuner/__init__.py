@@ -19,6 +19,7 @@ from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 from octopipe.costs.table import CostTable
 from octopipe.base.errors import OctoPipeError
 from octopipe.search.exact import solve
+from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed, refuse_too_large
@@ -103,18 +104,30 @@ def tune(
     found: Found
     if method == "exact":
         solved = solve(*setting, workers=workers, iterations=iterations, **common)
-        found, optimal = solved.found, solved.optimal
-        if solved.lower_bound_ms > bound and not plans.copies:
+        found, optimal = solved.found, solved.optimal and not costs.exchanges
+        if costs.exchanges:
+            notes.append(
+                "the exact method knows no pairs: it proves nothing about plans that hide the experts' exchange"
+            )
+        elif solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
     elif target == "megatron":
         del common["recompute"]
         found = FixedSchedules(*setting, iterations=iterations, lower_bound_ms=bound, **common).run()
     elif method == "best":
         jitter = SETTINGS.jitter if robust else 0.0
+        pairs = costs.exchanges and target == "octopipe"
+        plain = costs.replace(segments=None) if pairs else costs
+        if pairs:
+            common["budget_s"] = budget_s * (1.0 - SETTINGS.pairs)
         found = Search(
-            *setting, workers=workers, iterations=iterations, copies=copies, lower_bound_ms=bound, jitter=jitter,
-            **common,
+            plain, num_ranks, num_micro_batches, workers=workers, iterations=iterations, copies=copies,
+            lower_bound_ms=bound, jitter=jitter, **common,
         ).run()  # fmt: skip
+        if pairs and not found.interrupted:
+            found = with_pairs(
+                found, *setting, budget_s=budget_s * SETTINGS.pairs, seed=seed, iterations=iterations, copies=copies
+            )
     else:
         search = IterativeSearch if method == "octopipe" else RandomSearch
         found = search(*setting, iterations=iterations, lower_bound_ms=bound, phases=phases, **common).run()
@@ -122,7 +135,7 @@ def tune(
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
-    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops
+    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops and not chosen.pairs
     if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after, cut_short = _hide(chosen, timeline, costs, budget_s, iterations, seed)
         found = replace(found, interrupted=cut_short)

@@ -122,6 +122,8 @@ class Settings:
     """The lanes end so many times earlier as building and simulating one plan takes, for what comes after them."""
     ending_most: float = 0.4
     """Of the budget, the largest share kept for that."""
+    pairs: float = 0.7
+    """Share of the budget for plans with pairs, where ops have an exchange to hide."""
     hide_s: float = 0.3
     """Seconds at most for moving transfers behind computation in the end; a share of the budget at most as well."""
     hide: float = 0.04

@@ -26,6 +26,10 @@ Plans that hold each layer once:
 Plans that may hold layers on several ranks: `copied_bound`, with the same arguments for layers that as many ranks share
 as have room for the weights, and with the reduction of gradients that every copied layer ends with.
 
+Where ops exchange tokens between expert ranks, a rank has two lanes, and pairs of ops may use both at once. Every
+argument about a rank's work then holds for each lane with the lane's own part of the work, and the stronger of the two
+counts; how long a micro-batch takes through the layers before or after is the ops' whole time in both.
+
 All but work and loads-without-heads assume that every rank is used; otherwise one rank fewer shares the work,
 so the result is capped by the work bound of one rank fewer.
 """
@@ -77,10 +81,35 @@ def bounds(
     costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True, copies: bool = False
 ) -> tuple[Bound, ...]:
     """Every bound on plans of this class, the strongest first."""
-    if copies:
-        setting = costs, num_ranks, num_micro_batches
-        return copied_bound(*setting, recompute), _work(*setting)
-    return _ordered(_single(costs, num_ranks, num_micro_batches, recompute))
+    found: list[list[Bound]] = []
+    for lane in _lanes(costs):
+        if copies:
+            setting = lane, num_ranks, num_micro_batches
+            found.append([copied_bound(*setting, recompute), _work(*setting)])
+        else:
+            found.append(_single(costs, num_ranks, num_micro_batches, recompute, lane))
+    best = [max(same, key=lambda b: b.ms) for same in zip(*found, strict=True)]
+    return tuple(best) if copies else _ordered(best)
+
+
+def _lanes(costs: CostTable) -> list[CostTable]:
+    """The costs of every lane of a rank alone; where nothing is exchanged, the costs themselves."""
+    found = costs.segments
+    if found is None or not found.any_exchange:
+        return [costs]
+    forward, inward = (found.share(kind, "exchange") for kind in "FI")
+    # A part beside an exchange makes shares add up to more than 1; what is left of 1 is never more than the compute.
+    compute = {
+        "forward_ms": costs.forward_ms * np.minimum(found.share("F", "compute"), 1.0),
+        "input_ms": costs.input_ms * np.minimum(found.share("I", "compute"), 1.0),
+    }
+    exchange = {
+        "forward_ms": costs.forward_ms * np.minimum(forward, 1.0),
+        "input_ms": costs.input_ms * np.minimum(inward, 1.0),
+        "weight_ms": np.zeros(costs.num_layers),
+        "optimizer_ms": np.zeros(costs.num_layers),
+    }
+    return [costs.replace(segments=None, **times) for times in (compute, exchange)]
 
 
 def lower_bound(
@@ -108,15 +137,19 @@ def _cap_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
     return _work_over(costs, num_micro_batches, sorted(_slow(costs, num_ranks))[: num_ranks - 1])
 
 
-def _single(costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool) -> list[Bound]:
-    setting = costs, num_ranks, num_micro_batches
-    work, cap = _work(*setting), _cap_ms(*setting)
+def _single(
+    costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool, lane: CostTable | None = None
+) -> list[Bound]:
+    """All arguments; `lane` has the times that occupy the rank, `costs` those that a micro-batch takes."""
+    lane = costs if lane is None else lane
+    setting, busy = (costs, num_ranks, num_micro_batches), (lane, num_ranks, num_micro_batches)
+    work, cap = _work(*busy), _cap_ms(*busy)
     return [
         work,
-        Bound("chain", max(chain_bound_ms(*setting), work.ms)),
-        Bound("heads", min(heads_bound_ms(*setting), cap)),
-        Bound("ramp", min(ramp_bound_ms(*setting, recompute), cap)),
-        Bound("loads", min(loads_bound_ms(*setting), cap)),
+        Bound("chain", max(chain_bound_ms(*setting, lane), work.ms)),
+        Bound("heads", min(heads_bound_ms(*setting, lane), cap)),
+        Bound("ramp", min(ramp_bound_ms(*busy, recompute), cap)),
+        Bound("loads", min(loads_bound_ms(*setting, lane), cap)),
     ]
 
 
@@ -128,14 +161,15 @@ def work_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> f
     return _work_over(costs, num_micro_batches, _slow(costs, num_ranks))
 
 
-def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
+def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
     """max over layers l of: forward chain before l + every F_l and I_l + input-gradient chain after it."""
+    lane = costs if lane is None else lane
     fastest = min(_slow(costs, num_ranks))
     size = _sizes(costs, num_micro_batches)
     least = size.min(axis=0)
     lead = np.concatenate(([0.0], np.cumsum(least * costs.forward_ms)[:-1]))
     tail = np.concatenate(([0.0], np.cumsum(least * costs.input_ms)[:-1]))
-    serial = size.sum(axis=0) * (costs.forward_ms + costs.input_ms)
+    serial = size.sum(axis=0) * (lane.forward_ms + lane.input_ms)
     plain = fastest * (lead + serial + tail + least[0] * costs.weight_ms[0])
     behind = costs.num_layers - 1 - np.arange(costs.num_layers)
     best = 0.0
@@ -143,15 +177,15 @@ def chain_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> 
     for used in range(num_ranks, 0, -1):
         hops = np.maximum(used - 1 - behind, 0)
         chain = float((plain + 2 * hops * _hop_ms(costs, num_ranks)).max())
-        work = _work_over(costs, num_micro_batches, sorted(_slow(costs, num_ranks))[:used])
+        work = _work_over(lane, num_micro_batches, sorted(_slow(costs, num_ranks))[:used])
         best = max(chain, work) if used == num_ranks else min(best, max(chain, work))
     return best
 
 
-def heads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
+def heads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
     """Work plus the mean time until the ranks are first reached (all ranks used)."""
     rates = np.sort(1.0 / np.array(_slow(costs, num_ranks)))[::-1]
-    work = float(_layer_work(costs, num_micro_batches).sum())
+    work = float(_layer_work(costs if lane is None else lane, num_micro_batches).sum())
     return float((work + (rates * _heads(costs, num_ranks)).sum()) / rates.sum())
 
 
@@ -164,20 +198,21 @@ def ramp_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, reco
     return ramp.bound_ms(work, rates, _heads(costs, num_ranks))
 
 
-def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:
+def loads_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int, lane: CostTable | None = None) -> float:
     """The smallest T for which whole layers can be dealt out so that no rank's head + work exceeds T.
 
     Ranks of different speed: without heads, since which rank is reached when is not known.
     """
+    lane = costs if lane is None else lane
     slow = _slow(costs, num_ranks)
     even = min(slow) == max(slow)
     heads = _heads(costs, num_ranks) if even else np.zeros(num_ranks)
-    work = _layer_work(costs, num_micro_batches)
+    work = _layer_work(lane, num_micro_batches)
     kinds, kind_of, counts = np.unique(np.round(work, 9), return_inverse=True, return_counts=True)
     first = int(kind_of[0]) if even else -1
     if kinds[0] <= 0:  # layers without work are dealt to anybody
         kinds, counts, first = kinds[1:], counts[1:], max(first - 1, -1)
-    floor = work_bound_ms(costs, num_ranks, num_micro_batches)
+    floor = work_bound_ms(lane, num_ranks, num_micro_batches)
     if kinds.size == 0:
         return floor
     # The most frequent kind becomes the value of a state, so that it costs no states.

@@ -50,7 +50,7 @@ def megatron_arguments(plan: Plan, symbols: str) -> str:
 
 
 def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
-    """The plan in Megatron's flags, or one line about why they cannot say it."""
+    """The plan in Megatron's flags, or one line about why they cannot express it."""
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:

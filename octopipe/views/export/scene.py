@@ -16,6 +16,8 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.views.export.style import COLOURS, NAMES, kinds_in, shade, short_number, ticks
 
 INK, QUIET, IDLE, GRID = "#17212b", "#5b6875", "#f1f3f5", "#d8dee5"
+AFTER = "#b9c2cc"
+"""Of what follows the last op of a rank."""
 LEFT, RIGHT, LANE, GAP, TITLE, AXIS, LEGEND = 58.0, 14.0, 22.0, 3.0, 22.0, 24.0, 28.0
 _LETTER = 0.6
 """Width of a letter in units of its size, near enough for every font."""
@@ -89,38 +91,54 @@ def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, titl
     return Scene(width, y + LEGEND, tuple(shapes))
 
 
+_ROWS = ((0.0, 1.0), (0.0, 0.62), (0.68, 0.32))
+"""Where an op stands in its rank's lane, as shares of its height: the whole of it; or compute above, exchange below."""
+
+
+def _pieces(timeline: Timeline, rank: int) -> list[tuple[int, int, float, float]]:
+    """Span, row of `_ROWS`, start and end of everything that a rank did, in order of time."""
+    s, n = timeline.spans, timeline.lanes
+    if n is None:
+        mine = np.flatnonzero(s.rank == rank)
+        return [(i, 0, a, b) for i, a, b in zip(mine.tolist(), s.start_ms[mine].tolist(), s.end_ms[mine].tolist())]
+    mine = np.flatnonzero(s.rank[n.span] == rank)
+    columns = n.span[mine].tolist(), (n.lane[mine] + 1).tolist(), n.start_ms[mine].tolist(), n.end_ms[mine].tolist()
+    return sorted(zip(*columns, strict=True), key=lambda piece: piece[2])
+
+
 def _lane(timeline: Timeline, rank: int, y: float, scale: float, step_ms: float) -> list[Shape]:
     shapes: list[Shape] = [
         Label(LEFT - 8, y + LANE / 2 + 4, f"rank {rank}", 11, "end", QUIET),
         Rect(LEFT, y, step_ms * scale, LANE, IDLE),
     ]
     s = timeline.spans
-    mine = np.flatnonzero(s.rank == rank)
-    x0, x1 = LEFT + s.start_ms[mine] * scale, LEFT + s.end_ms[mine] * scale
-    held: Rect | None = None
-    for i, a, b in zip(mine.tolist(), x0.tolist(), x1.tolist()):
+    held: dict[int, tuple[int, Rect]] = {}
+    for i, lane, start, end in _pieces(timeline, rank):
+        a, b = LEFT + start * scale, LEFT + end * scale
+        top, height = _ROWS[lane][0] * LANE + y, _ROWS[lane][1] * LANE
         kind, micro_batch = KINDS[s.kind[i]], int(s.micro_batch[i])
         r, g, blue = shade(COLOURS[kind], micro_batch)
         fill = f"#{r:02x}{g:02x}{blue:02x}"
         wide = b - a
         if wide < 0.4:
             # Ops too thin to see merge with the thin one before, or a large plan makes a huge file.
-            if held is not None and a - (held.x + held.width) < 0.4 and held.width < 1.5:
-                held = held._replace(width=b - held.x)
-                shapes[-1] = held
+            if lane in held and a - (held[lane][1].x + held[lane][1].width) < 0.4 and held[lane][1].width < 1.5:
+                at, thin = held[lane]
+                shapes[at] = thin._replace(width=b - thin.x)
+                held[lane] = at, thin._replace(width=b - thin.x)
                 continue
-            held = Rect(a, y, wide, LANE, fill)
-            shapes.append(held)
+            held[lane] = len(shapes), Rect(a, top, wide, height, fill)
+            shapes.append(held[lane][1])
             continue
-        held = None
-        shapes.append(Rect(a, y, wide - 0.6 if wide > 3 else wide, LANE, fill))
+        held.pop(lane, None)
+        shapes.append(Rect(a, top, wide - 0.6 if wide > 3 else wide, height, fill))
         text = str(micro_batch)
-        if len(text) * 10 * _LETTER + 3 < wide:
-            shapes.append(Label((a + b) / 2, y + LANE / 2 + 3.6, text, 10, "middle"))
+        if lane < 2 and len(text) * 10 * _LETTER + 3 < wide:
+            shapes.append(Label((a + b) / 2, top + height / 2 + 3.6, text, 10, "middle"))
     for extra in timeline.extras:
         if extra.rank == rank:
             a = LEFT + extra.start_ms * scale
-            shapes.append(Rect(a, y + 4, (extra.end_ms - extra.start_ms) * scale, LANE - 8, "#b9c2cc"))
+            shapes.append(Rect(a, y + 4, (extra.end_ms - extra.start_ms) * scale, LANE - 8, AFTER))
     return shapes
 
 
@@ -143,4 +161,7 @@ def _legend(timelines: Sequence[Timeline], y: float) -> list[Shape]:
         text = f"{kind} {NAMES[kind]}"
         shapes.append(Label(x + 18, y + 14, text, 11, fill=QUIET))
         x += 18 + len(text) * 11 * _LETTER + 14
+    if any(t.extras for t in timelines):
+        shapes.append(Rect(x, y + 6, 12, 8, AFTER))
+        shapes.append(Label(x + 18, y + 14, "gradient reduction, optimizer", 11, fill=QUIET))
     return shapes

@@ -41,6 +41,14 @@ STYLE = """
 .cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
 """
 
+THEME = """
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+});
+"""
+
 
 def panel(record: object) -> str:
     """The panel's HTML; empty where there is no record."""
@@ -69,6 +77,7 @@ def page(record: Mapping[str, Any]) -> str:
         "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
         "style": asset("report.css") + STYLE,
         "panel": panel(record),
+        "script": THEME,
     }
     return fill(asset("cluster.html"), parts)
 
@@ -168,7 +177,9 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
         peak, limit = float(r["peak_gib"]), float(r["limit_gib"])
         colour = f"var(--{'loss' if r.get('how') == 'today' else 'memory'})" if r.get("fits") else "var(--over)"
         name = str(r["split"])
-        out.append(_text(left - 8, top + bar - 5, short(name), "end", strong=i == 0))
+        sharded = "ZeRO" in name or "FSDP" in name
+        label = short(f"{name}, ZeRO-{r['zero']}" if r.get("zero") and not sharded else name)
+        out.append(_text(left - 8, top + bar - 5, label, "end", strong=i == 0))
         out.append(
             f'<rect x="{left}" y="{top}" width="{max(x(peak) - left, 1):.1f}" height="{bar}" rx="3" fill="{colour}">'
             f"<title>{html.escape(name)}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
@@ -189,24 +200,30 @@ def short(split: str) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("split", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
+    head = ("split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
     out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for i, r in enumerate(rows):
         mfu, guessed = r.get("mfu"), r.get("how") == "estimated"
         cells = (
             str(r["split"]),
+            str(r.get("zero", "")),
             str(r.get("recompute", "")),
             f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}",
             "" if mfu is None else f"{100 * float(mfu):.1f} %",
             f"{100 * float(r['bubble']):.1f} %",
             f"{float(r['peak_gib']):.0f} of {float(r['limit_gib']):.0f}",
-            str(r.get("how", "")),
+            str(r.get("how", "")) + (", chosen" if i == 0 else ""),
         )
         kind = "today" if r.get("how") == "today" else "best" if i == 0 else ""
         out.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
-    note = '<p class="note">~ by a formula, not simulated: such rows are ranked behind the best that was.</p>'
-    guesses = any(r.get("how") == "estimated" for r in rows)
-    return f'<table class="plan-table">{"".join(out)}</table>' + note * guesses
+    notes = []
+    if any(r.get("how") == "estimated" for r in rows):
+        notes.append("~ estimated by a formula and not simulated; such rows come after all that were simulated.")
+    speeds = [float(r["tokens_per_gpu_per_second"]) for r in rows if r.get("how") != "estimated" and r.get("fits")]
+    if speeds and max(speeds) > speeds[0]:
+        notes.append("Splits that are nearly as fast as the fastest count as equal; the simplest of them is chosen.")
+    said = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+    return f'<table class="plan-table">{"".join(out)}</table>{said}'
 
 
 def _frame(heading: str, label: str, height: int = HEIGHT) -> str:

@@ -13,6 +13,8 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import COST_TABLE, SETTING, costs_of_plan
+from octopipe.search.comparison import Comparison
+from octopipe.search.result import TuneResult
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.views.export.svg import timeline_svg
@@ -27,11 +29,42 @@ def notebook_html(what: object) -> str | None:
     if isinstance(what, Timeline):
         setting = ", ".join(f"{key} {value}" for key, value in what.setting.items() if value is not None)
         return _fragment(what, "; ".join(filter(None, (_numbers(what), setting))))
+    if isinstance(what, Comparison):
+        return _comparison(what)
+    if isinstance(what, TuneResult):
+        bound = f"{what.gap:.1%} above the lower bound {what.lower_bound_ms:.1f} ms for {what.plans.words}"
+        timeline, note = plan_timeline(what.plan)
+        return _fragment(timeline, f"{note}; {bound}; {what.explanation}")
     if not isinstance(what, Plan):
         return None
     timeline, note = plan_timeline(what)
     stages = f"{len(what.stages)} stages on {what.num_ranks} ranks, {what.num_micro_batches} micro-batches"
     return _fragment(timeline, f"{stages}; {note}")
+
+
+def _comparison(found: Comparison) -> str:
+    """A table, best first, with a bar per step time."""
+    ran = [r for r in found.results if not r.reason]
+    longest = max((r.step_ms for r in ran), default=1.0)
+    head = "".join(f"<th style='text-align:right'>{name}</th>" for name in ("step ms", "speed-up", "bubble", "GiB"))
+    rows = [f"<tr><th style='text-align:left'>system</th>{head}<th></th></tr>"]
+    for r in ran:
+        speedup = "" if r.speedup is None else f"{r.speedup:.2f}x"
+        memory = f"{r.max_memory_gib:.1f}" + ("" if r.fits else ", does not fit")
+        cells = (f"{r.step_ms:.1f}", speedup, f"{100 * r.bubble_ratio:.1f} %", memory)
+        numbers = "".join(f"<td style='text-align:right'>{cell}</td>" for cell in cells)
+        width, colour = 160 * r.step_ms / max(longest, 1e-12), "#4c78a8" if r.fits else "#c44e52"
+        bar = f"<div style='height:10px;width:{width:.0f}px;background:{colour}'></div>"
+        rows.append(f"<tr><td style='text-align:left'>{html.escape(r.system)}</td>{numbers}<td>{bar}</td></tr>")
+    others = "; ".join(f"{r.system}: {r.reason}" for r in found.results if r.reason)
+    mode = "every backward split" if found.split_backward else "as published"
+    words = (
+        f"{found.model}, {found.num_ranks} ranks, {found.num_micro_batches} micro-batches, {mode}; lower bound "
+        f"{found.lower_bound_ms:.1f} ms for {found.bound_of.words}"
+    )
+    said = f"<div style='font-size:90%'>{html.escape(words)}</div>"
+    left_out = f"<div style='font-size:80%'>not run: {html.escape(others)}</div>" if others else ""
+    return f"<div>{said}<table>{''.join(rows)}</table>{left_out}</div>"
 
 
 def plan_timeline(plan: Plan) -> tuple[Timeline, str]:

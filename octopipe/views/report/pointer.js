@@ -78,6 +78,13 @@ Object.assign(Gantt.prototype, {
     canvas.addEventListener("keydown", (event) => {
       if (this.key(event.key, event.shiftKey)) event.preventDefault();
     });
+    // Keys also work before anything has the focus, but for those that scroll the page or press a button.
+    document.addEventListener("keydown", (event) => {
+      if (!canvas.isConnected || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+      if (event.target !== document.body && event.target !== document.documentElement) return;
+      const scrolls = ["ArrowUp", "ArrowDown", "Enter", " ", "Home"].includes(event.key) && !this.focus;
+      if (!scrolls && this.key(event.key, event.shiftKey)) event.preventDefault();
+    });
   },
 
   point(at) {

@@ -28,7 +28,7 @@ from octopipe.costs.cluster.hardware import GPUS
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
 from octopipe.search.systems import systems
-from octopipe.views.report.cluster import STYLE, panel
+from octopipe.views.report.cluster import STYLE, THEME, panel
 from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
 from octopipe.views.report.page import asset, embed, fill, script
 
@@ -130,6 +130,7 @@ def plan_page(models: Mapping[str, str]) -> str:
         "style": asset("report.css") + STYLE,
         "models": options(list(models), "llama3-70b"),
         "gpus": options(list(GPUS), "h100"),
+        "theme": THEME,
     }
     return fill(asset("plan.html"), parts)
 
@@ -161,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             self.close_connection = True
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self._problem(HTTPStatus.INTERNAL_SERVER_ERROR, f"{why}: a fault of octopipe's own; please report it")
+            self._problem(HTTPStatus.INTERNAL_SERVER_ERROR, f"{why}: an internal error of octopipe; please report it")
 
     def _get(self) -> None:
         path = self.path.partition("?")[0]
@@ -223,7 +224,9 @@ class Handler(BaseHTTPRequestHandler):
             if asked.get("model") not in self.server.jobs.models:
                 raise OctoPipeError("no such model on this page; choose one of the list")
             asked["model"] = self.server.jobs.models[str(asked["model"])]
-            status, answer = HTTPStatus.OK, {"html": panel(planner(asked, self._is_unwanted))}
+            record = dict(planner(asked, self._is_unwanted))
+            plan = record.pop("plan", None)
+            status, answer = HTTPStatus.OK, {"html": panel(record), "plan": plan}
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:

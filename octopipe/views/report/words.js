@@ -5,7 +5,6 @@ const GIB = 2 ** 30;
 function formatMs(ms) {
   const size = Math.abs(ms);
   if (size < 1e-7) return "0 ms";
-  if (size >= 1000) return `${(ms / 1000).toFixed(3)} s`;
   if (size >= 100) return `${ms.toFixed(1)} ms`;
   if (size >= 1) return `${ms.toFixed(2)} ms`;
   return `${(ms * 1000).toFixed(size >= 0.01 ? 1 : 2)} µs`;

@@ -29,8 +29,8 @@ class End:
     """What the transport keeps for one slot."""
 
     __slots__ = (
-        "bodies", "box", "expected", "fixed", "head", "kept", "length", "memory", "message", "parts", "pointer", "room",
-        "seen", "spec", "tag", "whole", "works",
+        "bodies", "box", "expected", "fixed", "flags", "head", "kept", "length", "memory", "message", "parts",
+        "pointer", "room", "seen", "spec", "tag", "whole", "works",
     )  # fmt: skip
 
     def __init__(self, slot: Slot, box: Box | None, first_tag: int):
@@ -51,8 +51,16 @@ class End:
         """Room for a small body like the last."""
         self.whole = False
         """Whether the last message of gradients had all that were asked for: both ends know then."""
+        self.flags: Any = None
+        """Which gradients the last message in the box had."""
         if slot.forward:
             self.new_head()
+
+    def flags_for(self, count: int) -> int:
+        """Where a word about so many gradients may arrive."""
+        if self.flags is None or len(self.flags) < count:
+            self.flags = (ctypes.c_ubyte * max(count, 1))()
+        return ctypes.addressof(self.flags)
 
     def new_head(self) -> None:
         self.head = torch.zeros(HEAD_BYTES, dtype=torch.uint8)
@@ -167,6 +175,14 @@ class Delivery:
     def by_mail(self, end: End, nbytes: int) -> Box | None:
         """The box beside which tensors of so many bytes, padded, lie in shared memory if there is room."""
         return end.box if self._inline and 0 < nbytes <= BODIES_BYTES else None
+
+    def gradient_box(self, end: End, count: int) -> Box | None:
+        """The box of a slot's gradients, where both ends are of one host and the gradients the host's."""
+        return end.box if self._inline and count <= HEAD_BYTES else None
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether tensors of these sizes lie in shared memory, if there is room."""
+        return sum(padded(nbytes) for nbytes in sizes) <= BODIES_BYTES
 
     def from_mail(self, slot: Slot, box: Box, leaves: Sequence[Leaf]) -> list[Tensor]:
         """The tensors of a message that has come and has not been `done`."""

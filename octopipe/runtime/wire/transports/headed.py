@@ -13,9 +13,9 @@ they answer, so they need neither header nor guess. Nor do host tensors of moder
 they lie beside the header in shared memory (`Delivery.by_mail`), or come late where that is full.
 
 A gradient that was asked for may not exist: a layer that detaches its input has none, and the sender's parameters must
-keep `.grad` None then, as they would in one process. Zeros are sent in its place, and until a slot's gradients are
-once complete every message of them is told beside it which are there. From then on nothing is told, so that no host
-waits for another's backward; what is missing later stays zeros.
+keep `.grad` None then, as they would in one process. Every message of host tensors says which of its gradients are
+there. On a device nobody's host may wait for another's backward: zeros are sent for what is missing, and which are
+there is told until a slot's gradients are once complete; one that is missing later is an error at its sender.
 
 No host waits for a device here. A receiver's host waits for headers, that is for the sender's host to have issued
 its forward; headers only travel downstream, so hosts run ahead of their devices as far as without them.
@@ -31,12 +31,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, Slot
 from octopipe.runtime.wire.buffers import Lent
-from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, padded, text_bytes
+from octopipe.runtime.wire.messages import FIXED_BYTES, HEAD_BYTES, Leaf, Spec, Specs, text_bytes
 from octopipe.runtime.wire.transports.base import TransferError, Transport, spread
 from octopipe.runtime.wire.transports.delivery import Delivery, End, in_a_row, reason
+from octopipe.runtime.wire.transports.mail import Box
 
 
 class HeadedTransport(Transport):
@@ -144,35 +146,66 @@ class HeadedTransport(Transport):
         end.expected = () if late else leaves
 
     def send_gradient(self, slot: Slot, gradients: list[Tensor | None]) -> None:
-        end: End = slot.state
         asked = slot.cell.asked
         if asked is not None:
             gradients = [g for g, wanted in zip(gradients, asked.wanted) if wanted]
-        some: list[Tensor] = []
+        ready = [None if g is None else self._ready(g) for g in gradients]
+        slot.nbytes = sum(g.nbytes for g in ready if g is not None)
         try:
-            if not end.whole and gradients:
-                there = [g is not None for g in gradients]
-                self.delivery.send_flags(slot, there)
-                end.whole = all(there)
-            for k, g in enumerate(gradients):
-                some.append(self._nothing(asked.asking[k]) if g is None else self._ready(g))
-            slot.nbytes = sum(g.nbytes for g in some)
-            box = self.delivery.by_mail(end, sum(padded(g.nbytes) for g in some))
-            if box is not None:
-                if len(some) == 1 and slot.nbytes <= HEAD_BYTES:
-                    box.put(some[0].data_ptr(), slot.nbytes)
-                    return
-                if box.put(0, 0, in_a_row(some)):
-                    return
-            for gradient in some:
-                if gradient.nbytes:
-                    if box is not None:
-                        self.delivery.send_late(slot, gradient)
-                    else:
-                        end.works.append(self._send_body(slot, gradient))
-                        end.bodies.append(gradient)
+            box = self.delivery.gradient_box(slot.state, len(ready))
+            if box is None:
+                self._send_gradients(slot, ready)
+            else:
+                self._mail_gradients(slot, box, ready)
         except RuntimeError as error:
             raise TransferError(slot, reason(error)) from None
+
+    def _send_gradients(self, slot: Slot, gradients: list[Tensor | None]) -> None:
+        """As the bodies that the receiver has posted, with a word about which are there where it expects one."""
+        end: End = slot.state
+        there = [g is not None for g in gradients]
+        if gradients and (self.inline or not end.whole):
+            self.delivery.send_flags(slot, there)
+            end.whole = all(there)
+        elif not all(there):
+            raise OctoPipeError(
+                f"the {slot.describe()} has a gradient missing that was there in the step before: the layers in front "
+                "would take zeros where torch leaves None; multiply by zero instead of detaching in such steps"
+            )
+        for k, gradient in enumerate(gradients):
+            if gradient is None:
+                assert slot.cell.asked is not None
+                gradient = self._nothing(slot.cell.asked.asking[k])
+            if gradient.nbytes:
+                end.works.append(self._send_body(slot, gradient))
+                end.bodies.append(gradient)
+
+    def _mail_gradients(self, slot: Slot, box: Box, gradients: list[Tensor | None]) -> None:
+        """Through shared memory, as far as they fit: the message in the box comes first and says which are there."""
+        end: End = slot.state
+        leaves = [0 if g is None else g.nbytes for g in gradients] if slot.cell.asked is None else (
+            [leaf.nbytes for leaf in slot.cell.asked.asking]
+        )  # fmt: skip
+        if _rides(leaves):
+            only = gradients[0]
+            box.put(0, 0) if only is None else box.put(only.data_ptr(), only.nbytes)
+            return
+        some = [g for g in gradients if g is not None and g.nbytes]
+        flags = (ctypes.c_ubyte * max(len(gradients), 1))(*(g is not None for g in gradients))
+        by_mail = self.delivery.fits(leaves)
+        if box.put(ctypes.addressof(flags), len(gradients), in_a_row(some) if by_mail else ()):
+            return
+        if by_mail:
+            for one in some:
+                self.delivery.send_late(slot, one)
+            return
+        for k, (gradient, nbytes) in enumerate(zip(gradients, leaves)):
+            if gradient is not None and nbytes:
+                end.works.append(self._send_body(slot, gradient))
+                end.bodies.append(gradient)
+            elif nbytes:  # the receiver has posted it
+                assert slot.cell.asked is not None
+                end.works.append(self._send_filler(slot, slot.cell.asked.asking[k]))
 
     def release(self, slot: Slot) -> None:
         end: End = slot.state
@@ -197,14 +230,18 @@ class HeadedTransport(Transport):
                 leaves: Sequence[Leaf] = end.expected
             else:
                 leaves = slot.cell.sent.asking
-                box = self.delivery.by_mail(end, sum(x.padded for x in leaves))
+                box = self.delivery.gradient_box(end, len(leaves))
                 if box is not None:
                     end.works.append(box)
-                    if len(leaves) == 1 and leaves[0].nbytes <= HEAD_BYTES:
+                    sizes = [x.nbytes for x in leaves]
+                    if _rides(sizes):
                         buffer = self.delivery.room(end, leaves[0])
                         box.pointer = buffer.data_ptr()
                         end.bodies.append(buffer)
-                    return
+                        return
+                    box.pointer = end.flags_for(len(leaves))
+                    if self.delivery.fits(sizes):
+                        return
             for leaf in leaves:
                 if leaf.nbytes:
                     buffer, work = self._post_body(slot, leaf)
@@ -265,22 +302,48 @@ class HeadedTransport(Transport):
     def take_gradient(self, slot: Slot) -> list[Tensor | None]:
         end: End = slot.state
         sent = slot.cell.sent
-        there = None
-        if not end.whole and sent.asking:
-            there = self.delivery.take_flags(slot, len(sent.asking))
-            end.whole = all(there)
-        self.delivery.wait(slot, end.works)
-        tensors, end.bodies = end.bodies, []
-        if not tensors and end.works:  # they lie in shared memory
-            tensors = self.delivery.from_mail(slot, end.works[0], sent.asking)
+        box = self.delivery.gradient_box(end, len(sent.asking))
+        if box is not None:
+            found = self._from_mail(slot, box, sent.asking)
+        else:
+            found = self._from_wire(slot, len(sent.asking))
+        end.bodies = []
         end.works.clear()
         slot.posted = False
-        if there is not None and not end.whole:
-            return spread(sent.wanted, [t if known else None for t, known in zip(tensors, there)])
-        return tensors if sent.bare and tensors else spread(sent.wanted, tensors)  # type: ignore[return-value]
+        return found if sent.bare and found else spread(sent.wanted, found)
+
+    def _from_wire(self, slot: Slot, count: int) -> list[Tensor | None]:
+        end: End = slot.state
+        there: list[bool] = []
+        if count and (self.inline or not end.whole):
+            there = self.delivery.take_flags(slot, count)
+            end.whole = all(there)
+        self.delivery.wait(slot, end.works)
+        if all(there):
+            return list(end.bodies)
+        return [t if known else None for t, known in zip(end.bodies, there)]
+
+    def _from_mail(self, slot: Slot, box: Box, leaves: Sequence[Leaf]) -> list[Tensor | None]:
+        end: End = slot.state
+        self.delivery.wait(slot, end.works[:1])
+        sizes = [x.nbytes for x in leaves]
+        if _rides(sizes):
+            return [end.bodies[0] if box.length else None]
+        there = end.flags[: len(leaves)]
+        if self.delivery.fits(sizes):
+            found = iter(self.delivery.from_mail(slot, box, [x for x, known in zip(leaves, there) if known]))
+            return [next(found) if known else None for known in there]
+        self.delivery.wait(slot, end.works[1:])
+        return [t if known else None for t, known in zip(end.bodies, there)]
 
     def end_step(self) -> None:
         self.delivery.pool.end_step()
+
+
+def _rides(sizes: Sequence[int]) -> bool:
+    """Whether gradients of these sizes are a message of their own in a box: one that is small. Where it is missing, the
+    message is empty."""
+    return len(sizes) == 1 and 0 < sizes[0] <= HEAD_BYTES
 
 
 def _same(guess: tuple[Leaf, ...], leaves: tuple[Leaf, ...]) -> bool:

@@ -174,7 +174,7 @@ class Shelf:
 class Box:
     """One end of one transfer. `wait` is what a transport calls of a posted receive."""
 
-    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "bodies", "number", "pointer")
+    __slots__ = ("_at", "_shelf", "_timeout_s", "_words", "address", "bodies", "length", "number", "pointer")
 
     def __init__(self, shelf: Shelf, offset: int, timeout_s: float):
         self._shelf, self._words, self._at, self._timeout_s = shelf, shelf.words, offset // 4, timeout_s
@@ -185,6 +185,8 @@ class Box:
         """Where a received message goes."""
         self.bodies = 0
         """Where the bodies of the received message lie until `done`; 0: nowhere."""
+        self.length = 0
+        """Bytes of the received message."""
 
     @property
     def taken(self) -> int:
@@ -232,7 +234,8 @@ class Box:
             self._until_sent(number)
         fence()  # the number before the message
         self.number = number
-        if length := words[at + LENGTH]:
+        self.length = length = words[at + LENGTH]
+        if length:
             ctypes.memmove(self.pointer, self.address + LINE, length)
         if place := words[at + PLACE]:
             self.bodies = self._shelf.address + place * LINE

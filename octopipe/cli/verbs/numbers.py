@@ -1,0 +1,123 @@
+"""The numbers that several verbs print about one plan, each defined once, with its name in words and in JSON.
+
+Knows:
+- the *step* (`step_ms`): from the first op to the end of everything, gradient reduction and optimizer included; the
+  *pipeline* (`makespan_ms`): from the first op's start to the last op's end. They are equal where the costs hold
+  neither a reduction nor an optimizer;
+- the *lower bound* (`lower_bound_ms`) and the class of plans it holds for (`bound_of`): the one a tuned plan carries
+  where it is priced with its own costs, else that of the smallest class the plan belongs to;
+- the same step *with contention* (`contended_step_ms`, `contended_makespan_ms`), where the costs are a profile measured
+  on ranks that share a device: `step_ms` takes every op as long as it takes while all ranks work.
+
+Does not know: how any of them is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from octopipe.costs.table import CostTable
+    from octopipe.plans.plan import Plan
+    from octopipe.simulation.bounds.bounds import PlanClass
+    from octopipe.simulation.timeline import Timeline
+
+
+def milliseconds(value: float) -> str:
+    """A time as every verb writes it: always in ms, four digits or more.
+
+    >>> milliseconds(1074.04), milliseconds(14.199), milliseconds(0.1234)
+    ('1074.0 ms', '14.20 ms', '0.123 ms')
+    """
+    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
+    return f"{value:.{digits}f} ms"
+
+
+def after_words(timeline: Timeline) -> str:
+    """What the step has beside its pipeline; empty where it has nothing."""
+    after = timeline.step_ms - timeline.makespan_ms
+    if after <= 1e-9 * timeline.step_ms:
+        return ""
+    return f" (pipeline {milliseconds(timeline.makespan_ms)}, then gradient reduction and optimizer)"
+
+
+class PlanBound(NamedTuple):
+    """A lower bound on the step time and the plans it holds for."""
+
+    ms: float
+    plans: PlanClass
+
+    def words(self, step_ms: float) -> str:
+        """`lower bound 146.7 ms for plans that hold each layer once and may recompute (3.1 % above it)`."""
+        over = f" ({100 * max(step_ms / self.ms - 1, 0.0):.1f} % above it)" if self.ms > 0 and step_ms > 0 else ""
+        return f"lower bound {milliseconds(self.ms)} for {self.plans.words}{over}"
+
+    def numbers(self) -> dict[str, Any]:
+        return {"lower_bound_ms": self.ms, "bound_of": self.plans.as_dict()}
+
+
+def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
+    """The bound a plan carries where these are its own costs, else the strongest of the class it belongs to."""
+    from octopipe.plans.setting import COSTS
+    from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
+
+    carried, words = plan.extra.get("lower_bound_ms"), plan.extra.get("bound_of")
+    classes = [PlanClass(recompute, copies) for recompute in (True, False) for copies in (True, False)]
+    named = next((c for c in classes if c.words == words), None)
+    if isinstance(carried, int | float) and named is not None and plan.extra.get(COSTS) == costs.digest():
+        return PlanBound(float(carried), named)
+    plans = named or PlanClass(copies=bool(plan.replicas()))
+    # A bound that is met exactly may come out a rounding error above.
+    found = lower_bound(costs, plan.num_ranks, plan.num_micro_batches, *plans).ms
+    return PlanBound(min(found, step_ms) if found <= step_ms * (1 + 1e-9) else found, plans)
+
+
+def contended(plan: Plan, costs: CostTable, model: str | None, channel: str = "directed") -> Timeline | None:
+    """The timeline with contention, where MODEL is a profile measured on ranks that slow each other down."""
+    profile = _profile_of(model)
+    if profile is None or profile.costs.num_layers != plan.num_layers or channel == "blocking":
+        return None
+    from octopipe.simulation.contention import predict
+
+    return predict(plan, profile.with_costs(costs), channel=channel)  # type: ignore[arg-type]
+
+
+def contended_numbers(timeline: Timeline | None) -> dict[str, float]:
+    if timeline is None:
+        return {}
+    return {"contended_step_ms": timeline.step_ms, "contended_makespan_ms": timeline.makespan_ms}
+
+
+def contended_words(timeline: Timeline) -> str:
+    return (
+        f"with contention as the profile measured it {milliseconds(timeline.step_ms)} a step{after_words(timeline)}: "
+        "an op is faster while other ranks rest; the time above takes every op as measured with all ranks at work"
+    )
+
+
+def _profile_of(model: str | None) -> Any:
+    from pathlib import Path
+
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.base.files import read_json_object
+    from octopipe.costs.profile_file import FORMAT, load_profile
+
+    if not model or not Path(model).is_file():
+        return None
+    try:
+        tag = read_json_object(Path(model)).get("format")
+        if not isinstance(tag, str) or tag.split("/")[0] != FORMAT.split("/")[0]:
+            return None
+        profile = load_profile(model)
+    except (OSError, OctoPipeError):
+        return None  # whoever reads it for good says what is wrong with it
+    plain = not profile.partial and profile.op_overhead_ms == 0 and profile.fused_factor == 1
+    return None if plain else profile
+
+
+def model_of_plan(plan: Plan) -> str | None:
+    """The model that a plan's setting names."""
+    setting = plan.extra.get("setting")
+    name = setting.get("model") if isinstance(setting, Mapping) else None
+    return name if isinstance(name, str) else None

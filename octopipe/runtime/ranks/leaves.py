@@ -1,0 +1,145 @@
+"""Trainable tensors that a layer uses and does not register: found in the graph of its first forwards.
+
+Knows: how to walk an autograd graph to its leaves, and which of them this rank's layers own. Does not know: how
+gradients are reduced (`reduce`) or what layers are for.
+
+A weight held in a list, a closure or a global is invisible in `parameters()`. In one process that does no harm where
+another module registers it. On several ranks every rank has a copy of its own, and the gradient of this one would be
+lost without a word. The graph shows every use, however the layer holds it. A leaf that a forward makes for itself (an
+input cut off and differentiated again) is another object each time, so only what two forwards share counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from octopipe.base.errors import OctoPipeError
+
+LOOKS = 2
+"""Forwards of every stage that are looked at."""
+
+
+class LeafWatch:
+    """Looks at the first forwards of an executor's stages; `finish`, after every step, tells what was found."""
+
+    def __init__(
+        self,
+        executor: Any,
+        own: Mapping[int, str],
+        others: Mapping[int, str],
+        used_elsewhere: Callable[[Tensor, Sequence[int]], None],
+    ):
+        """`own`: names of this rank's parameters by id; `others`: of those of layers elsewhere, as far as they are
+        known. `used_elsewhere` is told of a parameter of this rank and the layers that use but do not register it."""
+        self._executor, self._own, self._others, self._used = executor, own, others, used_elsewhere
+        self._found = ""
+        self._watched: dict[int, _Watching] = {}
+        for number, chain in list(executor.chains.items()):
+            modules = [m for stage, _ in chain.parts for m in stage.modules]
+            if any(isinstance(inner, FSDPModule) for m in modules for inner in m.modules()):
+                continue  # its leaves are made for every forward
+            self._watched[number] = executor.chains[number] = _Watching(chain, self._look)
+
+    def finish(self, world: Any) -> bool:
+        """Whether all was seen; every rank raises what any rank found (collective)."""
+        told = [text for text in world.gather(self._found) if text]
+        done = bool(told) or all(w.looks >= LOOKS for w in self._watched.values())
+        if done:
+            self.stop()
+        if told:
+            raise OctoPipeError(told[0])
+        return all(world.gather(done))
+
+    def stop(self) -> None:
+        for number, watching in self._watched.items():
+            if self._executor.chains.get(number) is watching:
+                self._executor.chains[number] = watching.chain
+
+    def _look(self, watching: _Watching, stage: Any, run: Any) -> None:
+        registered = {id(p) for m in stage.modules for p in m.parameters()}
+        given = {id(t) for t in run._leaves}
+        layers = range(stage.first_layer, stage.first_layer + len(stage.modules))
+        for leaf in _leaves(run._edges or ()):
+            if id(leaf) in registered or id(leaf) in given:
+                continue
+            if id(leaf) in self._own:
+                self._used(leaf, layers)
+            elif watching.seen_before(leaf) and not self._found:
+                self._found = self._told(leaf, stage, layers)
+
+    def _told(self, leaf: Tensor, stage: Any, layers: range) -> str:
+        who = f"layer {layers[0]}" if len(layers) == 1 else f"one of layers {layers[0]} to {layers[-1]}"
+        name = self._others.get(id(leaf))
+        what = f"parameter {name}, of a layer on another rank" if name else f"a trainable tensor {list(leaf.shape)}"
+        return (
+            f"{who} (or the loss after it) uses {what}, and does not register it: on this rank it would get no "
+            "gradient of the others' and never be trained; register it in the layer that uses it (as a parameter or a "
+            "submodule; the loss: as an nn.Module), and it is tied"
+        )
+
+
+class _Watching:
+    """A chain whose first forwards with a graph are looked at."""
+
+    def __init__(self, chain: Any, look: Callable[..., None]):
+        self.chain, self.parts, self._call = chain, chain.parts, look
+        self.looks = 0
+        self._kept: dict[int, Tensor] = {}
+        """Strangers of the first look, kept so that nothing else takes their place in memory."""
+
+    def seen_before(self, leaf: Tensor) -> bool:
+        if self.looks:
+            return id(leaf) in self._kept
+        self._kept[id(leaf)] = leaf
+        return False
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        out = self.chain.forward(*args, **more)
+        # Where a part recomputes, its graph is there after R.
+        later = any(recompute and more.get("again") for _, recompute in self.parts)
+        if self.looks < LOOKS and more.get("keep", True) and not later:
+            self._see(out[0])
+        return out
+
+    def recompute(self, runs: list[Any]) -> None:
+        self.chain.recompute(runs)
+        if self.looks < LOOKS:
+            self._see(runs)
+
+    def _see(self, runs: list[Any]) -> None:
+        for run, (stage, _) in zip(runs, self.parts):
+            self._call(self, stage, run)
+        self.looks += 1
+
+    def end_step(self) -> None:
+        self.chain.end_step()
+
+
+def _leaves(edges: Sequence[Any]) -> list[Tensor]:
+    """Leaf tensors of the graph behind these edges."""
+    stack = [edge.node for edge in edges if edge is not None]
+    seen, out = set(stack), []
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and not node.next_functions:
+            out.append(variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return out
+
+
+def names_by_id(layers: Sequence[Any]) -> dict[int, str]:
+    """Names of the parameters of all layers that are given as modules."""
+    return {
+        id(p): f"{k}.{name}"
+        for k, layer in enumerate(layers)
+        if isinstance(layer, nn.Module)
+        for name, p in layer.named_parameters()
+    }

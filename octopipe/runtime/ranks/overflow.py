@@ -1,0 +1,102 @@
+"""Gradients that overflowed: if one rank's did, every rank must skip the step.
+
+Knows: how ranks tell each other that a gradient is not finite, and torch's GradScaler. Does not know: optimizers.
+
+A loss scaler looks at the gradients of its own process and skips the step where one is not finite. On several ranks one
+would skip and the others step, and their weights would belong to different steps. So where a loss is scaled, every step
+ends with a word about whether all gradients are finite; a rank whose own are puts one infinity among them where
+another's are not. Whatever scaler is used finds it and skips the step, on all ranks alike. No host waits for that.
+
+    scaler = pipe.grad_scaler()             # or a torch.amp.GradScaler and pipe.loss_scale = scaler.get_scale()
+    pipe.step(batch, target)
+    scaler.unscale_(optimizer)
+    pipe.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    scaler.update()                         # pipe.loss_scale follows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octopipe.runtime.ranks.reduce import local, wait_for
+from octopipe.runtime.ranks.world import World, all_reduce
+
+
+def share_overflow(parameters: Iterable[Tensor], world: World, device: torch.device, timeout_s: float) -> None:
+    """Put an infinity among this rank's gradients where any rank's are not finite (collective over all ranks)."""
+    with torch.no_grad():
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        bad = torch.zeros(1, dtype=torch.float32, device=device)
+        for gradient in gradients:
+            values = local(gradient)
+            values = values.coalesce().values() if values.is_sparse else values
+            bad += (~torch.isfinite(values)).any()
+        before = bad.clone()
+        share_flag(bad, world, timeout_s)
+        first = next((local(g) for g in gradients if not g.is_sparse and local(g).numel()), None)
+        if first is not None:
+            place = first[(0,) * first.ndim]
+            # Only where this rank has none of its own: what overflowed stays as it is.
+            place += torch.where((bad > 0) & (before == 0), torch.inf, 0.0).to(first.dtype).reshape(())
+
+
+def share_flag(flag: Tensor, world: World, timeout_s: float) -> None:
+    """The largest of all ranks' flags, in place."""
+    for group in _groups(world):
+        wait_for(all_reduce(group, flag, dist.ReduceOp.MAX), timeout_s, "the word about overflow")
+
+
+def _groups(world: World) -> Iterator[Any]:
+    if world.group is not None and world.size > 1:
+        yield world.group
+    yield from world.axes.values()
+    yield from world.model_axes.values()
+
+
+class PipelineGradScaler(torch.amp.GradScaler):
+    """torch's GradScaler for the ranks of a pipeline: all of them skip a step, or none."""
+
+    def __init__(self, pipe: Any, **options: Any):
+        """`options`: of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...)."""
+        device: torch.device = pipe.device
+        super().__init__(device.type, **options)
+        self._pipe = pipe
+        if self.is_enabled():
+            self._lazy_init_scale_growth_tracker(device)  # type: ignore[no-untyped-call]
+            pipe.loss_scale = self.get_scale()
+
+    def _unscale_grads_(self, *args: Any, **more: Any) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(*args, **more)
+        pipe = self._pipe
+        flag = torch.zeros(1, dtype=torch.float32, device=pipe.device)
+        for tensor in found.values():
+            flag = torch.maximum(flag, tensor.to(flag.device).reshape(1))
+        share_flag(flag, pipe.world, pipe.timeout_s)
+        if not found:  # no gradient here: the scaler wants to hear of some device all the same
+            found[pipe.device] = torch.zeros((), dtype=torch.float32, device=pipe.device)
+        for tensor in found.values():
+            tensor.copy_(flag.to(tensor.device).reshape(tensor.shape))
+        return found
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(new_scale)
+        self._pipe.loss_scale = self.get_scale()
+
+
+def computes_in_half(
+    autocast: Callable[[], AbstractContextManager[Any]] | None, device: torch.device, parameters: Iterable[Tensor]
+) -> bool:
+    """Whether float16 is at work, in whose range a scaled loss overflows now and then."""
+    if any(p.dtype == torch.float16 for p in parameters):
+        return True
+    if autocast is None:
+        return False
+    with autocast():
+        return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16

@@ -1,0 +1,178 @@
+"""Buffers that several ranks hold: what forwards change in one copy becomes the same in all of them after the step.
+
+Knows: buffers by name, who holds a copy, how one sees that one was changed, and what then becomes of it. Does not know:
+what they mean (statistics of batch norm, counters, running maxima).
+
+Copies of a layer inside a pipeline and its data-parallel replicas see other micro-batches, so their statistics go
+apart. After every step, of a buffer that changed: numbers become the mean over those copies that changed, integers and
+flags the largest. So every copy is the same again, and a checkpoint holds what all ranks have. (One process would have
+updated one buffer with all micro-batches in turn; the mean of the copies is what averaging the statistics of replicas
+gives.) A buffer that is one object in layers on different ranks has no such mean: a change of it is an error.
+
+Constants (masks, tables of positions) are never touched, and nothing is sent for them. A change is seen by the tensor's
+version, and of small buffers by their values: batch norm changes its statistics without a new version. On a host ranks
+tell each other after every step which buffers changed. On a device that word would make the host wait, so it is
+exchanged in the first steps and then every `EVERY` steps; what is known to change is averaged in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.reduce import local, wait_for
+from octopipe.runtime.ranks.world import World, all_reduce
+
+SMALL_BYTES = 1 << 20
+"""Buffers up to this size are compared by value."""
+FIRST, EVERY = 4, 16
+"""On a device: steps after which ranks say what changed, at the beginning, and then one step in so many."""
+
+
+class SharedBuffers:
+    """The buffers of one rank's layers that other ranks hold, too."""
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        holders: Mapping[int, tuple[int, ...]],
+        axes: Mapping[str, Sequence[str]],
+        one: Mapping[str, str] | None,
+        world: World,
+        *,
+        timeout_s: float,
+    ):
+        """`holders`: by layer, the ranks that have it. `axes`: by a buffer's name, the data dimensions along which its
+        copies are alike. `one`: by name, the name of a buffer of a layer on other ranks that was the same object; None
+        where no layers on different ranks have anything in common."""
+        self._world, self._timeout_s, self._one = world, timeout_s, one or {}
+        self._asks = one is not None
+        self._groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[_Buffer]] = {}
+        self._alone: list[_Buffer] = []
+        self._steps = 0
+        for k, module in modules.items():
+            for prefix, inner in module.named_modules():
+                for key, value in inner._buffers.items():
+                    if value is None:
+                        continue
+                    name = f"{k}.{prefix}.{key}" if prefix else f"{k}.{key}"
+                    buffer = _Buffer(name, inner, key)
+                    where = (holders[k], tuple(axes.get(name, ())))
+                    if len(where[0]) > 1 or where[1]:
+                        self._groups.setdefault(where, []).append(buffer)
+                    elif name in self._one:
+                        self._alone.append(buffer)
+
+    def keep_alike(self) -> None:
+        """After a step (collective over the copies)."""
+        problem = ""
+        self._steps += 1
+        looks = self._steps <= FIRST or self._steps % EVERY == 0
+        for buffer in self._alone + [b for some in self._groups.values() for b in some]:
+            if buffer.name in self._one and buffer.changed(look=looks or buffer.tensor().device.type == "cpu"):
+                problem = (
+                    f"buffer {buffer.name} is one with {self._one[buffer.name]}, of a layer on another rank, and "
+                    "forwards change it: every rank would have its own; put these layers on one rank, or give each its "
+                    "own buffer"
+                )
+        if self._asks and self._steps <= FIRST:
+            problem = next((text for text in self._world.gather(problem) if text), "")
+        if problem:
+            raise OctoPipeError(problem)
+        for (holders, axes), buffers in sorted(self._groups.items()):
+            groups = [self._world.subgroup(holders)] if len(holders) > 1 else []
+            self._exchange(groups + [self._world.axes[axis] for axis in axes], buffers, looks)
+
+    def _exchange(self, groups: list[Any], buffers: list[_Buffer], looks: bool) -> None:
+        tensors = [b.tensor() for b in buffers]
+        device = tensors[0].device
+        looks = looks or device.type == "cpu"
+        changed = torch.tensor([float(b.changed(look=looks) or (b.moves and not looks)) for b in buffers])
+        if looks:
+            flags = changed.to(device)
+            self._reduced(groups, flags, dist.ReduceOp.MAX)
+            for buffer, flag in zip(buffers, flags.tolist()):
+                buffer.moves |= flag > 0
+        moving = [(b, t, c) for b, t, c in zip(buffers, tensors, changed.tolist()) if b.moves]
+        for op, mine in (
+            (dist.ReduceOp.SUM, [x for x in moving if _is_number(x[1])]),
+            (dist.ReduceOp.MAX, [x for x in moving if not _is_number(x[1])]),
+        ):
+            if mine:
+                self._made_alike(groups, mine, op, mean=op == dist.ReduceOp.SUM)
+
+    def _made_alike(
+        self, groups: list[Any], mine: Sequence[tuple[_Buffer, Tensor, float]], op: Any, *, mean: bool
+    ) -> None:
+        with torch.no_grad():
+            rows = [_row(t, mean=mean) for _, t, _ in mine]
+            if mean:
+                rows = [row if c else torch.zeros_like(row) for row, (*_, c) in zip(rows, mine)]
+            counts = torch.tensor([c for *_, c in mine], dtype=rows[0].dtype, device=rows[0].device)
+            flat = torch.cat([*rows, counts])
+            self._reduced(groups, flat, op)
+            counts, at = flat[-len(mine) :], 0
+            for k, (buffer, tensor, _) in enumerate(mine):
+                row = flat[at : at + rows[k].numel()]
+                at += rows[k].numel()
+                if mean:  # nobody's change leaves it as it is
+                    row = torch.where(counts[k] > 0, row / counts[k].clamp(min=1), _row(tensor, mean=True))
+                _fill(tensor, row)
+                buffer.note()
+
+    def _reduced(self, groups: list[Any], values: Tensor, op: Any) -> None:
+        for group in groups:
+            wait_for(all_reduce(group, values, op), self._timeout_s, "the exchange of buffers")
+
+
+class _Buffer:
+    """One buffer, found under its name whatever tensor stands there."""
+
+    __slots__ = ("_copy", "_key", "_module", "_seen", "_version", "moves", "name")
+
+    def __init__(self, name: str, module: nn.Module, key: str):
+        self.name, self._module, self._key = name, module, key
+        self.moves = False
+        """Whether some copy of it was seen to change."""
+        self.note()
+
+    def tensor(self) -> Tensor:
+        return local(self._module._buffers[self._key])  # type: ignore[arg-type]
+
+    def note(self) -> None:
+        """What stands there now is what all copies have."""
+        self._seen = self._module._buffers[self._key]
+        self._version = -1 if self._seen is None else self._seen._version
+        small = self._seen is not None and self._seen.nbytes <= SMALL_BYTES
+        self._copy = self.tensor().clone() if small else None
+
+    def changed(self, *, look: bool) -> bool:
+        """Since `note`. `look`: at the values, too, which makes the host wait for a device."""
+        now = self._module._buffers[self._key]
+        if now is not self._seen or (now is not None and now._version != self._version):
+            return True
+        return look and self._copy is not None and not torch.equal(self.tensor(), self._copy)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _row(tensor: Tensor, *, mean: bool) -> Tensor:
+    """Its values one after the other, of a dtype that every backend adds up."""
+    if not mean:
+        return tensor.reshape(-1).to(torch.int64)
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return values.reshape(-1).to(torch.float64)
+
+
+def _fill(tensor: Tensor, row: Tensor) -> None:
+    if tensor.is_complex():
+        tensor.copy_(torch.view_as_complex(row.view(*tensor.shape, 2).contiguous()).to(tensor.dtype))
+    else:
+        tensor.copy_(row.view(tensor.shape))

@@ -1,0 +1,180 @@
+"""What a layer and an optimizer remember, taken out and put back: by layer and parameter, in plain values.
+
+Knows: state dicts with extra state, optimizer state and the settings of parameter groups, and in which form each can be
+saved or sent without unpickling objects. Does not know: files (`checkpoint.py`) or ranks (`adapt.py`).
+
+A rank's parameter groups are its own: under another plan the same parameters stand in other groups. So a group's
+settings (its learning rate, what a scheduler or the optimizer itself keeps there) are remembered by parameter. A group
+whose parameters agree takes their settings; where they differ, the groups were made otherwise, which is an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.precision import MixedPrecisionOptimizer
+from octopipe.runtime.wire.encoding import decoded, encoded
+
+ENCODED = "octopipe.encoded"
+"""The key of a value that is no plain one: its bytes, as ranks send it (see `encoding`)."""
+_PLAIN = (type(None), bool, int, float, str)
+_NOT_SETTINGS = ("params", "param_names")
+
+
+# -- layers --------------------------------------------------------------------------------------------
+
+
+def layer_state(layer: int, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """A layer's state dict in copies on the host; raises where a part of it could not be loaded again.
+
+    Where the optimizer keeps master weights, they stand in the place of what they were rounded to.
+    """
+    state = dict(module.state_dict())
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            master = optimizer.master(parameter)
+            if master is not None and name in state:
+                state[name] = master
+    return {name: _saveable(value, f"{layer}.{name}") for name, value in state.items()}
+
+
+def loadable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as `layer_state` was given it."""
+    return {name: _restored(value) for name, value in state.items()}
+
+
+def _saveable(value: Any, name: str) -> Any:
+    if _is_plain(value):
+        return compact(value)
+    return {ENCODED: torch.frombuffer(bytearray(_encoded(value, name)), dtype=torch.uint8)}
+
+
+def check_saveable(value: Any, name: str) -> None:
+    """Raises for a part of a state dict that could not be loaded again."""
+    if not _is_plain(value):
+        _encoded(value, name)
+
+
+def _encoded(value: Any, name: str) -> bytes:
+    try:
+        data = encoded(value)
+        decoded(data)
+        return data
+    except OctoPipeError as error:
+        raise OctoPipeError(
+            f"{name} holds a {type(value).__name__}, which cannot be loaded again without running its code ({error}); "
+            "let get_extra_state return tensors, numbers, text, or dicts and dataclasses of them"
+        ) from None
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {ENCODED}:
+        return decoded(value[ENCODED].numpy().tobytes())
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return True
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return type(value) is dict and all(type(k) in _PLAIN for k in value) and all(map(_is_plain, value.values()))
+
+
+def compact(value: Any) -> Any:
+    """Copies on the host whose storage is their own size: a view would drag its whole base into the file."""
+    return _mapped(value, lambda _, t: t.detach().cpu().clone())
+
+
+def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], key: str = "") -> Any:
+    """The value with its tensors changed; `change` is told the nearest key."""
+    if isinstance(value, Tensor):
+        return change(key, value)
+    if isinstance(value, Mapping):
+        return {k: _mapped(v, change, str(k)) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(v, change, key) for v in value)
+    return value
+
+
+# -- optimizers ----------------------------------------------------------------------------------------
+
+
+def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """By id of a parameter: the settings of its group, as far as they are plain values. What is not (a function, say)
+    comes from the code that makes the optimizer."""
+    strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if strangers:
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps state under {strangers[0]!r}, which is no parameter: it is not kept",
+            stacklevel=3,
+        )
+    out: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        settings = {
+            key: compact(value) for key, value in group.items() if key not in _NOT_SETTINGS and _is_plain(value)
+        }
+        out.update((_own_id(optimizer, p), settings) for p in group["params"])
+    return out
+
+
+def _own_id(optimizer: torch.optim.Optimizer, updated: Tensor) -> int:
+    """The id of the model's parameter behind what an optimizer updates, which may be its master."""
+    return id(optimizer.parameter_of(updated) if isinstance(optimizer, MixedPrecisionOptimizer) else updated)
+
+
+def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Tensor, Mapping[str, Any]]]) -> None:
+    """Give every group the settings of its parameters (name, parameter, settings); nothing is known of those with none.
+
+    Nothing changes unless all groups can be served.
+    """
+    known = {id(p): (name, settings) for name, p, settings in kept if settings}
+    found: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+    for group in optimizer.param_groups:
+        own = [_own_id(optimizer, p) for p in group["params"]]
+        mine = [known[i] for i in own if i in known]
+        for name, settings in mine[1:]:
+            first, wanted = mine[0]
+            for key in wanted.keys() & settings.keys():
+                if not _equal(wanted[key], settings[key]):
+                    raise OctoPipeError(
+                        f"{first} and {name} are in one group of the optimizer, but had {key} {_told(wanted[key])} and "
+                        f"{_told(settings[key])}; make the groups as they were"
+                    )
+        if mine:
+            found.append((group, mine[0][1]))
+    for group, settings in found:
+        for key, value in settings.items():
+            now = group.get(key)
+            device = now.device if isinstance(now, Tensor) else torch.device("cpu")
+            group[key] = _mapped(value, lambda _, t, device=device: t.to(device, copy=True))  # type: ignore[misc]
+
+
+def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
+    """Give a parameter the state it had; where it had none, it has none."""
+
+    def moved(key: str, value: Tensor) -> Tensor:
+        # Optimizers keep their step count on the host unless they are capturable.
+        stays = key == "step" and value.ndim == 0
+        return value.clone() if stays else value.to(parameter.device, copy=True)
+
+    if kept:
+        optimizer.state[parameter] = _mapped(kept, moved)
+    else:
+        optimizer.state.pop(parameter, None)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b)
+
+
+def _told(value: Any) -> str:
+    return str(value.tolist() if isinstance(value, Tensor) else value)[:40]

@@ -1,0 +1,4 @@
+"""Plans with pairs searched for: partition, placement, order and pairs decided together, where ops have an exchange.
+
+>>> from octopipe.search.pairing.search import PairSearch
+"""

@@ -1,0 +1,208 @@
+"""One plan, one number: whatever two verbs, or a verb and the Python functions, say about a plan is equal.
+
+The table below has a row per number and a column per verb; `python tests/test_one_number.py` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octopipe
+from octopipe.cli import main
+
+CASES = {
+    "dense": ("llama3-8b", ("--pp", "4", "--tp", "2", "--micro-batches", "8"), {"tp": 2}),
+    "hybrid, data parallel": (
+        "nemotron-h-8b",
+        ("--pp", "4", "--tp", "2", "--dp", "2", "--micro-batches", "8", "--memory-gib", "40"),
+        {"tp": 2, "dp": 2, "memory_gib": 40.0},
+    ),
+    "unequal ranks": (
+        "nemotron-h-4b",
+        ("--pp", "2", "--micro-batches", "4", "--speeds", "1,0.5"),
+        {"rank_speed": (1.0, 0.5)},
+    ),
+}
+SEARCH = ("--method", "octopipe", "--iterations", "3", "--budget", "60s")
+NUMBERS = (
+    "step_ms", "makespan_ms", "lower_bound_ms", "bubble_ratio", "peak_memory_gib", "tokens_per_gpu_per_second", "mfu",
+)  # fmt: skip
+
+
+def said(capsys: Any, *words: str) -> dict[str, Any]:
+    """The JSON of a verb."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def flat(value: Any) -> list[float]:
+    return [float(x) for x in value] if isinstance(value, list | tuple) else [float(value)]
+
+
+def rows_of(capsys: Any, case: str, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """{plan: {number: {verb: value}}} of 1F1B as published, 1F1B with its backward split, and a tuned plan."""
+    model, flags, keywords = CASES[case]
+    ranks, count = int(flags[1]), int(flags[flags.index("--micro-batches") + 1])
+    tuned_file, plain_file, split_file = (str(folder / f"{name}.json") for name in ("tuned", "plain", "split"))
+    tuned = said(capsys, "tune", model, *flags, *SEARCH, "-o", tuned_file)
+    out: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def note(plan: str, verb: str, numbers: dict[str, Any]) -> None:
+        for name in NUMBERS:
+            if numbers.get(name) is not None:
+                out.setdefault(plan, {}).setdefault(name, {})[verb] = numbers[name]
+
+    note("tuned", "tune", tuned)
+    note("tuned", "simulate --plan", said(capsys, "simulate", "--plan", tuned_file))
+    note("1F1B", "tune, its baseline", tuned["baseline"])
+    note("1F1B, split", "tune, its split baseline", tuned["baseline_split"])
+    for plan, mode, path in (("1F1B", (), plain_file), ("1F1B, split", ("--split-backward",), split_file)):
+        note(plan, "simulate", said(capsys, "simulate", model, *flags, *mode, "-o", path))
+        compared = said(capsys, "compare", model, *flags, *mode, "--systems", "1f1b")
+        note(plan, "compare", compared["results"][0])
+        note(plan, "compare", {"lower_bound_ms": compared["lower_bound_ms"]})
+        result = octopipe.compare(model, ranks, count, names=["1f1b"], split_backward=bool(mode), **keywords).results[0]
+        note(plan, "octopipe.compare", result.as_dict())
+        timeline = octopipe.simulate("1f1b", model, ranks, count, split_backward=bool(mode) or None, **keywords)
+        note(plan, "octopipe.simulate", timeline.summary())
+    for plan, path in (("tuned", tuned_file), ("1F1B", plain_file), ("1F1B, split", split_file)):
+        note(plan, "simulate of the file", said(capsys, "simulate", "--plan", path))
+        note(plan, "octopipe.simulate of the file", octopipe.simulate(path).summary())
+        note(plan, "report", _reported(capsys, path, folder))
+        note(plan, "export to csv", _exported(capsys, path))
+    note(
+        "tuned",
+        "the plan file",
+        {k: json.loads(Path(tuned_file).read_text())[k] for k in ("step_ms", "lower_bound_ms")},
+    )
+    return out
+
+
+def _reported(capsys: Any, path: str, folder: Path) -> dict[str, Any]:
+    """What the page holds for its table."""
+    from octopipe.views.report.entry import entry_data
+    from octopipe.views.report.load import load_entry
+    from octopipe.views.report.pack import Packer
+
+    page = folder / "page.html"
+    assert main(["report", path, "-o", str(page)]) == 0
+    line = capsys.readouterr().err
+    entry = load_entry(path, {})
+    numbers = entry_data(entry, Packer())["numbers"]
+    # The line on the terminal is the page's own number, rounded.
+    assert f"{numbers['step_ms']:.1f}" in " ".join(line.split()) or f"{numbers['step_ms']:.2f}" in line
+    gib = [b / (1 << 30) for b in numbers["peak_bytes"]]
+    return {k: numbers[k] for k in ("step_ms", "makespan_ms", "bubble_ratio")} | {"peak_memory_gib": gib}
+
+
+def _exported(capsys: Any, path: str) -> dict[str, Any]:
+    assert main(["export", path, "--to", "csv"]) == 0
+    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    what, end = rows[0].index("what"), rows[0].index("end_ms")
+    return {"makespan_ms": max(float(r[end]) for r in rows[1:] if r[what] == "compute")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_that_two_verbs_say_about_one_plan_is_equal(case: str, capsys: Any, tmp_path: Path) -> None:
+    for plan, table in rows_of(capsys, case, tmp_path).items():
+        for number, by_verb in table.items():
+            (first, value), *others = by_verb.items()
+            assert number == "lower_bound_ms" or len(by_verb) > 1, (plan, number)
+            for verb, other in others:
+                assert flat(other) == pytest.approx(flat(value), rel=1e-6), (plan, number, first, verb)
+
+
+def test_words_on_the_terminal_are_the_numbers_of_the_json(capsys: Any, tmp_path: Path) -> None:
+    model, flags, _ = CASES["hybrid, data parallel"]
+    path = str(tmp_path / "tuned.json")
+    tuned = said(capsys, "tune", model, *flags, *SEARCH, "-o", path)
+    assert main(["tune", model, *flags, *SEARCH, "-o", path]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"step {tuned['step_ms']:.1f} ms (pipeline {tuned['makespan_ms']:.1f} ms, then gradient reduction" in words
+    assert f"1F1B as published ({tuned['baseline']['step_ms']:.1f} ms)" in words
+    assert f"1F1B with its backward split into I and W ({tuned['baseline_split']['step_ms']:.1f} ms)" in words
+    assert f"lower bound {tuned['lower_bound_ms']:.1f} ms" in words
+    assert main(["simulate", "--plan", path]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"{tuned['step_ms']:.1f} ms a step" in words and f"pipeline {tuned['makespan_ms']:.1f} ms" in words
+    assert f"lower bound {tuned['lower_bound_ms']:.1f} ms for {tuned['bound_of']['words']}" in words
+
+
+def test_every_bound_names_the_plans_it_holds_for(capsys: Any) -> None:
+    flags = ("nemotron-h-8b", "--pp", "2", "--tp", "4", "--micro-batches", "4")
+    once = said(capsys, "simulate", *flags)["bound_of"]
+    twice = said(capsys, "simulate", *flags, "--system", "chimera")
+    assert once["copies"] is False and twice["bound_of"]["copies"] is True
+    assert twice["lower_bound_ms"] <= twice["step_ms"] * (1 + 1e-9)
+    assert said(capsys, "compare", *flags, "--systems", "1f1b")["bound_of"] == once
+
+
+def test_contention_is_a_number_of_its_own_and_the_same_in_every_verb(capsys: Any, tmp_path: Path) -> None:
+    """A profile of ranks that slow each other down: `step_ms` is with all ranks at work."""
+    from octopipe.costs.cluster.hardware import Link, Network
+    from octopipe.costs.profile_file import TIMES, Profile
+    from octopipe.costs.resolve import resolve_costs
+    from octopipe.plans.file import load_plan
+    from octopipe.simulation.contention import predict
+
+    link = Link(latency_ms=0.01, ms_per_byte=1e-8)
+    costs = resolve_costs("nemotron-h-4b", pp=2, micro_batches=4)
+    pairs = {(0, 1): link, (1, 0): link}  # a profile has measured its links
+    costs = costs.replace(network=Network(intra=link, inter=link, pairs=pairs))
+    times = {name: getattr(costs, name) * 0.6 for name in TIMES.values()}
+    profile = Profile(costs=costs, partial={1: costs.replace(**times)}, op_overhead_ms=0.05, fused_factor=0.95)
+    path, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    Path(path).write_bytes(profile.to_json())
+    flags = ("--pp", "2", "--micro-batches", "4")
+    found = said(capsys, "tune", path, *flags, *SEARCH, "-o", plan)
+    again = said(capsys, "simulate", path, "--plan", plan)
+    own = predict(load_plan(plan), octopipe.load_profile(path))
+    assert again["contended_step_ms"] < 0.99 * again["step_ms"]  # a dense plan: ranks rest little
+    for name, value in (("contended_step_ms", own.step_ms), ("contended_makespan_ms", own.makespan_ms)):
+        assert found[name] == pytest.approx(again[name], rel=1e-6) == pytest.approx(value, rel=1e-6)
+    assert main(["simulate", path, "--plan", plan]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"with contention as the profile measured it {again['contended_step_ms']:.1f} ms a step" in words
+
+
+def _print_table() -> None:
+    """The table in Markdown, for people."""
+    import contextlib
+    import io
+    import tempfile
+    from types import SimpleNamespace
+
+    class Capture:
+        """What pytest's `capsys` does, outside pytest."""
+
+        out, err = io.StringIO(), io.StringIO()
+
+        def readouterr(self) -> SimpleNamespace:
+            found = SimpleNamespace(out=self.out.getvalue(), err=self.err.getvalue())
+            for stream in (self.out, self.err):
+                stream.seek(0)
+                stream.truncate(0)
+            return found
+
+    for case, (model, flags, _) in CASES.items():
+        capture = Capture()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(capture.out),
+            contextlib.redirect_stderr(capture.err),
+        ):
+            table = rows_of(capture, case, Path(folder))
+        print(f"\n{model} {' '.join(flags)}\n\n| plan | number | value | said by |\n|---|---|---|---|")
+        for plan, numbers in table.items():
+            for number, by_verb in numbers.items():
+                value = max(flat(next(iter(by_verb.values()))))
+                print(f"| {plan} | {number} | {value:.4f} | {', '.join(by_verb)} |")
+
+
+if __name__ == "__main__":
+    sys.exit(_print_table())

@@ -1,0 +1,96 @@
+"""The search for plans with pairs: prices as the plan's own, plans that hold, and small cases against all of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from moe_settings import moe_setting
+
+from octopipe.costs.table import CostTable
+from octopipe.plans.file import plan_to_json
+from octopipe.plans.pair_price import PairPrices
+from octopipe.plans.plan import Op
+from octopipe.search.pairing.choose import OVERLAPPED_SYSTEMS, neighbours_paired
+from octopipe.search.pairing.polish import Polisher
+from octopipe.search.pairing.prices import FB, FF, FI, FW, IW, layers_of, price
+from octopipe.search.pairing.search import PairSearch
+from octopipe.search.systems import build_plan
+from octopipe.search.tuner import tune
+from octopipe.simulation.simulator import simulate
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prices_of_a_structure_are_those_of_its_plan(seed: int) -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(seed), 0.3)
+    plan = build_plan("interleaved-overlap", costs, ranks, micro_batches, chunks=2)
+    bounds = np.array([0, *(s.stop for s in plan.stages)])
+    rank = np.array([s.rank for s in plan.stages])
+    own, together = price(layers_of(costs, ranks), bounds, rank, len(plan.stages))
+    prices = PairPrices(plan, costs)
+    for s, stage in enumerate(plan.stages):
+        for row, kind in enumerate("FIW"):
+            assert own[row, s] == pytest.approx(prices.alone_ms(Op(s, kind, 0)))
+        for t, other in enumerate(plan.stages):
+            for plane, kinds in ((FI, "FI"), (FB, "FB"), (FW, "FW"), (IW, "IW"), (FF, "FF")):
+                if stage.rank == other.rank:
+                    expected = prices.together(Op(s, kinds[0], 1), Op(t, kinds[1], 0)).ms
+                    assert together[plane, s, t] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_schedule_takes_as_long_as_the_simulator_says(seed: int) -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(10 + seed), 0.4)
+    search = PairSearch(costs=costs, num_ranks=ranks, num_micro_batches=micro_batches, budget_s=60, moves=60, seed=seed)
+    found = search.run()
+    assert found is not None
+    plan, timeline = found
+    assert plan.problems() == [] and plan.pairs
+    state = search._of_plan(plan)
+    assert state is not None
+    # Pairs that hide nothing are taken apart, so the plan may only be faster than the schedule it came from.
+    for _ in range(20):
+        drawn = search._drawn(1, False, varied=True)
+        ms = search._ms(drawn)
+        if ms < np.inf:
+            assert simulate(search._plan(drawn), costs).makespan_ms <= ms + 1e-6
+    assert timeline.makespan_ms > 0
+
+
+def test_counted_searches_give_the_same_plan_and_never_less_than_a_system() -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(3), 0.3)
+    first, again = (tune(costs, ranks, micro_batches, iterations=200, seed=5) for _ in range(2))
+    assert plan_to_json(first.plan) == plan_to_json(again.plan)
+    assert first.lower_bound_ms <= first.step_ms == simulate(first.plan, costs).step_ms
+    for name in OVERLAPPED_SYSTEMS:
+        try:
+            timeline = simulate(build_plan(name, costs, ranks, micro_batches), costs)
+        except Exception:
+            continue
+        assert first.step_ms <= timeline.step_ms + 1e-9
+
+
+def test_a_memory_limit_is_held() -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(8), 0.4)
+    least = simulate(build_plan("1f1b", costs, ranks, micro_batches), costs).peak_bytes.max()
+    tight = costs.replace(rank_memory_bytes=(float(least) * 1.05,))
+    found = tune(tight, ranks, micro_batches, iterations=200)
+    assert simulate(found.plan, tight).fits
+
+
+def test_dense_costs_never_enter_the_search_for_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("dense costs were searched for pairs")
+
+    monkeypatch.setattr("octopipe.search.tuner.with_pairs", refuse)
+    assert not tune(CostTable.uniform(num_layers=4), 2, 4, iterations=50).plan.pairs
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_polishing_only_makes_plans_faster(seed: int) -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(20 + seed), 0.3)
+    plan = neighbours_paired(build_plan("zb-v", costs, ranks, micro_batches), costs)
+    before = simulate(plan, costs)
+    better, timeline = Polisher(plan, costs, seed).run(budget_s=None, moves=300)
+    assert better.problems() == [] and timeline.step_ms <= before.step_ms
