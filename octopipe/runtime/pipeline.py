@@ -107,8 +107,7 @@ class Pipeline:
         with plain autograd on the same layers, on every rank; what differs is an error naming the parameter. Layers
         that are recomputed are compared with their first forward in the first two steps, under `verify` in all.
 
-        `cuda_graphs` captures ops in the fourth step and replays them from then on, on a GPU; what cannot be captured
-        runs call by call, and a line in the log `octopipe.graphs` says why. Gradients are the same.
+        `cuda_graphs`: on a GPU, ops are replayed from the fifth step on, where they can be (log `octopipe.graphs`).
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
