@@ -239,7 +239,7 @@ def corrected(
             parts = np.concatenate([parts[kind] for parts, _ in seen])
             took = np.concatenate([times[kind] for _, times in seen])
             if took.size:
-                factors[kind] = np.clip(factors[kind] * _fit(parts, took), LEAST_FACTOR, MOST_FACTOR)
+                factors[kind] = np.clip(factors[kind] * _fit(parts, took, factors[kind]), LEAST_FACTOR, MOST_FACTOR)
         both = np.concatenate([parts["B"].sum(axis=1) for parts, _ in seen])
         took = np.concatenate([times["B"] for _, times in seen])
         if took.size and not any(times["I"].size for _, times in seen):
@@ -305,16 +305,17 @@ def _equations(profile: Profile, row: Row, group: Any, groups: int) -> tuple[dic
     return out, times
 
 
-def _fit(parts: Floats, took: Floats) -> Floats:
-    """Factors of the columns with which the rows' sums come closest to the times taken, in relative terms.
+def _fit(parts: Floats, took: Floats, before: Floats) -> Floats:
+    """Factors of the columns with which the rows' sums come closest to the times taken, in relative terms. `before`:
+    what the columns were multiplied by already; it is the product of both that is drawn towards 1.
 
-    >>> _fit(np.array([[1.0, 1.0], [1.0, 3.0], [2.0, 0.0]]), np.array([3.0, 7.0, 2.0])).round(1).tolist()
+    >>> parts, took = np.array([[1.0, 1.0], [1.0, 3.0], [2.0, 0.0]]), np.array([3.0, 7.0, 2.0])
+    >>> _fit(parts, took, np.ones(2)).round(1).tolist()
     [1.0, 2.0]
     """
     rows = parts / took[:, None]
     weight = np.sqrt(PULL * max(len(took), 1) / max(parts.shape[1], 1)) * np.abs(rows).mean()
-    pull = weight * np.eye(parts.shape[1])
-    factors, *_ = np.linalg.lstsq(
-        np.vstack([rows, pull]), np.concatenate([np.ones(len(took)), pull.sum(1)]), rcond=None
-    )
+    equations = np.vstack([rows, weight * np.diag(before)])
+    wanted = np.concatenate([np.ones(len(took)), np.full(parts.shape[1], weight)])
+    factors, *_ = np.linalg.lstsq(equations, wanted, rcond=None)
     return np.maximum(factors, 1e-3)
