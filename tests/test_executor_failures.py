@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 
@@ -398,17 +399,14 @@ class Reentrant(nn.Module):
 
 
 class RunsOnce(nn.Module):
-    """Its forward raises from some call on: a second run of it is not to be had."""
+    """Its forward raises in the plain run that verify makes, whatever is put back before it."""
 
-    calls = 0
-
-    def __init__(self, most):
+    def __init__(self):
         super().__init__()
-        self.linear, self.most = nn.Linear(6, 6, dtype=torch.float64), most
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
 
     def forward(self, x):
-        RunsOnce.calls += 1  # of the class: nobody puts that back before a second run
-        if RunsOnce.calls > self.most:
+        if any(frame.function == "compare" for frame in inspect.stack()):
             raise ValueError("once is enough")
         return self.linear(x)
 
@@ -420,7 +418,7 @@ def verified(world, kind):
     if kind == "reentrant":
         layers[2], layers[6] = Reentrant(layers[2]), Reentrant(layers[6])
     else:
-        layers[6] = RunsOnce(4)
+        layers[6] = RunsOnce()
     plan = build_plan("1f1b", CostTable.uniform(num_layers=8), 2, 4)
     with Pipeline(layers, plan, case.loss_fn, group=world, timeout_s=30, verify=True) as pipe:
         try:
