@@ -83,6 +83,7 @@ class Pipeline:
         timeout_s: float = 300.0,
         side_inputs: Sequence[str] = (),
         verify: bool = False,
+        cuda_graphs: bool = False,
     ):
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
@@ -100,6 +101,9 @@ class Pipeline:
         `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` gives to every layer
         that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
         with plain autograd on the same layers, on every rank; what differs is an error naming the parameter.
+
+        `cuda_graphs` captures ops in the third step and replays them from then on, on a GPU; what cannot be captured
+        runs call by call, and a line in the log `octopipe.graphs` says why. Gradients are the same.
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
@@ -136,6 +140,9 @@ class Pipeline:
         self._autocast = _autocast(autocast, self.device)
         self._watchdog: Watchdog | None = None
         self.side_inputs = tuple(side_inputs)
+        if cuda_graphs and self.device.type != "cuda":
+            raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
+        self._cuda_graphs = cuda_graphs
         self._assemble()
         self._inputs.check_side(self.world)
         self._verify, self._first_step = verify, True
@@ -163,6 +170,7 @@ class Pipeline:
             timeout_s=timeout_s,
             layers_done=None if self.reducer.idle else self.reducer.layers_done,
             side_inputs=self.side_inputs,
+            cuda_graphs=self.device if self._cuda_graphs else None,
         )
         self._inputs = StepInputs(self.plan, self.executor, self.side_inputs)
         if world.size > 1:
@@ -399,6 +407,7 @@ class Pipeline:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+        self.executor.ops.close()
         self.transport.close()
 
     def __enter__(self) -> Pipeline:

@@ -1,6 +1,7 @@
 """One layer ready to run, and what it holds in memory.
 
-Knows: how a layer runs as a stage of its own, F, I and W one after the other, and how many bytes it keeps in between.
+Knows: how a layer runs as a stage of its own, F, I and W one after the other, call by call or replayed from CUDA
+graphs, and how many bytes it keeps in between.
 Does not know: times, ranks (`profiler.py`).
 """
 
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.activation_bytes import held_bytes
+from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.cuda_graphs import GraphedOps
+from octopipe.runtime.stages.graph_memory import viewed
 from octopipe.runtime.stages.stage import Stage
-from octopipe.runtime.values import flatten, rebuild
+from octopipe.runtime.values import build, flatten, rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +42,18 @@ class LayerMemory:
 class Layer:
     """One distinct layer ready to run."""
 
-    def __init__(self, module: nn.Module, value: Any, then: Callable[[Any], Any] | None, first: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        value: Any,
+        then: Callable[[Any], Any] | None,
+        first: bool,
+        graphs: bool = False,
+    ):
+        """`graphs`: F, I and W are replayed from CUDA graphs once `capture` was called, if they can be."""
         self.module, self.value, self.then = module, value, then
+        self._replayed: _Replayed | None = None
+        self._graphs = graphs
         self.stage = Stage([module], input_grad=not first)
         run = self.stage.forward(value, then=then)
         leaves: list[Any] = []
@@ -57,7 +72,15 @@ class Layer:
             if p.requires_grad and p.grad is None:
                 p.grad = torch.zeros_like(p)
 
+    def capture(self) -> None:
+        """From now on `once` replays graphs, where graphs were asked for and the layer can be captured."""
+        if self._graphs and self._replayed is None:
+            self._replayed = _Replayed(self)
+
     def once(self, mark: Callable[[], None]) -> None:
+        if self._replayed is not None:
+            self._replayed.once(mark)
+            return
         mark()
         run = self.stage.forward(self.value, then=self.then)
         run.outputs = None
@@ -65,6 +88,37 @@ class Layer:
         run.backward_input(self.grads)
         mark()
         run.backward_weight()
+        mark()
+
+
+class _Replayed:
+    """A layer's ops as the executor replays them, its input and gradient lying where the graphs read them."""
+
+    def __init__(self, layer: Layer):
+        self._then = layer.then
+        leaves: list[Any] = []
+        form = flatten(layer.value, leaves)
+        self._value = build(form, iter([viewed(leaf) for leaf in leaves]))
+        grads = [torch.ones_like(t) for t in layer.output_leaves] if layer.grads is None else layer.grads
+        self._kept = (layer.value, grads)  # views do not own memory
+        self._grads = [viewed(grad) for grad in grads]
+        self._cell = Cell(0, 0, False, layer.then is not None, False)
+        self._ops = GraphedOps({0: StageChain([(layer.stage, False)])}, None, layer.output_leaves[0].device)
+        for _ in range(self._ops.warm_up_steps):
+            self._ops.begin_step()
+            self.once(lambda: None)
+            self._ops.end_step(whole=True)
+        self.reason = self._ops.reasons.get(0, "")
+        """Why the layer runs call by call all the same; empty where it is replayed."""
+
+    def once(self, mark: Callable[[], None]) -> None:
+        ops, cell = self._ops, self._cell
+        mark()
+        cell.runs, _, _ = ops.forward(cell, self._value, None, self._then, None, None)
+        mark()
+        ops.backward(cell, self._grads, fused=False)
+        mark()
+        ops.weight(cell)
         mark()
 
 

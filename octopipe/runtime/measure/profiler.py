@@ -116,6 +116,7 @@ class LayerRing:
         groups: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         tell: Tell = nobody,
+        graphs: bool = False,
     ):
         self._tell = tell
         self._began = time.perf_counter()
@@ -134,7 +135,9 @@ class LayerRing:
             group_of[-1] = max(groups) + 1
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
-        self._ready, self._memory = _prepare(layers, self._group_of, sample, loss_fn, target, self._device, tell)
+        self._ready, self._memory = _prepare(
+            layers, self._group_of, sample, loss_fn, target, self._device, tell, graphs
+        )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
         # A round is the whole model, so that the mixture the neighbours run (and the power it draws) is the model's
@@ -222,6 +225,7 @@ def _prepare(
     target: Any,
     device: torch.device,
     tell: Tell,
+    graphs: bool,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
@@ -234,11 +238,12 @@ def _prepare(
             module = made if isinstance(made, nn.Module) else made()
             tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
-                ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0)
+                ready[g] = Layer(module, value, (lambda out: loss_fn(out, target)) if last else None, i == 0, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
             memory[g] = memory_of(ready[g], device)
+            ready[g].capture()
         value = ready[g].output
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 

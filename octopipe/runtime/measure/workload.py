@@ -39,10 +39,14 @@ class Workload:
     asked_kernels: tuple[str, ...] = ()
     """Of our own layers, by name (`kernels.PARTS`); a transformers model has its own choice made already."""
     seed: int = 0
+    graphs: bool = False
+    """Ops are captured as CUDA graphs and replayed, where they can be."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise OctoPipeError(f"dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.graphs and self.device == "cpu":
+            raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
         if self.tokens < 1 or self.micro_batch_size < 1:
             raise OctoPipeError(f"{self.micro_batch_size} x {self.tokens} tokens; give at least one of each")
 

@@ -134,6 +134,8 @@ class Stage:
         """Whether forwards change their inputs in place, which autograd forbids for those that take gradients."""
         self.grad_inside = False
         """Whether forwards need gradients also when none is wanted of them."""
+        self.draws = True
+        """Whether forwards may draw random numbers."""
 
     def forward(
         self,
@@ -225,8 +227,7 @@ class StageRun:
         again: bool,
         side: Mapping[str, Any] | None = None,
     ):
-        self._stage, self._then, self._seed, self._side = stage, then, seed, side
-        self._queue = WeightQueue()
+        self._stage, self._then, self._seed, self._side, self._queue = stage, then, seed, side, WeightQueue()
         self._edges: list[Any] | None = None
         self._rng: States | None = None
         self._kept: Kept | None = None
@@ -251,7 +252,7 @@ class StageRun:
         """Leaf by leaf of `outputs`: whether I and B take a gradient for it."""
         if again:
             start = stage.replay.before(self._given())
-            if seed is None:
+            if seed is None and stage.draws:
                 self._rng = rng_state()
             self._forward(False)
             self._kept = stage.replay.after(start)

@@ -39,6 +39,10 @@ class TrainJob:
     system: str = "1f1b"
     """Where no plan is given."""
     tune_s: float | None = None
+    tune_measured: bool = False
+    """Tuning runs its plans, corrects costs by what ran, and keeps the plan that was measured fastest."""
+    graphs: bool | None = None
+    """Ops are replayed from CUDA graphs where they can be; default: on a GPU."""
     """Where no plan is given: tune for so long instead of using the system."""
     dp: int = 1
     seq: int = 128
@@ -99,6 +103,13 @@ class TrainJob:
                 raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
         if self.nproc % self.dp:
             raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
+        if self.graphs and self.device == "cpu":
+            raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
+        if self.tune_measured and (self.tune_s is None or self.dp > 1 or self.lengths):
+            raise OctoPipeError(
+                "measuring while tuning runs one pipeline of equal micro-batches; give --tune TIME, without --dp and "
+                "--lengths"
+            )
         if self.adapt_every is not None:
             if self.adapt_every < 1 or self.adapt_gain <= 0 or self.adapt_s <= 0:
                 raise OctoPipeError("adapt: give whole steps from 1 on, and a gain and a time above 0")
@@ -154,6 +165,11 @@ class TrainJob:
             raise OctoPipeError(f"seq is {self.seq}; the longest sequence has {max(self.lengths)} tokens")
         if self.adapt_every is not None:
             raise OctoPipeError("adapt measures micro-batches of one length; leave --adapt or --lengths out")
+
+    @property
+    def replays(self) -> bool:
+        """Whether ops are to be replayed from CUDA graphs."""
+        return self.device == "cuda" if self.graphs is None else self.graphs
 
     @property
     def pp(self) -> int:

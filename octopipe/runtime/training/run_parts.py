@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import carried
+from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, tune_on_ranks
+from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks import launch
 from octopipe.runtime.ranks.reduce import wait_for
@@ -104,6 +107,27 @@ def plan_of(job: TrainJob, profile: Profile | None, tell: Callable[[Phase], None
     tell(Phase(text=f"tuning for {job.tune_s:g} s"))
     found = tune(costs, job.pp, job.num_micro_batches, budget_s=job.tune_s, seed=job.seed).plan
     return found.with_extra(**beside)
+
+
+def measured_plan(
+    job: TrainJob, work: Workload, world: World, profile: Profile, tell: Callable[[Phase], None]
+) -> tuple[TrainJob, Profile]:
+    """The job with the plan that was measured fastest, and the profile as the runs corrected it (collective)."""
+    assert job.tune_s is not None
+    outcome = tune_on_ranks(
+        world,
+        MeasuredTuneJob(
+            work=work,
+            profile=profile,
+            num_micro_batches=job.num_micro_batches,
+            tune_s=job.tune_s,
+            budget_s=10.0 * job.tune_s,
+            seed=job.seed,
+        ),
+        tell=lambda line: tell(Phase(text=line)),
+    )
+    plan = outcome.best.plan.with_extra(measured=outcome.as_dict(), **carried(outcome.profile.costs))
+    return replace(job, plan=plan, micro_batches=None), outcome.profile
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:

@@ -50,6 +50,7 @@ from octopipe.runtime.training.run_parts import (
     folder,
     identity,
     length_factor,
+    measured_plan,
     memory_bytes,
     optimizer_of,
     plan_of,
@@ -158,6 +159,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         compile_scans=job.compile_scans,
         asked_kernels=job.kernels,
         seed=job.seed,
+        graphs=job.replays,
     )
     device = work.place(seat.local_rank)
     profile = job.profile
@@ -169,6 +171,9 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     if profile is not None and job.groups:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
+    if job.tune_measured and profile is not None:
+        with moment("while plans were tuned and run"):
+            job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     seat.tell(Phase(text="building the model"))
@@ -187,6 +192,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             transport=work.transport(world),
             timeout_s=job.timeout_s,
             verify=True,
+            cuda_graphs=job.replays,
         )
 
     with moment("while the model was built"), told(_patience_s(job)):
