@@ -30,6 +30,7 @@ from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
+from octopipe.runtime.turns import Turns
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 
@@ -69,6 +70,7 @@ class Executor:
         self._outside = Outside()
         self.begun = 0
         """Steps and evaluations begun, whole or not."""
+        self._turns = Turns()
         self._seeds: dict[Any, Tensor] = {}
         self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
@@ -217,8 +219,13 @@ class Executor:
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
         mark, seeds = recorder.mark, self._micro_batch_seeds
         for ins in self.program.steps:
+            if ins.is_second:
+                continue
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
+            if ins.beside is not None:
+                self._pair(ins, ins.beside, (micro_batches, targets, scales, losses, sides))
+                continue
             if code == RECEIVE:
                 assert slot is not None
                 # A gradient's form is that of the output it answers: wait with posting until that is sent.
@@ -312,6 +319,94 @@ class Executor:
                 del gradients
             if ins.layers_done and self._layers_done is not None:
                 self._layers_done(ins.layers_done)
+
+    def _pair(self, first: Step, second: Step, given: tuple[Any, ...]) -> None:
+        """Two ops that run together: the inputs of both, then both, then what each leaves behind."""
+        recorder, clock = self.recorder, time.perf_counter
+        ops = [self._prepared(ins, *given) for ins in (first, second)]
+        modes = {id(m): m for ins in (first, second) for m in self.chains[ins.cell.stage].modes()}
+        k = first.number
+        recorder.started[k] = clock()
+        if recorder.mark is not None:
+            recorder.mark(k, 0)
+        failed = self._turns.together(ops[0][0], ops[1][0], list(modes.values()))
+        if failed is not None:
+            self.at = (first, second)[failed]
+            raise self._turns.error
+        if recorder.mark is not None:
+            recorder.mark(k, 1)
+            recorder.mark(second.number, 0)
+            recorder.mark(second.number, 1)
+        # As in a prediction: the first has the time of both, the second ends with it.
+        recorder.ended[k] = recorder.started[second.number] = recorder.ended[second.number] = clock()
+        for (_, finish), ins in zip(ops, (first, second), strict=True):
+            finish()
+            if ins.layers_done and self._layers_done is not None:
+                self._layers_done(ins.layers_done)
+
+    def _prepared(
+        self,
+        ins: Step,
+        micro_batches: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        scales: Sequence[float],
+        losses: dict[int, Tensor],
+        sides: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """An op with its inputs at hand: what computes it, and what hands its results on."""
+        code, cell, slot, ops = ins.code, ins.cell, ins.slot, self.ops
+        results: list[Any] = []
+        if code == F:
+            if slot is None:
+                value, needs = self._own_input(cell, micro_batches)
+            else:
+                value, cell.asked = self.transport.take_forward(slot)
+                slot.ended = time.perf_counter()
+                needs = cell.asked.wanted
+            then = self._loss(targets, cell.micro_batch) if cell.last else None
+            seed, side = self._micro_batch_seeds[cell.micro_batch], None if sides is None else sides[cell.micro_batch]
+
+            def compute() -> None:
+                results.append(ops.forward(cell, value, needs, then, seed, side))
+
+            def finish() -> None:
+                cell.runs, out, cell.needs = results.pop()
+                if cell.last:
+                    losses[cell.micro_batch] = out
+                else:
+                    cell.value = out
+
+        elif code in (R, W):
+
+            def compute() -> None:
+                ops.recompute(cell) if code == R else ops.weight(cell)
+
+            def finish() -> None:
+                return None
+
+        else:
+            if slot is not None:
+                gradients = self.transport.take_gradient(slot)
+                slot.ended = time.perf_counter()
+                cell.sent = None
+            elif cell.after is not None:
+                gradients, cell.after.gradients = cell.after.gradients, None
+            else:
+                gradients = [self._seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
+
+            def compute() -> None:
+                results.append(ops.backward(cell, gradients, fused=code == B))
+
+            def finish() -> None:
+                found = results.pop()
+                if not cell.first:
+                    cell.gradients = found
+                elif found and micro_batches is not None:
+                    self._outside.keep(micro_batches[cell.micro_batch], found)
+
+        for sent in ins.release:
+            self.transport.release(sent)
+        return compute, finish
 
     def _loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
         loss_fn = self._loss_fn
