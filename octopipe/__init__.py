@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from octopipe.runtime.pipeline import Pipeline
     from octopipe.runtime.training.adapt import switch
     from octopipe.runtime.training.checkpoint import load_checkpoint, save_checkpoint
+    from octopipe.runtime.turns import exchange
     from octopipe.search.comparison import Comparison
     from octopipe.search.tuner import TuneResult
     from octopipe.simulation.lowering import Program, lower
@@ -58,6 +59,7 @@ __all__ = [
     "__version__",
     "build_plan",
     "compare",
+    "exchange",
     "load_checkpoint",
     "load_plan",
     "load_profile",
@@ -86,6 +88,7 @@ _HOME = {
     "octopipe.costs.profile_file": ("Profile", "load_profile"),
     "octopipe.costs.resolve": ("resolve_costs",),
     "octopipe.runtime.pipeline": ("Pipeline",),
+    "octopipe.runtime.turns": ("exchange",),
     "octopipe.simulation.timeline": ("Timeline", "load_timeline"),
     "octopipe.runtime.training.adapt": ("switch",),
     "octopipe.runtime.training.checkpoint": ("load_checkpoint", "save_checkpoint"),

@@ -24,13 +24,13 @@ from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
+from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.ranks.pending_board import PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
-from octopipe.runtime.turns import Turns
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 
@@ -57,8 +57,8 @@ class Executor:
     ):
         """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
-        self._loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self._timeout_s, self._layers_done = timeout_s, layers_done
+        self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
+        self._timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
         firsts = {route[0] for route in plan.routes}
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
@@ -67,12 +67,12 @@ class Executor:
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
-        self._outside = Outside()
+        self.outside = Outside()
         self.begun = 0
         """Steps and evaluations begun, whole or not."""
-        self._turns = Turns()
+        self.pairs = PairedOps(self)
         self._seeds: dict[Any, Tensor] = {}
-        self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
+        self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
 
     def run(
@@ -98,7 +98,7 @@ class Executor:
             count = self.program.plan.num_micro_batches
             scales = [loss_scale / count * w for w in weights or [1.0] * count]
             self._walk(micro_batches, targets, scales, losses, side)
-            self._outside.backward()
+            self.outside.backward()
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
@@ -143,14 +143,14 @@ class Executor:
                     sent.append(slot)
                 elif code == F:
                     if slot is None:
-                        value, needs = self._own_input(cell, micro_batches)
+                        value, needs = self.own_input(cell, micro_batches)
                     else:
                         value, spec = transport.take_forward(slot)
                         needs = spec.wanted
                     then = None
                     if cell.last:
-                        then = self._loss(targets, cell.micro_batch) if loss else _output
-                    seed = self._micro_batch_seeds[cell.micro_batch]
+                        then = self.loss(targets, cell.micro_batch) if loss else _output
+                    seed = self.micro_batch_seeds[cell.micro_batch]
                     given = None if side is None else side[cell.micro_batch]
                     with autocast():
                         _, out, _ = self.chains[cell.stage].forward(
@@ -167,7 +167,7 @@ class Executor:
                 cell.clear()
         return losses
 
-    def _own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+    def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
         """What F consumes where no other rank sends it, and which of its leaves take a gradient."""
         if cell.before is not None:
             before = cell.before
@@ -179,11 +179,11 @@ class Executor:
 
     def _begin(self, step: int) -> None:
         self.begun += 1
-        self._outside.clear()
+        self.outside.clear()
         if self._seed is not None:
             # All at once: one by one, between waits, each would find its code gone from the caches.
             common = step_seed(self._seed, step, self._replica)
-            self._micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
+            self.micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -217,14 +217,14 @@ class Executor:
         release, post = transport.release, transport.post
         ordered = transport.ordered
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark, seeds = recorder.mark, self._micro_batch_seeds
+        mark, seeds = recorder.mark, self.micro_batch_seeds
         for ins in self.program.steps:
             if ins.is_second:
                 continue
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
             if ins.beside is not None:
-                self._pair(ins, ins.beside, (micro_batches, targets, scales, losses, sides))
+                self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
                 continue
             if code == RECEIVE:
                 assert slot is not None
@@ -251,14 +251,14 @@ class Executor:
             k = ins.number
             if code == F:
                 if slot is None:
-                    value, needs = self._own_input(cell, micro_batches)
+                    value, needs = self.own_input(cell, micro_batches)
                 else:
                     value, cell.asked = take_forward(slot)
                     slot.ended = clock()
                     needs = cell.asked.wanted
                 for sent in ins.release:
                     release(sent)
-                then = self._loss(targets, cell.micro_batch) if cell.last else None
+                then = self.loss(targets, cell.micro_batch) if cell.last else None
                 seed = seeds[cell.micro_batch]
                 started[k] = clock()
                 if mark is not None:
@@ -302,7 +302,7 @@ class Executor:
                 elif cell.after is not None:
                     gradients, cell.after.gradients = cell.after.gradients, None
                 else:
-                    gradients = [self._seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
+                    gradients = [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
@@ -315,106 +315,18 @@ class Executor:
                 if not cell.first:
                     cell.gradients = gradients
                 elif gradients and micro_batches is not None:
-                    self._outside.keep(micro_batches[cell.micro_batch], gradients)
+                    self.outside.keep(micro_batches[cell.micro_batch], gradients)
                 del gradients
-            if ins.layers_done and self._layers_done is not None:
-                self._layers_done(ins.layers_done)
+            if ins.layers_done and self.layers_done is not None:
+                self.layers_done(ins.layers_done)
 
-    def _pair(self, first: Step, second: Step, given: tuple[Any, ...]) -> None:
-        """Two ops that run together: the inputs of both, then both, then what each leaves behind."""
-        recorder, clock = self.recorder, time.perf_counter
-        ops = [self._prepared(ins, *given) for ins in (first, second)]
-        modes = {id(m): m for ins in (first, second) for m in self.chains[ins.cell.stage].modes()}
-        k = first.number
-        recorder.started[k] = clock()
-        if recorder.mark is not None:
-            recorder.mark(k, 0)
-        failed = self._turns.together(ops[0][0], ops[1][0], list(modes.values()))
-        if failed is not None:
-            self.at = (first, second)[failed]
-            raise self._turns.error
-        if recorder.mark is not None:
-            recorder.mark(k, 1)
-            recorder.mark(second.number, 0)
-            recorder.mark(second.number, 1)
-        # As in a prediction: the first has the time of both, the second ends with it.
-        recorder.ended[k] = recorder.started[second.number] = recorder.ended[second.number] = clock()
-        for (_, finish), ins in zip(ops, (first, second), strict=True):
-            finish()
-            if ins.layers_done and self._layers_done is not None:
-                self._layers_done(ins.layers_done)
-
-    def _prepared(
-        self,
-        ins: Step,
-        micro_batches: Sequence[Any] | None,
-        targets: Sequence[Any] | None,
-        scales: Sequence[float],
-        losses: dict[int, Tensor],
-        sides: Sequence[Mapping[str, Any]] | None,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """An op with its inputs at hand: what computes it, and what hands its results on."""
-        code, cell, slot, ops = ins.code, ins.cell, ins.slot, self.ops
-        results: list[Any] = []
-        if code == F:
-            if slot is None:
-                value, needs = self._own_input(cell, micro_batches)
-            else:
-                value, cell.asked = self.transport.take_forward(slot)
-                slot.ended = time.perf_counter()
-                needs = cell.asked.wanted
-            then = self._loss(targets, cell.micro_batch) if cell.last else None
-            seed, side = self._micro_batch_seeds[cell.micro_batch], None if sides is None else sides[cell.micro_batch]
-
-            def compute() -> None:
-                results.append(ops.forward(cell, value, needs, then, seed, side))
-
-            def finish() -> None:
-                cell.runs, out, cell.needs = results.pop()
-                if cell.last:
-                    losses[cell.micro_batch] = out
-                else:
-                    cell.value = out
-
-        elif code in (R, W):
-
-            def compute() -> None:
-                ops.recompute(cell) if code == R else ops.weight(cell)
-
-            def finish() -> None:
-                return None
-
-        else:
-            if slot is not None:
-                gradients = self.transport.take_gradient(slot)
-                slot.ended = time.perf_counter()
-                cell.sent = None
-            elif cell.after is not None:
-                gradients, cell.after.gradients = cell.after.gradients, None
-            else:
-                gradients = [self._seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
-
-            def compute() -> None:
-                results.append(ops.backward(cell, gradients, fused=code == B))
-
-            def finish() -> None:
-                found = results.pop()
-                if not cell.first:
-                    cell.gradients = found
-                elif found and micro_batches is not None:
-                    self._outside.keep(micro_batches[cell.micro_batch], found)
-
-        for sent in ins.release:
-            self.transport.release(sent)
-        return compute, finish
-
-    def _loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
-        loss_fn = self._loss_fn
+    def loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
+        loss_fn = self.loss_fn
         if targets is None:
             return loss_fn
         return Loss(loss_fn, targets[micro_batch])
 
-    def _seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
+    def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """Where a micro-batch's backward starts; made once, since nobody writes to it."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")

@@ -4,16 +4,16 @@ Knows: whose turn it is, where turns change (at exchanges), and what must be put
 the ops are (`executor.py`), or which two were paired (the plan).
 
 How. Each op runs on a host thread of its own, and exactly one of them has the turn. An op that starts an exchange
-(`all_to_all` of torch.distributed, or a block under `with octopipe.exchange()`) issues it and hands the turn over; when it
-gets the turn back it waits for its exchange and goes on. So turns change in an order that depends on the ops alone: all
-members of an expert group issue their exchanges in the same order, which is what NCCL and gloo ask for, and no two pairs
-can wait for each other.
+(`all_to_all` of torch.distributed, or a block under `with octopipe.exchange()`) issues it and hands the turn over; when
+it gets the turn back it waits for its exchange and goes on. So turns change in an order that depends on the ops alone:
+all members of an expert group issue their exchanges in the same order, which is what NCCL and gloo ask for, and no two
+pairs can wait for each other.
 
-Both ops compute on the rank's one compute stream. An exchange runs on its communicator's own stream, so what the other op
-has queued meanwhile runs beside it; a second compute stream would add nothing but memory that two streams share.
+Both ops compute on the rank's one compute stream. An exchange runs on its communicator's own stream, so what the other
+op has queued meanwhile runs beside it; a second compute stream would only add memory that two streams share.
 
-Only one op runs at any time, so all that a turn has to keep apart is state that ops leave in shared places while they are
-under way: the random generators, and what a stage's `SplitMode` knows of the forward or backward that it is in.
+Only one op runs at any time, so all that a turn has to keep apart is state that ops leave in shared places while they
+are under way: the random generators, and what a stage's `SplitMode` knows of the forward or backward that it is in.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ _running: _Pair | None = None
 def exchange() -> Iterator[None]:
     """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, kernels of one's own).
 
-    Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the other
-    op runs in between. Nothing happens elsewhere.
+    Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the
+    other op runs in between. Nothing happens elsewhere.
     """
     yield
     if _running is not None:
