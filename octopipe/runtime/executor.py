@@ -24,6 +24,7 @@ from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
+from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.ranks.pending_board import PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
@@ -56,8 +57,8 @@ class Executor:
     ):
         """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
-        self._loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self._timeout_s, self._layers_done = timeout_s, layers_done
+        self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
+        self._timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
         firsts = {route[0] for route in plan.routes}
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
@@ -66,11 +67,12 @@ class Executor:
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
-        self._outside = Outside()
+        self.outside = Outside()
         self.begun = 0
         """Steps and evaluations begun, whole or not."""
+        self.pairs = PairedOps(self)
         self._seeds: dict[Any, Tensor] = {}
-        self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
+        self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
 
     def run(
@@ -96,7 +98,7 @@ class Executor:
             count = self.program.plan.num_micro_batches
             scales = [loss_scale / count * w for w in weights or [1.0] * count]
             self._walk(micro_batches, targets, scales, losses, side)
-            self._outside.backward()
+            self.outside.backward()
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
@@ -141,14 +143,14 @@ class Executor:
                     sent.append(slot)
                 elif code == F:
                     if slot is None:
-                        value, needs = self._own_input(cell, micro_batches)
+                        value, needs = self.own_input(cell, micro_batches)
                     else:
                         value, spec = transport.take_forward(slot)
                         needs = spec.wanted
                     then = None
                     if cell.last:
-                        then = self._loss(targets, cell.micro_batch) if loss else _output
-                    seed = self._micro_batch_seeds[cell.micro_batch]
+                        then = self.loss(targets, cell.micro_batch) if loss else _output
+                    seed = self.micro_batch_seeds[cell.micro_batch]
                     given = None if side is None else side[cell.micro_batch]
                     with autocast():
                         _, out, _ = self.chains[cell.stage].forward(
@@ -165,7 +167,7 @@ class Executor:
                 cell.clear()
         return losses
 
-    def _own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+    def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
         """What F consumes where no other rank sends it, and which of its leaves take a gradient."""
         if cell.before is not None:
             before = cell.before
@@ -177,11 +179,11 @@ class Executor:
 
     def _begin(self, step: int) -> None:
         self.begun += 1
-        self._outside.clear()
+        self.outside.clear()
         if self._seed is not None:
             # All at once: one by one, between waits, each would find its code gone from the caches.
             common = step_seed(self._seed, step, self._replica)
-            self._micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
+            self.micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -215,10 +217,15 @@ class Executor:
         release, post = transport.release, transport.post
         ordered = transport.ordered
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark, seeds = recorder.mark, self._micro_batch_seeds
+        mark, seeds = recorder.mark, self.micro_batch_seeds
         for ins in self.program.steps:
+            if ins.is_second:
+                continue
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
+            if ins.beside is not None:
+                self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
+                continue
             if code == RECEIVE:
                 assert slot is not None
                 # A gradient's form is that of the output it answers: wait with posting until that is sent.
@@ -244,14 +251,14 @@ class Executor:
             k = ins.number
             if code == F:
                 if slot is None:
-                    value, needs = self._own_input(cell, micro_batches)
+                    value, needs = self.own_input(cell, micro_batches)
                 else:
                     value, cell.asked = take_forward(slot)
                     slot.ended = clock()
                     needs = cell.asked.wanted
                 for sent in ins.release:
                     release(sent)
-                then = self._loss(targets, cell.micro_batch) if cell.last else None
+                then = self.loss(targets, cell.micro_batch) if cell.last else None
                 seed = seeds[cell.micro_batch]
                 started[k] = clock()
                 if mark is not None:
@@ -295,7 +302,7 @@ class Executor:
                 elif cell.after is not None:
                     gradients, cell.after.gradients = cell.after.gradients, None
                 else:
-                    gradients = [self._seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
+                    gradients = [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
@@ -308,18 +315,18 @@ class Executor:
                 if not cell.first:
                     cell.gradients = gradients
                 elif gradients and micro_batches is not None:
-                    self._outside.keep(micro_batches[cell.micro_batch], gradients)
+                    self.outside.keep(micro_batches[cell.micro_batch], gradients)
                 del gradients
-            if ins.layers_done and self._layers_done is not None:
-                self._layers_done(ins.layers_done)
+            if ins.layers_done and self.layers_done is not None:
+                self.layers_done(ins.layers_done)
 
-    def _loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
-        loss_fn = self._loss_fn
+    def loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
+        loss_fn = self.loss_fn
         if targets is None:
             return loss_fn
         return Loss(loss_fn, targets[micro_batch])
 
-    def _seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
+    def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """Where a micro-batch's backward starts; made once, since nobody writes to it."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")

@@ -441,6 +441,7 @@ class Pipeline:
             self._watchdog.stop()
             self._watchdog = None
         self.executor.ops.close()
+        self.executor.pairs.close()
         self.transport.close()
 
     def __enter__(self) -> Pipeline:
