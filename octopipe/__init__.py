@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from octopipe.runtime.precision import MixedPrecisionOptimizer
     from octopipe.runtime.training.adapt import switch
     from octopipe.runtime.training.checkpoint import load_checkpoint, save_checkpoint
+    from octopipe.runtime.turns import exchange
     from octopipe.search.comparison import Comparison
     from octopipe.search.tuner import TuneResult
     from octopipe.simulation.lowering import Program, lower
@@ -60,6 +61,7 @@ __all__ = [
     "__version__",
     "build_plan",
     "compare",
+    "exchange",
     "load_checkpoint",
     "load_plan",
     "load_profile",
@@ -89,6 +91,7 @@ _HOME = {
     "octopipe.costs.resolve": ("resolve_costs",),
     "octopipe.runtime.pipeline": ("Pipeline",),
     "octopipe.runtime.precision": ("MixedPrecisionOptimizer",),
+    "octopipe.runtime.turns": ("exchange",),
     "octopipe.simulation.timeline": ("Timeline", "load_timeline"),
     "octopipe.runtime.training.adapt": ("switch",),
     "octopipe.runtime.training.checkpoint": ("load_checkpoint", "save_checkpoint"),

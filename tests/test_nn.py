@@ -382,3 +382,19 @@ def test_presets_shrink_to_models_that_run(name):
     for module in modules:
         x = module(x)
     assert bool(cross_entropy(x, tokens).isfinite())
+
+
+def test_rows_added_by_number_have_the_gradient_of_a_lookup() -> None:
+    from octopipe.runtime.nn.moe import AddRows
+
+    torch.manual_seed(0)
+    which = torch.tensor([2, 0, 2, 2, 1, 2])
+    given = [torch.randn(6, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)]
+    weight = torch.randn(6, 5, dtype=torch.float64)
+    found = []
+    for add in (lambda x, t: AddRows.apply(x, t, which), lambda x, t: x + t[which]):
+        x, table = (t.clone().requires_grad_() for t in given)
+        (add(x, table) * weight).sum().backward()
+        found.append((x.grad, table.grad))
+    for ours, plain in zip(*found):
+        torch.testing.assert_close(ours, plain)

@@ -322,3 +322,19 @@ def test_two_hundred_steps_have_the_losses_of_float32() -> None:
     assert ends[0] < exact.losses[0] - 0.5
     assert ends[1] == pytest.approx(ends[0], rel=0.01)
     assert abs(ends[2] - ends[0]) > abs(ends[1] - ends[0])
+
+
+def test_a_configs_own_dtype_is_read_from_the_file_not_from_what_transformers_makes_of_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import json
+
+    from octopipe.huggingface.described import _dtype
+
+    path = tmp_path / "config.json"
+    for file, found in (
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "torch.float32"}, "float32"),
+        ({"text_config": {"dtype": "float16"}}, "float16"),
+        ({}, None),
+    ):
+        path.write_text(json.dumps({"model_type": "qwen3", **file}))
+        assert _dtype(path) == _dtype(tmp_path) == found

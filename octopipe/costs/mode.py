@@ -111,3 +111,14 @@ def refuse_other_precision(measured: Mode | None, running: str, where: str) -> N
             f"{where} was measured in {measured.precision}, and this run computes in {running}: its times are not this "
             f"run's; add --precision {measured.precision}, or measure again: octopipe profile --precision {running}"
         )
+
+
+def refuse_other_graphs(measured: Mode | None, running: bool, where: str) -> None:
+    """Raise where times were measured with CUDA graphs and a run goes without them, or the other way round."""
+    if measured is not None and measured.graphs != running:
+        how = ("with", "without") if measured.graphs else ("without", "with")
+        flag = "--graphs" if measured.graphs else "--no-graphs"
+        raise OctoPipeError(
+            f"{where} was measured {how[0]} CUDA graphs, and this run is {how[1]} them: its times are not this run's; "
+            f"use {flag}, or measure again"
+        )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import read_json_object
 from octopipe.huggingface.cut import LayerList, layers
 from octopipe.huggingface.weights import has_weights
 from octopipe.models.readers.hf_config import from_config
@@ -93,14 +94,19 @@ def describe(
         shortened=num_layers is not None,
         attention=attention,
         liger=liger,
-        dtype=_dtype(parts.config),
+        dtype=_dtype(path),
         layer_parameters=parts.layer_parameters,
     )
 
 
-def _dtype(config: Any) -> str | None:
-    found = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
-    return None if found is None else str(found).removeprefix("torch.")
+def _dtype(path: Path) -> str | None:
+    """What the file itself says: transformers overwrites a config's own word with what the model was built in."""
+    file = read_json_object(path / "config.json" if path.is_dir() else path)
+    for part in (file, file.get("text_config")):
+        found = (part.get("dtype") or part.get("torch_dtype")) if isinstance(part, dict) else None
+        if isinstance(found, str):
+            return found.removeprefix("torch.")
+    return None
 
 
 def _hidden(config: Any) -> int:

@@ -20,6 +20,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.anatomy import Anatomy
 from octopipe.huggingface.shell import (
     Desk,
+    Unpacked,
     as_layer_returns,
     collect,
     fill_buffers,
@@ -56,6 +57,8 @@ class Recorder:
         self._model, self._anatomy = model, anatomy
         self._shells: dict[Any, tuple[nn.Module, Desk]] = {}
         self._known: dict[Any, list[Any]] = {}
+        self._in_graphs: set[Any] = set()
+        """Shapes whose arguments CUDA graphs read."""
         self._recent: tuple[Any, list[Tensor], list[Any]] | None = None
 
     def arguments(self, layer: int, hidden: Tensor, dtype: torch.dtype, side: Mapping[str, Tensor]) -> Any:
@@ -66,9 +69,12 @@ class Recorder:
             found = self._known.get(key)
             if found is None:
                 found = self._record(key, {})
-                if len(self._known) >= REMEMBERED:
-                    self._known.pop(next(iter(self._known)))
+                others = [k for k in self._known if k not in self._in_graphs]
+                if len(others) >= REMEMBERED:
+                    del self._known[others[0]]
                 self._known[key] = found
+            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._in_graphs.add(key)  # a graph reads these very tensors from now on
             return found[layer]
         # Masks change with every micro-batch; within one, all layers of a stage see the same tensors.
         tensors = [side[name] for name in sorted(side)]
@@ -192,13 +198,13 @@ class Head(nn.Module):
                 out = next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
             return as_layer_returns(out, anatomy.returns)
 
-        self._desk.visit = visit
-        if self._routers is None:
-            return self.model(**inputs, use_cache=False).logits
-        said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
-        with self._routers.saying(self.model, said):
-            out = self.model(**inputs, use_cache=False)
-        return out.logits, out.aux_loss
+        with self._desk.asked(visit), Unpacked(inputs):
+            if self._routers is None:
+                return self.model(**inputs, use_cache=False).logits
+            said = {name: logits for name, logits in beside.items() if name.startswith("router_")}
+            with self._routers.saying(self.model, said):
+                out = self.model(**inputs, use_cache=False)
+            return out.logits, out.aux_loss
 
     def _stand_ins_on(self, device: torch.device) -> None:
         for name, like in self._missing:

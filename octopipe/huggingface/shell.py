@@ -7,7 +7,9 @@ buffers get their values. Does not know: where a model can be cut (`anatomy.py`)
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,15 @@ class Desk:
     """What the stand-ins of one shell report to; `visit(number, args, kwargs)` gives a layer's output."""
 
     visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
+    @contextmanager
+    def asked(self, visit: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """For one forward: what it has seen, hidden states with their graphs, must not outlive it here."""
+        self.visit = visit
+        try:
+            yield
+        finally:
+            del self.visit
 
 
 class StandIn(nn.Module):
@@ -166,12 +177,35 @@ def collect(
             raise Stop
         return as_layer_returns(leaves[at], returns)
 
-    desk.visit = visit
     try:
-        shell(**inputs, use_cache=False)
+        with desk.asked(visit), Unpacked(inputs):
+            shell(**inputs, use_cache=False)
     except Stop:
         return got
     raise OctoPipeError(f"{type(shell).__name__}: its forward ended before layer {stop - 1}")
+
+
+class Unpacked:
+    """Around a model's forward: where nobody gave positions, no sequences are packed, and transformers need not look.
+
+    It looks at values on the device, which makes the host wait in every forward, and cannot be captured in a graph.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any]):
+        self._masks: Any = None if "position_ids" in inputs else sys.modules.get("transformers.masking_utils")
+
+    def __enter__(self) -> None:
+        if self._masks is not None:
+            self._before = getattr(self._masks, "find_packed_sequence_indices", None)
+            self._masks.find_packed_sequence_indices = _not_packed
+
+    def __exit__(self, *_: object) -> None:
+        if self._masks is not None:
+            self._masks.find_packed_sequence_indices = self._before
+
+
+def _not_packed(position_ids: Tensor) -> None:
+    """What transformers answers for positions that count up by one."""
 
 
 class Spared(TorchFunctionMode):

@@ -20,70 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.plans.plan import B, F, Plan, R, W
+from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
+from octopipe.runtime.paired_ops import Given, PairedOps
 from octopipe.runtime.ranks.pending_board import PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
+from octopipe.runtime.stages.chain import Ops, StageChain
+from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
-from octopipe.runtime.stages.stage import Loss, Stage, StageRun
+from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
-
-
-class StageChain:
-    """A plan's stage as runs of layers that recompute or do not: usually one, more under partial recompute."""
-
-    def __init__(
-        self, plan: Plan, number: int, layers: dict[int, nn.Module], *, first: bool, side_inputs: Sequence[str] = ()
-    ):
-        stage = plan.stages[number]
-        again = set(stage.recomputed_layers)
-        self.parts: list[tuple[Stage, bool]] = []
-        start = stage.first
-        for layer in range(stage.first + 1, stage.stop + 1):
-            if layer == stage.stop or (layer in again) != (start in again):
-                modules = [layers[k] for k in range(start, layer)]
-                wants = not (first and start == stage.first)
-                made = Stage(modules, input_grad=wants, first_layer=start, side=side_inputs)
-                self.parts.append((made, start in again))
-                start = layer
-
-    def forward(
-        self,
-        value: Any,
-        needs: Sequence[bool] | None,
-        then: Callable[[Any], Any] | None,
-        seed: int | None,
-        *,
-        again: bool,
-        keep: bool = True,
-        side: Mapping[str, Any] | None = None,
-    ) -> tuple[list[StageRun], Any, list[bool] | None]:
-        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
-
-        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward.
-        """
-        runs = []
-        last = self.parts[-1][0]
-        for stage, recompute in self.parts:
-            repeat = keep and recompute and again
-            end = then if stage is last else None
-            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side)
-            value, needs = run.outputs, run.outputs_need_grad or None
-            run.outputs = None
-            runs.append(run)
-        return runs, value, needs  # type: ignore[return-value]
-
-    def recompute(self, runs: list[StageRun]) -> None:
-        for run, (_, recompute) in zip(runs, self.parts):
-            if recompute:
-                run.recompute()
-
-    def end_step(self) -> None:
-        for stage, _ in self.parts:
-            stage.end_step()
 
 
 class Executor:
@@ -104,22 +53,26 @@ class Executor:
         timeout_s: float,
         layers_done: Callable[[tuple[int, ...]], None] | None = None,
         side_inputs: Sequence[str] = (),
+        cuda_graphs: torch.device | None = None,
     ):
+        """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
-        self._loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self._timeout_s, self._layers_done = timeout_s, layers_done
+        self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
+        self._timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
         firsts = {route[0] for route in plan.routes}
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
-        self.chains = {s: StageChain(plan, s, layers, first=s in firsts, side_inputs=side_inputs) for s in mine}
+        self.chains = {s: StageChain.of_plan(plan, s, layers, first=s in firsts, side_inputs=side_inputs) for s in mine}
+        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast)
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
-        self._outside = Outside()
+        self.outside = Outside()
         self.begun = 0
         """Steps and evaluations begun, whole or not."""
+        self.pairs = PairedOps(self)
         self._seeds: dict[Any, Tensor] = {}
-        self._micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
+        self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
 
     def run(
@@ -139,16 +92,18 @@ class Executor:
         losses: dict[int, Tensor] = {}
         self._begin(step)
         with self._reporting(), nullcontext() if self._seed is None else rng_kept():
+            self.ops.begin_step()
             self.transport.begin_step()
             self.recorder.begin_step()
             count = self.program.plan.num_micro_batches
             scales = [loss_scale / count * w for w in weights or [1.0] * count]
             self._walk(micro_batches, targets, scales, losses, side)
-            self._outside.backward()
+            self.outside.backward()
             for slot in self.program.last_releases:
                 self.transport.release(slot)
             self.transport.end_step()
             self.recorder.end_step()
+            self.ops.end_step(whole=True)
         self.steps_run += 1
         return losses
 
@@ -188,14 +143,14 @@ class Executor:
                     sent.append(slot)
                 elif code == F:
                     if slot is None:
-                        value, needs = self._own_input(cell, micro_batches)
+                        value, needs = self.own_input(cell, micro_batches)
                     else:
                         value, spec = transport.take_forward(slot)
                         needs = spec.wanted
                     then = None
                     if cell.last:
-                        then = self._loss(targets, cell.micro_batch) if loss else _output
-                    seed = self._micro_batch_seeds[cell.micro_batch]
+                        then = self.loss(targets, cell.micro_batch) if loss else _output
+                    seed = self.micro_batch_seeds[cell.micro_batch]
                     given = None if side is None else side[cell.micro_batch]
                     with autocast():
                         _, out, _ = self.chains[cell.stage].forward(
@@ -212,7 +167,7 @@ class Executor:
                 cell.clear()
         return losses
 
-    def _own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+    def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
         """What F consumes where no other rank sends it, and which of its leaves take a gradient."""
         if cell.before is not None:
             before = cell.before
@@ -224,11 +179,11 @@ class Executor:
 
     def _begin(self, step: int) -> None:
         self.begun += 1
-        self._outside.clear()
+        self.outside.clear()
         if self._seed is not None:
             # All at once: one by one, between waits, each would find its code gone from the caches.
             common = step_seed(self._seed, step, self._replica)
-            self._micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
+            self.micro_batch_seeds = [within_step(common, m) for m in range(self.program.plan.num_micro_batches)]
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -257,15 +212,20 @@ class Executor:
         losses: dict[int, Tensor],
         sides: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        transport, chains, recorder = self.transport, self.chains, self.recorder
+        transport, ops, recorder = self.transport, self.ops, self.recorder
         take_forward, take_gradient = transport.take_forward, transport.take_gradient
         release, post = transport.release, transport.post
-        autocast, ordered = self._autocast, transport.ordered
+        ordered = transport.ordered
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
-        mark, seeds = recorder.mark, self._micro_batch_seeds
+        mark, seeds = recorder.mark, self.micro_batch_seeds
         for ins in self.program.steps:
+            if ins.is_second:
+                continue
             self.at = ins
             code, cell, slot = ins.code, ins.cell, ins.slot
+            if ins.beside is not None:
+                self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
+                continue
             if code == RECEIVE:
                 assert slot is not None
                 # A gradient's form is that of the output it answers: wait with posting until that is sent.
@@ -291,25 +251,20 @@ class Executor:
             k = ins.number
             if code == F:
                 if slot is None:
-                    value, needs = self._own_input(cell, micro_batches)
+                    value, needs = self.own_input(cell, micro_batches)
                 else:
                     value, cell.asked = take_forward(slot)
                     slot.ended = clock()
                     needs = cell.asked.wanted
                 for sent in ins.release:
                     release(sent)
-                then = self._loss(targets, cell.micro_batch) if cell.last else None
+                then = self.loss(targets, cell.micro_batch) if cell.last else None
                 seed = seeds[cell.micro_batch]
                 started[k] = clock()
                 if mark is not None:
                     mark(k, 0)
-                forward, again = chains[cell.stage].forward, cell.recomputes
                 side = None if sides is None else sides[cell.micro_batch]
-                if autocast is None:
-                    cell.runs, out, cell.needs = forward(value, needs, then, seed, again=again, side=side)
-                else:
-                    with autocast():
-                        cell.runs, out, cell.needs = forward(value, needs, then, seed, again=again, side=side)
+                cell.runs, out, cell.needs = ops.forward(cell, value, needs, then, seed, side)
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
@@ -325,8 +280,7 @@ class Executor:
                 started[k] = clock()
                 if mark is not None:
                     mark(k, 0)
-                with nullcontext() if autocast is None else autocast():
-                    chains[cell.stage].recompute(cell.runs)
+                ops.recompute(cell)
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
@@ -336,9 +290,7 @@ class Executor:
                 started[k] = clock()
                 if mark is not None:
                     mark(k, 0)
-                runs, cell.runs = cell.runs, None
-                while runs:
-                    runs.pop().backward_weight()
+                ops.weight(cell)
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
@@ -350,38 +302,31 @@ class Executor:
                 elif cell.after is not None:
                     gradients, cell.after.gradients = cell.after.gradients, None
                 else:
-                    gradients = [self._seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
+                    gradients = [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
                 for sent in ins.release:
                     release(sent)
                 started[k] = clock()
                 if mark is not None:
                     mark(k, 0)
-                runs = cell.runs
-                if code == B:
-                    cell.runs = None
-                    while runs:
-                        gradients = runs.pop().backward_full(gradients)
-                else:
-                    for run in reversed(runs):
-                        gradients = run.backward_input(gradients)
+                gradients = ops.backward(cell, gradients, fused=code == B)
                 if mark is not None:
                     mark(k, 1)
                 ended[k] = clock()
                 if not cell.first:
                     cell.gradients = gradients
                 elif gradients and micro_batches is not None:
-                    self._outside.keep(micro_batches[cell.micro_batch], gradients)
+                    self.outside.keep(micro_batches[cell.micro_batch], gradients)
                 del gradients
-            if ins.layers_done and self._layers_done is not None:
-                self._layers_done(ins.layers_done)
+            if ins.layers_done and self.layers_done is not None:
+                self.layers_done(ins.layers_done)
 
-    def _loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
-        loss_fn = self._loss_fn
+    def loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
+        loss_fn = self.loss_fn
         if targets is None:
             return loss_fn
         return Loss(loss_fn, targets[micro_batch])
 
-    def _seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
+    def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
         """Where a micro-batch's backward starts; made once, since nobody writes to it."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
@@ -396,6 +341,7 @@ class Executor:
     # -- when it breaks --------------------------------------------------------------------------------
 
     def _give_up(self) -> None:
+        self.ops.end_step(whole=False)
         for cell in self.program.cells:
             cell.clear()
         for slot in self.program.slots:

@@ -85,6 +85,7 @@ class Pipeline:
         timeout_s: float = 300.0,
         side_inputs: Sequence[str] = (),
         verify: bool = False,
+        cuda_graphs: bool = False,
     ):
         """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
         under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
@@ -105,6 +106,8 @@ class Pipeline:
         that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
         with plain autograd on the same layers, on every rank; what differs is an error naming the parameter. Layers
         that are recomputed are compared with their first forward in the first two steps, under `verify` in all.
+
+        `cuda_graphs`: on a GPU, ops are replayed from the fifth step on, where they can be (log `octopipe.graphs`).
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
@@ -147,6 +150,9 @@ class Pipeline:
         self._half = computes_in_half(self._autocast, self.device, self.layers.named.values())
         self._watchdog: Watchdog | None = None
         self.side_inputs, self._verify = tuple(side_inputs), verify
+        if cuda_graphs and self.device.type != "cuda":
+            raise OctoPipeError(f"cuda_graphs on {self.device}; leave it out, or use a GPU")
+        self._cuda_graphs = cuda_graphs
         self._assemble()
         self._inputs.check_side(self.world)
         self._first_step = True
@@ -174,6 +180,7 @@ class Pipeline:
             timeout_s=timeout_s,
             layers_done=None if self.reducer.idle else self.reducer.layers_done,
             side_inputs=self.side_inputs,
+            cuda_graphs=self.device if self._cuda_graphs else None,
         )
         self._inputs = StepInputs(self.plan, self.executor, self.side_inputs)
         alone = self.plan.num_micro_batches == 1 and self.reducer.idle
@@ -433,6 +440,8 @@ class Pipeline:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+        self.executor.ops.close()
+        self.executor.pairs.close()
         self.transport.close()
 
     def __enter__(self) -> Pipeline:

@@ -109,6 +109,10 @@ class Step:
     """Sends that are certainly received once this op's inputs are there."""
     layers_done: tuple[int, ...] = ()
     """Layers whose gradients are complete on this rank after this op."""
+    beside: Step | None = None
+    """The op that runs together with this one."""
+    is_second: bool = False
+    """Whether it is such an op: it runs with the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +145,11 @@ def rank_program(program: Program, rank: int) -> RankProgram:
     t = plan.table()
     for kind, op, consumer, peer, number, beside in program.instructions(rank):
         if kind == "compute":
-            # The two ops of a pair run one after the other.
-            for one in (op,) if beside is None else (op, beside):
-                steps.append(Step(CODES[one.kind], cells[one.stage, one.micro_batch], None, one))
+            steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            if beside is not None:
+                second = Step(CODES[beside.kind], cells[beside.stage, beside.micro_batch], None, beside, is_second=True)
+                steps[-1].beside = second
+                steps.append(second)
             continue
         assert consumer is not None
         sending = kind == "send"

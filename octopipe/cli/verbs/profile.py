@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Mamba-2's scan through torch.compile (default: on cuda)",
     )
     parser.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's layers of its sizes")
+    parser.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="ops as CUDA graphs, as train runs them (default: on cuda)",
+    )
     parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
     parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
     parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
@@ -85,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         "compile_scans": args.compile_scans,
         "kernels": list(args.kernels),
         "own_layers": args.own_layers,
+        "graphs": args.device == "cuda" if args.graphs is None else args.graphs,
     }
     work = workload_of(recipe)
     recipe |= {"precision": work.precision, "dtype": None}
@@ -175,6 +181,7 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
         precision=precision_of(precision, dtype, device, getattr(spec, "dtype", None)),
         compile_scans=recipe.get("compile_scans"),
         asked_kernels=() if hasattr(spec, "class_name") else asked,
+        graphs=bool(recipe.get("graphs", False)),
     )
 
 

@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--plan", metavar="FILE", help="train with this plan")
     what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`)")
     what.add_argument("--tune", type=seconds, metavar="TIME", help="measure the layers, then tune for e.g. 10s")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="with --tune: run its plans, correct the costs, keep the fastest measured",
+    )
     size = parser.add_argument_group("size")
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
     size.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
@@ -89,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
         help="Mamba-2's scan through torch.compile (default: on cuda)",
+    )
+    run_.add_argument(
+        "--graphs", action=argparse.BooleanOptionalAction, help="ops replayed from CUDA graphs (default: on cuda)"
     )
     run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
@@ -242,6 +250,8 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         plan=plan,
         system=args.system,
         tune_s=tune_s,
+        tune_measured=args.measure,
+        graphs=args.graphs,
         dp=args.dp,
         seq=max(lengths) if lengths else args.seq or 128,
         micro_batches=micro_batches,

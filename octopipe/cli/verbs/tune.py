@@ -101,6 +101,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="let the search hold a layer on more than one rank (default: yes where the costs include weights)",
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="MODEL is a profile: run plans for real, correct its costs, tune again; the plan measured fastest wins",
+    )
+    parser.add_argument(
+        "--measure-for", type=seconds, default=300.0, metavar="TIME", help="with --measure: for all of it (default: 5m)"
+    )
+    parser.add_argument("--corrected", metavar="FILE", help="with --measure: write the corrected profile here")
     parser.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
     parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
     parser.add_argument(
@@ -126,6 +135,12 @@ def run(args: argparse.Namespace) -> int:
         raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
     if args.output:
         _check_writable(args.output)
+    if args.measure:
+        from octopipe.cli.verbs.tune_measured import run_measured
+
+        return run_measured(args)
+    if args.corrected:
+        raise OctoPipeError("--corrected writes what --measure found; add --measure")
     costs = costs_from(args)
     start = load_plan(args.start) if args.start else None
     screen = console(stderr=True)

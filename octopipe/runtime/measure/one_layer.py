@@ -1,6 +1,7 @@
 """One layer ready to run, and what it holds in memory.
 
-Knows: how a layer runs as a stage of its own, F, I and W one after the other, and how many bytes it keeps in between.
+Knows: how a layer runs as a stage of its own, F, I and W one after the other, call by call or replayed from CUDA
+graphs, and how many bytes it keeps in between.
 Does not know: times, ranks (`profiler.py`).
 """
 
@@ -23,9 +24,14 @@ from octopipe.runtime.precision import (
     has_main_gradients,
     keep_main_gradients,
 )
+from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.activation_bytes import held_bytes
-from octopipe.runtime.stages.stage import Stage, StageRun
-from octopipe.runtime.values import flatten, rebuild
+from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.cuda_graphs import GraphedOps
+from octopipe.runtime.stages.graph_memory import viewed
+from octopipe.runtime.stages.run import StageRun
+from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.values import build, flatten, rebuild
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +64,18 @@ class Layer:
         then: Callable[[Any], Any] | None,
         first: bool,
         precision: str = "fp32",
+        graphs: bool = False,
     ):
+        """`graphs`: F, I and W are replayed from CUDA graphs once `capture` was called, if they can be."""
         self.module, self.value, self.then = module, value, then
+        self._replayed: _Replayed | None = None
+        self._graphs = graphs
         self.main_gradients = has_main_gradients(precision)
         if self.main_gradients:
             keep_main_gradients(module.parameters())
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self.context: Callable[[], Any] = autocast_context(autocast_dtype(precision), device) or nullcontext
+        self.autocast = autocast_context(autocast_dtype(precision), device)
+        self.context: Callable[[], Any] = self.autocast or nullcontext
         """What the layer's forwards run under."""
         self.stage = Stage([module], input_grad=not first)
         run = self.forward()
@@ -89,6 +100,11 @@ class Layer:
         with self.context():
             return self.stage.forward(self.value if value is None else value, then=self.then)
 
+    def capture(self) -> None:
+        """From now on `once` replays graphs, where graphs were asked for and the layer can be captured."""
+        if self._graphs and self._replayed is None:
+            self._replayed = _Replayed(self)
+
     def repeatable(self) -> bool:
         """Whether a second forward does what the first did, as R must (`stages/repeatable.py`)."""
         stage = Stage([self.module], input_grad=self.stage.input_grad)
@@ -102,6 +118,9 @@ class Layer:
         return True
 
     def once(self, mark: Callable[[], None]) -> None:
+        if self._replayed is not None:
+            self._replayed.once(mark)
+            return
         mark()
         run = self.forward()
         run.outputs = None
@@ -109,6 +128,37 @@ class Layer:
         run.backward_input(self.grads)
         mark()
         run.backward_weight()
+        mark()
+
+
+class _Replayed:
+    """A layer's ops as the executor replays them, its input and gradient lying where the graphs read them."""
+
+    def __init__(self, layer: Layer):
+        self._then = layer.then
+        leaves: list[Any] = []
+        form = flatten(layer.value, leaves)
+        self._value = build(form, iter([viewed(leaf) for leaf in leaves]))
+        grads = [torch.ones_like(t) for t in layer.output_leaves] if layer.grads is None else layer.grads
+        self._kept = (layer.value, grads)  # views do not own memory
+        self._grads = [viewed(grad) for grad in grads]
+        self._cell = Cell(0, 0, False, layer.then is not None, False)
+        self._ops = GraphedOps({0: StageChain([(layer.stage, False)])}, layer.autocast, layer.output_leaves[0].device)
+        for _ in range(self._ops.warm_up_steps):
+            self._ops.begin_step()
+            self.once(lambda: None)
+            self._ops.end_step(whole=True)
+        self.reason = self._ops.reasons.get(0, "")
+        """Why the layer runs call by call all the same; empty where it is replayed."""
+
+    def once(self, mark: Callable[[], None]) -> None:
+        ops, cell = self._ops, self._cell
+        mark()
+        cell.runs, _, _ = ops.forward(cell, self._value, None, self._then, None, None)
+        mark()
+        ops.backward(cell, self._grads, fused=False)
+        mark()
+        ops.weight(cell)
         mark()
 
 

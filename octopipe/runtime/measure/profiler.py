@@ -123,6 +123,7 @@ class LayerRing:
         group: dist.ProcessGroup | None = None,
         tell: Tell = nobody,
         precision: str = "",
+        graphs: bool = False,
     ):
         self._tell = tell
         self._began = time.perf_counter()
@@ -142,7 +143,7 @@ class LayerRing:
         order = {g: i for i, g in enumerate(dict.fromkeys(group_of))}
         self._group_of = [order[g] for g in group_of]
         self._ready, self._memory = _prepare(
-            layers, self._group_of, sample, loss_fn, target, self._device, tell, precision or "fp32"
+            layers, self._group_of, sample, loss_fn, target, self._device, tell, precision or "fp32", graphs
         )
         self._rank = 0 if group is None else group.rank()
         self._ranks = 1 if group is None else group.size()
@@ -233,6 +234,7 @@ def _prepare(
     device: torch.device,
     tell: Tell,
     precision: str,
+    graphs: bool,
 ) -> tuple[list[Layer], list[LayerMemory]]:
     """Build one layer per group, feed each what the layer before it made, and read its memory."""
     ready: dict[int, Layer] = {}
@@ -246,11 +248,12 @@ def _prepare(
             tell(f"layer {i} ({type(module).__name__}), memory", 0.4 * i / len(group_of))
             try:
                 then = (lambda out: loss_fn(out, target)) if last else None
-                ready[g] = Layer(module, value, then, i == 0, precision)
+                ready[g] = Layer(module, value, then, i == 0, precision, graphs)
             except (RuntimeError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())[:200]
                 raise OctoPipeError(f"layer {i} ({type(module).__name__}) does not run on its input: {why}") from error
             memory[g] = memory_of(ready[g], device)
+            ready[g].capture()
         value = ready[g].output
     return [ready[g] for g in sorted(ready)], [memory[g] for g in sorted(memory)]
 

@@ -94,6 +94,7 @@ class TimedRun:
             seed=None,
             autocast=autocast_dtype(work.precision),
             main_grads=has_main_gradients(work.precision),
+            cuda_graphs=work.graphs,
         )
         self._cuda = self.device.type == "cuda"
         self._batch = work.batch(self.device, plan.num_micro_batches)
@@ -139,7 +140,8 @@ class TimedRun:
             self._wall_ms.append(1e3 * (time.perf_counter() - began))
             self.timelines.append(_with_arrivals(self.pipe, self.pipe.timeline()))
             if self._cuda:
-                self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device))
+                replayed = self.pipe.executor.ops.peak_bytes
+                self._peak = max(self._peak, torch.cuda.max_memory_allocated(self.device), replayed)
 
     def trial(self) -> Trial:
         """What the timed steps showed (collective)."""
@@ -173,6 +175,7 @@ def run_plan(
     """Run a plan and time its steps (see `TimedRun`)."""
     made = TimedRun(work, plan, world, profile, channel=channel, optimizer=optimizer, timeout_s=timeout_s)
     with closing(made) as run:
+        warm_up = max(warm_up, run.pipe.executor.ops.warm_up_steps)
         for k in range(warm_up + steps):
             run.step(timed=k >= warm_up)
         return run.trial()

@@ -104,8 +104,9 @@ def profile_workload(
         tell("a few steps of a plan", 0.9)
         plan = rehearsal_plan(profile, world.size)
         with closing(TimedRun(work, plan, world, profile)) as run:
-            for k in range(5):
-                run.step(timed=k > 1)
+            warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
+            for k in range(warm_up + 3):
+                run.step(timed=k >= warm_up)
             profile = rehearsed(profile, plan, run.timelines, world)
     seconds = round(time.perf_counter() - began, 2)
     return replace(profile, about={**profile.about, "total_seconds": seconds})
@@ -122,6 +123,7 @@ def _ring(work: Workload, world: World, device: torch.device, tell: Tell = nobod
         group=world.control,
         tell=tell,
         precision=work.precision,
+        graphs=work.graphs,
     )
 
 
@@ -176,7 +178,9 @@ def _overlap_slowdown(work: Workload, world: World, device: torch.device, nbytes
     made = [layers[0](), layers[min(1, len(layers) - 2)]()]  # type: ignore[operator]
     with torch.no_grad():
         first = made[0](work.batch(device, 1)[0])
-    layer = Layer(made[1], first, None, False, work.precision) if len(layers) > 2 else None
+    layer = Layer(made[1], first, None, False, work.precision, work.graphs) if len(layers) > 2 else None
+    if layer is not None:
+        layer.capture()
 
     def once() -> None:
         if layer is not None:
@@ -219,7 +223,7 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
     factors = {
         kind: float(np.clip(np.median([1.0 / (1.0 + e.get(kind, 0.0)) for e in errors]), 0.8, 1.25)) for kind in "FIWB"
     }
-    overhead = float(np.median([g for timeline in seen for g in _gaps_ms(timeline)] or [0.0]))
+    overhead = float(np.median([g for timeline in seen for g in gaps_ms(timeline)] or [0.0]))
     factors, overhead = world.gather((factors, max(0.0, overhead)))[0]
     apart, together = profile.costs.input_ms.sum(), profile.costs.weight_ms.sum()
     split = (factors["I"] * apart + factors["W"] * together) / max(apart + together, 1e-9)
@@ -241,7 +245,7 @@ def rehearsed(profile: Profile, plan: Plan, seen: Sequence[Timeline], world: Wor
     )
 
 
-def _gaps_ms(timeline: Timeline) -> list[float]:
+def gaps_ms(timeline: Timeline) -> list[float]:
     """Between the end of an op and the start of its rank's next one, where that one takes no transfer."""
     s = timeline.spans
     waits = np.zeros(s.rank.size, bool)
@@ -273,6 +277,7 @@ def side_by_side(
         rehearsal, *runs = (
             stack.enter_context(closing(TimedRun(work, plan, world, profile))) for plan in (own, *plans.values())
         )
+        warm_up = max(warm_up, rehearsal.pipe.executor.ops.warm_up_steps)
         for k in range(warm_up + rounds):
             ring.round(levels, timed=k >= warm_up)
             for run in (rehearsal, *runs):

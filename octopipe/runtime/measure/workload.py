@@ -45,6 +45,8 @@ class Workload:
     asked_kernels: tuple[str, ...] = ()
     """Of our own layers, by name (`kernels.PARTS`); a transformers model has its own choice made already."""
     seed: int = 0
+    graphs: bool = False
+    """Ops are captured as CUDA graphs and replayed, where they can be."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -52,6 +54,8 @@ class Workload:
         if not self.precision:
             object.__setattr__(self, "precision", DTYPES[self.dtype])
         Mode(precision=self.precision)
+        if self.graphs and self.device == "cpu":
+            raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
         if self.tokens < 1 or self.micro_batch_size < 1:
             raise OctoPipeError(f"{self.micro_batch_size} x {self.tokens} tokens; give at least one of each")
 
@@ -74,7 +78,7 @@ class Workload:
     @property
     def mode(self) -> Mode:
         """How the layers run."""
-        return Mode(precision=self.precision)
+        return Mode(precision=self.precision, graphs=self.graphs)
 
     @property
     def kernels(self) -> Kernels:

@@ -43,6 +43,26 @@ class Permute(torch.autograd.Function):
         return g.index_select(0, ctx.saved_tensors[0]), None, None
 
 
+class AddRows(torch.autograd.Function):
+    """`x` plus, row by row, the row of `table` that `which` names.
+
+    Of a lookup `table[which]` torch adds up the gradient row after row, for as long as the fullest expert's queue is:
+    half of a backward's time. As a product with zeros and ones it takes one pass, however tokens are spread.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, table: Tensor, which: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(which)
+        ctx.rows = table.shape[0]
+        return x + table.index_select(0, which)
+
+    @staticmethod
+    def backward(ctx, g: Tensor):  # type: ignore[override]
+        (which,) = ctx.saved_tensors
+        rows = torch.arange(ctx.rows, device=g.device)
+        return g, (rows[:, None] == which).to(g.dtype) @ g, None
+
+
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`x[rows of e] @ weight[e]` for every expert e, whose rows end at `ends[e]`."""
     fits = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # rows of 16 bytes, as the kernel wants
@@ -111,10 +131,10 @@ class Moe(Residual):
         rows = Dispatch.apply(x, order, inverse, top_k)
         mid = grouped_product(rows, self.up, ends)
         if self.up_bias is not None:
-            mid = mid + self.up_bias[experts[order]]
+            mid = AddRows.apply(mid, self.up_bias, experts[order])
         out = grouped_product(activate(self.layer.activation, mid), self.down, ends)
         if self.down_bias is not None:
-            out = out + self.down_bias[experts[order]]
+            out = AddRows.apply(out, self.down_bias, experts[order])
         out = Permute.apply(out, inverse, order).unflatten(0, (-1, top_k))
         y = (weights[:, None] @ out)[:, 0]
         return y if self.from_latent is None else self.from_latent(y)

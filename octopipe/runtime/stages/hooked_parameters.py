@@ -7,6 +7,7 @@ how gradients are split (`wgrad.py` asks which parameters to leave alone).
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -44,12 +45,15 @@ class HookedParameters:
         self.backwards = False
         """Whether a module has backward hooks."""
         self._versions: dict[str, int] = {}
+        self._counts: dict[int, int] = {}
+        self._held: set[int] = set()
 
     def look(self, parameters: Iterable[Tensor]) -> set[int]:
         """Look for hooks anew; the ids of parameters whose gradients autograd itself must add.
 
         torch does not show the hooks on a node, but whoever puts one there has to hold the node, or hook and node
-        are gone at once: a node with another holder has one.
+        are gone at once: a node that a Python object holds has one. (A graph that somebody keeps holds nodes, too, but
+        not from Python.)
         """
         self._after = [(n, p) for n, p in self._named if getattr(p, "_post_accumulate_grad_hooks", None)]
         self.forwards = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks) or any(
@@ -57,9 +61,23 @@ class HookedParameters:
         )
         self.backwards = any(m._backward_hooks or m._backward_pre_hooks for top in self._modules for m in top.modules())
         self._versions = {n: p._version for n, p in (*self._named, *self._buffers())}
-        held = {id(p) for p in parameters if p.requires_grad and p.is_leaf and _references(p) > _NOBODY}
+        held = self._held_by_python([p for p in parameters if p.requires_grad and p.is_leaf])
         self._after += [(n, p) for n, p in self._named if id(p) in held]
         return held
+
+    def _held_by_python(self, parameters: Sequence[Tensor]) -> set[int]:
+        """Ids of the parameters whose nodes some Python object holds, beside us."""
+        counts = {id(p): count for p in parameters if (count := _references(p)) > _NOBODY}
+        if counts != self._counts:
+            # Looking through all objects takes milliseconds: only where something has changed.
+            nodes = {id(p): get_gradient_edge(p).node for p in parameters if id(p) in counts}
+            wanted = {id(node): key for key, node in nodes.items()}
+            ours = {id(nodes), id(sys._getframe())}
+            self._counts, self._held = counts, set()
+            for holder in gc.get_referrers(*nodes.values()) if nodes else ():
+                if id(holder) not in ours:
+                    self._held |= {wanted[id(x)] for x in gc.get_referents(holder) if id(x) in wanted}
+        return self._held
 
     def before_backward(self) -> list[tuple[str, Tensor, int]]:
         return [(n, p, p._version) for n, p in self._after]

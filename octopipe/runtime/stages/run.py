@@ -84,7 +84,7 @@ class StageRun:
         if (graph or again) and not stage._step_begun:
             stage.begin_step()
         if again:
-            if seed is None:
+            if seed is None and stage.draws:
                 self._rng = rng_state()
             if stage.checking:
                 self._digests = []
@@ -154,7 +154,7 @@ class StageRun:
     def _attempts(self, grad: bool, mode: SplitMode, start: Start | None, *, again: bool = False) -> Any:
         """The forward, repeated where it shows that it must run another way."""
         stage, digests = self._stage, self._digests
-        rng = None if start is None or self._seed is not None else rng_state()
+        rng = None if start is None or self._seed is not None or not stage.draws else rng_state()
         while True:
             graph = grad or stage.grad_inside
             mode.hooked, mode.keeps_nothing = False, again and not stage.needs_saved

@@ -77,6 +77,8 @@ class Stage:
         self.hooked = HookedParameters(self.modules, first_layer)
         self.grad_inside = False
         """Whether forwards need gradients also when none is wanted of them."""
+        self.draws = True
+        """Whether forwards may draw random numbers."""
         self.needs_saved = False
         """Whether forwards run backward themselves, so that F must keep what autograd saves until it ends."""
         self.always_check = False

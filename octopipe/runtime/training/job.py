@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.mode import Mode, precision_of, refuse_other_precision
+from octopipe.costs.mode import Mode, precision_of, refuse_other_graphs, refuse_other_precision
 from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
@@ -41,6 +41,10 @@ class TrainJob:
     system: str = "1f1b"
     """Where no plan is given."""
     tune_s: float | None = None
+    tune_measured: bool = False
+    """Tuning runs its plans, corrects costs by what ran, and keeps the plan that was measured fastest."""
+    graphs: bool | None = None
+    """Ops are replayed from CUDA graphs where they can be; default: on a GPU, as the profile was measured."""
     """Where no plan is given: tune for so long instead of using the system."""
     dp: int = 1
     seq: int = 128
@@ -127,6 +131,7 @@ class TrainJob:
         _ = self.mode
         if self.profile is not None:
             refuse_other_precision(self.profile.mode, self.mode.precision, "the profile")
+            refuse_other_graphs(self.profile.mode, self.replays, "the profile")
         for name in ("nproc", "steps", "dp", "seq", "micro_batch_size", "keep"):
             if getattr(self, name) < 1:
                 raise OctoPipeError(f"{name} is {getattr(self, name)}; give a whole number from 1 on")
@@ -134,6 +139,13 @@ class TrainJob:
         self._check_training()
         if self.nproc % self.dp:
             raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
+        if self.graphs and self.device == "cpu":
+            raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
+        if self.tune_measured and (self.tune_s is None or self.dp > 1 or self.lengths):
+            raise OctoPipeError(
+                "measuring while tuning runs one pipeline of equal micro-batches; give --tune TIME, without --dp and "
+                "--lengths"
+            )
         if self.adapt_every is not None:
             if self.adapt_every < 1 or self.adapt_gain <= 0 or self.adapt_s <= 0:
                 raise OctoPipeError("adapt: give whole steps from 1 on, and a gain and a time above 0")
@@ -206,10 +218,17 @@ class TrainJob:
             raise OctoPipeError("adapt measures micro-batches of one length; leave --adapt or --lengths out")
 
     @property
+    def replays(self) -> bool:
+        """Whether ops are to be replayed from CUDA graphs."""
+        if self.graphs is not None or self.device == "cpu":
+            return bool(self.graphs)
+        return self.profile is None or self.profile.mode is None or self.profile.mode.graphs
+
+    @property
     def mode(self) -> Mode:
         """How the run computes."""
         own = getattr(self.spec, "dtype", None)
-        return Mode(precision=precision_of(self.precision, self.dtype, self.device, own))
+        return Mode(precision=precision_of(self.precision, self.dtype, self.device, own), graphs=self.replays)
 
     @property
     def learning_rate(self) -> Schedule:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from octopipe.models.lengths import Batch
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
 from octopipe.plans.setting import carried
+from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, tune_on_ranks
+from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import MixedPrecisionOptimizer, has_main_gradients
 from octopipe.runtime.ranks import launch
@@ -35,7 +38,7 @@ from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import Phase, TrainJob
 from octopipe.runtime.training.memory_check import check_places
 from octopipe.runtime.training.shelf import latest, locked, refuse_dcp
-from octopipe.runtime.wire.telling import broadcast_value, gather_values
+from octopipe.runtime.wire.telling import broadcast_value, gather_values, moment
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.contention import predict
@@ -147,6 +150,42 @@ def _faster(found: Plan, job: TrainJob, profile: Profile, tell: Callable[[Phase]
         return found
     tell(Phase(text=f"{job.system} is predicted to be faster than the tuned plan; using {job.system}"))
     return usual
+
+
+def workload_of(job: TrainJob) -> Workload:
+    """The job's layers and micro-batches, as they are measured and run."""
+    return Workload(
+        spec=job.spec,
+        tokens=job.seq,
+        micro_batch_size=job.micro_batch_size,
+        device=job.device,
+        precision=job.mode.precision,
+        compile_scans=job.compile_scans,
+        asked_kernels=job.kernels,
+        seed=job.seed,
+        graphs=job.replays,
+    )
+
+
+def measured_plan(
+    job: TrainJob, work: Workload, world: World, profile: Profile | None, tell: Callable[[Phase], None]
+) -> tuple[TrainJob, Profile | None]:
+    """Where plans are to be run while tuning: the job with the plan that was measured fastest, and the profile as the
+    runs corrected it (collective). Otherwise both as they are."""
+    if not job.tune_measured or profile is None or job.tune_s is None:
+        return job, profile
+    wanted = MeasuredTuneJob(
+        work=work,
+        profile=profile,
+        num_micro_batches=job.num_micro_batches,
+        tune_s=job.tune_s,
+        budget_s=10.0 * job.tune_s,
+        seed=job.seed,
+    )
+    with moment("while plans were tuned and run"):
+        outcome = tune_on_ranks(world, wanted, tell=lambda line: tell(Phase(text=line)))
+    plan = outcome.best.plan.with_extra(measured=outcome.as_dict(), **carried(outcome.profile.costs))
+    return replace(job, plan=plan, micro_batches=None), outcome.profile
 
 
 def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:

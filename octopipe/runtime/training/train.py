@@ -32,7 +32,7 @@ from octopipe.huggingface.cut import LayerList
 from octopipe.models.lengths import sequence_numbers
 from octopipe.plans.plan import Plan
 from octopipe.runtime.batches import to_device
-from octopipe.runtime.measure.trial import Workload, profile_workload
+from octopipe.runtime.measure.trial import profile_workload
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import autocast_dtype, has_main_gradients
 from octopipe.runtime.ranks import launch
@@ -56,9 +56,11 @@ from octopipe.runtime.training.run_parts import (
     folder,
     identity,
     length_factor,
+    measured_plan,
     optimizer_of,
     plan_of,
     shared_gpu,
+    workload_of,
     worlds,
 )
 from octopipe.runtime.training.shelf import choose, latest
@@ -146,16 +148,7 @@ def train_ranks_in_turns(seat: launch.Seat, jobs: Sequence[TrainJob]) -> list[Tr
 
 def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone) -> _Run:
     """Measure, find the plan, build this rank's layers, load what was saved."""
-    work = Workload(
-        spec=job.spec,
-        tokens=job.seq,
-        micro_batch_size=job.micro_batch_size,
-        device=job.device,
-        precision=job.mode.precision,
-        compile_scans=job.compile_scans,
-        asked_kernels=job.kernels,
-        seed=job.seed,
-    )
+    work = workload_of(job)
     device = work.place(seat.local_rank)
     profile = job.profile
     if profile is None and job.measure:
@@ -166,6 +159,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
         profile = profile.with_costs(profile.costs.replace(rank_slowdown=()))
     if profile is not None and job.groups:
         profile = profile.with_costs(profile.costs.replace(micro_batch_factor=length_factor(job)))
+    job, profile = measured_plan(job, work, world, profile, seat.tell)
     with moment("while rank 0 made the plan"):
         plan, profile = everyone.first((plan_of(job, profile, seat.tell), profile) if seat.rank == 0 else None)
     check_memory(job, plan, profile, device, seat, everyone)
@@ -186,6 +180,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
             transport=work.transport(world),
             timeout_s=job.timeout_s,
             verify=True,
+            cuda_graphs=job.replays,
         )
 
     with moment("while the model was built"), told(_patience_s(job)):

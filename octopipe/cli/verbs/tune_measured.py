@@ -1,0 +1,128 @@
+"""`octopipe tune PROFILE --measure`: plans are run while tuning, and the one that was measured fastest is kept.
+
+Knows: what the flags mean for it, how the outcome is told. Does not know: the loop (search/measured_tuning.py) or how
+plans run (runtime/measure/tuned_run.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.cli.verbs.common import console, costs_from, micro_batches_from, named, print_json, provenance
+from octopipe.cli.verbs.validate import signed
+
+if TYPE_CHECKING:
+    from octopipe.search.measured_tuning import Outcome
+
+
+def run_measured(args: argparse.Namespace) -> int:
+    """Everything that `tune --measure` does."""
+    from octopipe.cli.verbs.profile import workload_of
+    from octopipe.cli.verbs.runnable import needs_torch
+    from octopipe.costs.profile_file import load_profile
+    from octopipe.plans.file import save_plan
+
+    for flag, given in (
+        ("--for", args.target != "octopipe"),
+        ("--method", args.method != "best"),
+        ("--start", args.start),
+    ):
+        if given:
+            raise OctoPipeError(f"--measure runs plans of the default search; leave {flag} out")
+    profile = _profile_of(args, load_profile)
+    recipe: Any = profile.about["recipe"]
+    ranks = profile.about.get("ranks", args.pp)
+    if ranks != args.pp:
+        raise OctoPipeError(
+            f"{args.model} was measured on {ranks} ranks, and --pp is {args.pp}; give --pp {ranks}, or profile again "
+            f"with --nproc {args.pp}"
+        )
+    with needs_torch():
+        from octopipe.runtime.measure.trial import on_ranks
+        from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, measured_tune_task
+    costs = costs_from(args)
+    work = workload_of(recipe)
+    copies = (False, True) if args.copies is None and costs.static_bytes.any() else (bool(args.copies),)
+    job = MeasuredTuneJob(
+        work=work,
+        profile=profile.with_costs(costs),
+        num_micro_batches=micro_batches_from(args),
+        tune_s=args.budget,
+        budget_s=args.measure_for,
+        copies=copies,
+        recompute=args.recompute in (None, "auto") and not args.no_recompute,
+        seed=args.seed,
+        workers=args.workers,
+        iterations=args.iterations,
+        optimizer="adamw" if profile.about.get("optimizer") == "adamw" else "none",
+    )
+    screen = console(stderr=True)
+
+    def listen(line: Any) -> None:
+        screen.print(named(str(line)), style="dim", soft_wrap=True)
+
+    patience_s = args.measure_for + 4 * args.budget + 600.0
+    outcome: Outcome = on_ranks(
+        measured_tune_task, args.pp, job, device=work.device, timeout_s=patience_s, listen=listen
+    )[0]
+    plan = outcome.best.plan.with_extra(**provenance(args, costs), measured=outcome.as_dict())
+    if args.output:
+        save_plan(plan, args.output)
+    if args.corrected:
+        outcome.profile.save(args.corrected)
+    if args.json:
+        print_json({**outcome.as_dict(), "output": args.output, "corrected": args.corrected})
+    else:
+        _tell(outcome, args)
+    return 0
+
+
+def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
+    """The profile that MODEL names; anything else cannot be run as it was measured."""
+    from pathlib import Path
+
+    mend = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
+    if not Path(args.model).is_file():
+        raise OctoPipeError(f"{args.model}: --measure runs the layers that a profile timed; {mend}")
+    profile = load_profile(args.model)
+    if not isinstance(profile.about.get("recipe"), dict) or "extrapolated" in profile.about:
+        raise OctoPipeError(f"{args.model}: does not say which layers it measured; {mend}")
+    return profile
+
+
+def _tell(outcome: Outcome, args: argparse.Namespace) -> None:
+    from rich.table import Table
+
+    out = console()
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("plan", "predicted ms", "measured ms", "error"):
+        table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
+    for row in outcome.rows:
+        style = "bold" if row is outcome.best else ""
+        table.add_row(
+            named(row.name), f"{row.predicted_ms:.2f}", f"{row.ran.step_ms:.2f}", signed(row.error), style=style
+        )
+    out.print(table)
+    for line in outcome.skipped:
+        out.print(f"not run: {named(line)}", style="dim", soft_wrap=True)
+    kinds = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("corrected by", "layers", "F", "I", "W"):
+        kinds.add_column(title, justify="left" if title == "corrected by" else "right", no_wrap=True)
+    for c in outcome.corrections:
+        kinds.add_row(named(c.kind), str(c.layers), *(f"{x:.3f}" for x in (c.forward, c.input, c.weight)))
+    out.print(kinds)
+    best, published = outcome.best, outcome.best_published
+    over = ""
+    if published is not None:
+        over = f", {published.ran.step_ms / best.ran.step_ms:.3f} times as fast as {published.name}"
+    agreed = "prediction and run agree" if outcome.agreed else "the budget ended before prediction and run agreed"
+    out.print(
+        f"[bold]{named(best.name)}[/]: measured [bold]{best.ran.step_ms:.2f} ms[/] a step{over}; {agreed} "
+        f"({outcome.predicted_ms:.2f} ms by the corrected costs)",
+        soft_wrap=True,
+    )
+    for path, what in ((args.output, "the plan"), (args.corrected, "the corrected profile")):
+        if path:
+            out.print(f"{named(path)}: {what}", style="dim", soft_wrap=True)

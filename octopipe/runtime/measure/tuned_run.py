@@ -1,0 +1,113 @@
+"""Tuning by running: the loop of `search/measured_tuning.py` on real ranks.
+
+Knows: how rank 0 leads the loop while all ranks run its plans, and what of a timed run the loop wants to know. Does not
+know: how costs are corrected or plans searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from octopipe.costs.profile_file import Profile
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.runtime.measure.timed_run import TimedRun
+from octopipe.runtime.measure.trial import gaps_ms
+from octopipe.runtime.measure.workload import Workload
+from octopipe.runtime.ranks.rank_process import Seat
+from octopipe.runtime.ranks.world import World
+from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, tune_measured
+from octopipe.search.tuner import tune
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTuneJob:
+    """What `measured_tune_task` does."""
+
+    work: Workload
+    profile: Profile
+    num_micro_batches: int
+    tune_s: float
+    """For each search."""
+    budget_s: float
+    """For everything."""
+    steps: int = 5
+    rounds: int = 3
+    systems: tuple[str, ...] = PUBLISHED
+    copies: tuple[bool, ...] = (False, True)
+    recompute: bool = True
+    seed: int = 0
+    workers: int | None = None
+    iterations: int | None = None
+    """Of each search, instead of its time."""
+    optimizer: str = "none"
+    """Whose state the profile counts: the runs have it too."""
+
+
+def measured_tune_task(seat: Seat, job: MeasuredTuneJob) -> Outcome:
+    """`octopipe tune --measure`, on every rank; rank 0 tells lines."""
+    return tune_on_ranks(World.make(None, None, None), job, tell=seat.tell)
+
+
+def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], None]) -> Outcome:
+    """The outcome, on every rank (collective)."""
+    if world.rank != 0:
+        while True:
+            order = world.gather(None)[0]
+            if isinstance(order, Outcome):
+                return order
+            _run(job, world, *order)
+
+    def run(name: str, plan: Plan, profile: Profile) -> Ran:
+        world.gather((plan, profile))
+        return _run(job, world, plan, profile)
+
+    def search(costs: CostTable, copies: bool) -> Plan:
+        return tune(
+            costs,
+            world.size,
+            job.num_micro_batches,
+            budget_s=job.tune_s,
+            seed=job.seed,
+            copies=copies,
+            recompute=job.recompute,
+            workers=job.workers,
+            iterations=job.iterations,
+        ).plan
+
+    outcome = tune_measured(
+        job.profile,
+        world.size,
+        job.num_micro_batches,
+        run=run,
+        search=search,
+        kinds=job.work.kinds,
+        systems=job.systems,
+        copies=job.copies,
+        rounds=job.rounds,
+        budget_s=job.budget_s,
+        tell=tell,
+    )
+    world.gather(outcome)
+    return outcome
+
+
+def _run(job: MeasuredTuneJob, world: World, plan: Plan, profile: Profile) -> Ran:
+    """A few timed steps of a plan on all ranks (collective)."""
+    with closing(TimedRun(job.work, plan, world, profile, optimizer=job.optimizer)) as run:
+        warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
+        for k in range(warm_up + job.steps):
+            run.step(timed=k >= warm_up)
+        trial = run.trial()
+        took = [t.spans.end_ms - t.spans.start_ms for t in run.timelines]
+        gaps: Sequence[float] = [gap for timeline in run.timelines for gap in gaps_ms(timeline)]
+    return Ran(
+        steps_ms=trial.steps_ms,
+        op_ms=np.median(took, axis=0),
+        gap_ms=max(0.0, float(np.median(gaps or [0.0]))),
+        peak_gib=tuple(b / (1 << 30) for b in trial.peak_bytes),
+    )

@@ -1,0 +1,159 @@
+"""A plan's stage as the executor runs it: runs of layers that recompute or do not, and the ops over all of them.
+
+Knows: how one op of a stage becomes calls of its parts, in the right order. Does not know: which micro-batch it is for,
+where tensors come from, or whether an op is replayed from a CUDA graph (`cuda_graphs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from octopipe.plans.plan import Plan
+from octopipe.runtime.slots import Cell
+from octopipe.runtime.stages.run import StageRun
+from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.stages.wgrad import SplitMode
+
+Autocast = Callable[[], AbstractContextManager[Any]] | None
+Forward = tuple[Any, Any, list[bool] | None]
+"""What F leaves for the other ops, its output, and leaf by leaf which outputs take a gradient (None: not known)."""
+
+
+class StageChain:
+    """The parts of one stage: usually one, more where only some of its layers are recomputed."""
+
+    def __init__(self, parts: Sequence[tuple[Stage, bool]]):
+        self.parts = list(parts)
+        """Each with whether it is recomputed."""
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan, number: int, layers: dict[int, nn.Module], *, first: bool, side_inputs: Sequence[str] = ()
+    ) -> StageChain:
+        stage = plan.stages[number]
+        again = set(stage.recomputed_layers)
+        parts: list[tuple[Stage, bool]] = []
+        start = stage.first
+        for layer in range(stage.first + 1, stage.stop + 1):
+            if layer == stage.stop or (layer in again) != (start in again):
+                modules = [layers[k] for k in range(start, layer)]
+                wants = not (first and start == stage.first)
+                parts.append((Stage(modules, input_grad=wants, first_layer=start, side=side_inputs), start in again))
+                start = layer
+        return cls(parts)
+
+    def forward(
+        self,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        *,
+        again: bool,
+        keep: bool = True,
+        side: Mapping[str, Any] | None = None,
+    ) -> tuple[list[StageRun], Any, list[bool] | None]:
+        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
+
+        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward.
+        """
+        runs = []
+        last = self.parts[-1][0]
+        for stage, recompute in self.parts:
+            repeat = keep and recompute and again
+            end = then if stage is last else None
+            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side)
+            value, needs = run.outputs, run.outputs_need_grad or None
+            run.outputs = None
+            runs.append(run)
+        return runs, value, needs  # type: ignore[return-value]
+
+    def recompute(self, runs: list[StageRun]) -> None:
+        """R."""
+        for run, (_, recompute) in zip(runs, self.parts):
+            if recompute:
+                run.recompute()
+
+    @staticmethod
+    def backward(runs: list[StageRun], gradients: list[Any], *, fused: bool) -> list[Any]:
+        """I, or B where `fused`: the gradients of the stage's inputs. B empties `runs`."""
+        if fused:
+            while runs:
+                gradients = runs.pop().backward_full(gradients)
+        else:
+            for run in reversed(runs):
+                gradients = run.backward_input(gradients)
+        return gradients
+
+    @staticmethod
+    def weight(runs: list[StageRun]) -> None:
+        """W; empties `runs`."""
+        while runs:
+            runs.pop().backward_weight()
+
+    def modes(self) -> list[SplitMode]:
+        """What splits the weight gradients of its parts."""
+        return [mode for stage, _ in self.parts for mode in (stage.mode, stage.rerun)]
+
+    def end_step(self) -> None:
+        for stage, _ in self.parts:
+            stage.end_step()
+
+
+class Ops:
+    """Runs ops one by one, each as its layers' own calls."""
+
+    warm_up_steps = 1
+    """Steps of a run whose times say nothing about those that follow."""
+    peak_bytes = 0
+    """Memory that steps use beside what torch's books say, at most."""
+    captured = 0
+    """Ops that are replayed from graphs."""
+
+    def __init__(self, chains: dict[int, StageChain], autocast: Autocast):
+        self.chains, self._autocast = chains, autocast
+
+    def begin_step(self) -> None:
+        """A training step begins; `.grad` is what it will be added to."""
+
+    def end_step(self, *, whole: bool) -> None:
+        """It has been issued, `whole` or broken off."""
+
+    def close(self) -> None:
+        """No step will come any more."""
+
+    def forward(
+        self,
+        cell: Cell,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        side: Mapping[str, Any] | None,
+    ) -> Forward:
+        forward, again = self.chains[cell.stage].forward, cell.recomputes
+        if self._autocast is None:
+            return forward(value, needs, then, seed, again=again, side=side)
+        with self._autocast():
+            return forward(value, needs, then, seed, again=again, side=side)
+
+    def recompute(self, cell: Cell) -> None:
+        if self._autocast is None:
+            self.chains[cell.stage].recompute(cell.runs)
+        else:
+            with self._autocast():
+                self.chains[cell.stage].recompute(cell.runs)
+
+    def backward(self, cell: Cell, gradients: list[Any], *, fused: bool) -> list[Any]:
+        runs = cell.runs
+        if fused:
+            cell.runs = None
+        return StageChain.backward(runs, gradients, fused=fused)
+
+    def weight(self, cell: Cell) -> None:
+        runs, cell.runs = cell.runs, None
+        StageChain.weight(runs)

@@ -1,0 +1,445 @@
+"""Ops as CUDA graphs: captured once in the order of the plan, replayed in every step after that.
+
+Knows: how F, R, I, W and B of every stage and micro-batch become graphs that share one pool of memory, how their inputs
+get where a graph reads them, and where gradients are kept so that graphs may add to them. Does not know: which stages
+qualify (`capturable.py`), plans or transports.
+
+Layers of a few milliseconds are bound by the host that launches their kernels; a graph launches them all at once.
+
+*Memory.* A rank runs its ops in the same order in every step. One whole step is captured in that order, op by op, from
+one pool: what an op frees, later ops of the order take, exactly as without graphs, so activations of all micro-batches
+in flight take the same memory as without graphs, and replaying in that order can never overwrite what is still needed.
+Tensors that graphs hand to each other, to transports and to the loss are remembered as views that do not own memory.
+
+*Steps.* The first two steps run call by call, the third under `Watch`, which says what cannot be captured; every stage
+that qualifies is then captured once for trial; the fourth step captures, and replays each graph at once; from then on
+ops are replays. An op whose inputs have another form than those captured runs call by call, with its whole micro-batch.
+When something changes that graphs take for granted (`Facts`), they are dropped, and it begins again.
+
+*Gradients.* A graph adds to fixed memory: each parameter gets a buffer that is put into `.grad` before a step (zeroed
+where `.grad` was None, as after `zero_grad`). Parameters that no backward reaches keep `.grad` None.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octopipe.runtime.slots import Cell
+from octopipe.runtime.stages.calling import Loss
+from octopipe.runtime.stages.capturable import Facts, Watch, fixed_reason, modules_of
+from octopipe.runtime.stages.chain import Autocast, Forward, Ops, StageChain
+from octopipe.runtime.stages.graph_memory import Graph, Inputs, Pool, viewed
+from octopipe.runtime.values import build, flatten
+
+COLD_STEPS = 2
+"""Call by call: what stages' forwards keep is learned there, and R compared with F."""
+WARM_UP_STEPS = COLD_STEPS + 2
+"""Those, one that is watched and one that is captured: steps before the first that only replays."""
+MOST_CAPTURES = 4
+"""How often graphs are made anew before they are given up: something changes all the time."""
+COLD, WATCHED, CAPTURING, REPLAYING, OFF = range(5)
+_log = logging.getLogger("octopipe.graphs")
+
+
+class Captured(NamedTuple):
+    """One op's graph with what goes in and what comes out."""
+
+    graph: Graph
+    inputs: Inputs
+    form: Any
+    """How the outputs are nested."""
+    outputs: list[Any]
+    """Views of where the graph leaves them."""
+    needs: list[bool] | None = None
+    then: Any = None
+    """The function after the last layer, without its target."""
+
+
+class Passage:
+    """What F leaves in a cell: one micro-batch whose ops are captured (`runs`), or replayed (None)."""
+
+    __slots__ = ("runs",)
+
+    def __init__(self, runs: list[Any] | None):
+        self.runs = runs
+
+
+class Seen(NamedTuple):
+    """The first micro-batch of a stage in the watched step, for the trial."""
+
+    kinds: list[str]
+    given: dict[str, Any]
+    """By op: the forms of what it was given, leaf by leaf."""
+
+
+class GraphedOps(Ops):
+    """Ops that are replayed wherever that is safe."""
+
+    warm_up_steps = WARM_UP_STEPS
+
+    def __init__(self, chains: dict[int, StageChain], autocast: Autocast, device: torch.device):
+        super().__init__(chains, autocast)
+        self._device = device
+        self._phase, self._cold = COLD, 0
+        self._captures = 0
+        self.reasons: dict[int, str] = {}
+        """Why stages run call by call."""
+        self.peak_bytes = 0
+        """Allocated at most in the step that was captured: replays allocate nothing, and are not in torch's books."""
+        self._told: set[str] = set()
+        self._watch: Watch | None = None
+        self._pool: Pool | None = None
+        self._graphs: dict[tuple[int, int, str], Captured] = {}
+        self._seen: dict[int, Seen] = {}
+        self._facts = Facts([])
+        """Of the stages that are captured."""
+        self._known: list[Any] = []
+        self._buffers: list[tuple[nn.Parameter, Tensor]] = []
+        """Where the gradients of captured stages' parameters are added up, for good."""
+        self._reached: dict[nn.Parameter, torch.dtype] = {}
+        """Parameters that got a gradient in the watched step, with its dtype."""
+        self._late: dict[nn.Parameter, None] = {}
+        """Parameters without a buffer that got one while ops were captured."""
+
+    @property
+    def captured(self) -> int:  # type: ignore[override]
+        """Graphs that are replayed now."""
+        return len(self._graphs) if self._phase == REPLAYING else 0
+
+    # -- steps ------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        if self._phase == OFF:
+            return
+        if self._phase in (CAPTURING, REPLAYING) and self._facts.read() != self._known:
+            self._drop()
+        if self._phase == WATCHED:
+            self.reasons = {s: r for s, chain in self.chains.items() if (r := fixed_reason(chain))}
+            self._watch = Watch(self.chains)
+            self._watch.reasons.update(self.reasons)
+        elif self._phase == CAPTURING:
+            torch.cuda.synchronize(self._device)
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._pool = Pool(self._device)
+            self._bind()
+        elif self._phase == REPLAYING:
+            self._bind()
+
+    def end_step(self, *, whole: bool) -> None:
+        if not whole:
+            if self._phase in (WATCHED, CAPTURING):
+                self._drop()
+            return
+        if self._phase == COLD:
+            self._cold += 1
+            if self._cold >= COLD_STEPS:
+                self._cold, self._phase = 0, WATCHED
+        elif self._phase == WATCHED:
+            self._decide()
+        elif self._phase == CAPTURING:
+            if self._late:
+                self._rescue()
+                return
+            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            self._phase = REPLAYING
+
+    def _decide(self) -> None:
+        """After the watched step: try every stage, and say which ones stay as they are."""
+        assert self._watch is not None
+        self.reasons = self._watch.reasons
+        self._watch = None
+        self._captures += 1
+        if self._captures > MOST_CAPTURES:
+            self.reasons = dict.fromkeys(self.chains, "its layers change again and again between steps")
+        for number, chain in self.chains.items():
+            if any(stage.replay.moving() for stage, _ in chain.parts):
+                self.reasons.setdefault(number, "its forwards keep something for the next ones (statistics, caches)")
+            if number not in self.reasons:
+                if number in self._seen:
+                    self._trial(number, chain)
+                else:
+                    self.reasons[number] = "it ran no op in the watched step"
+        self._seen.clear()
+        for number, reason in self.reasons.items():
+            self._tell(number, reason)
+        if all(number in self.reasons for number in self.chains):
+            self._phase = OFF
+            return
+        for number, chain in self.chains.items():
+            for stage, _ in chain.parts:
+                stage.draws = number in self.reasons
+        self._make_buffers()
+        captured = [chain for number, chain in self.chains.items() if number not in self.reasons]
+        self._facts = Facts([m for chain in captured for m in modules_of(chain)])
+        self._known, self._phase = self._facts.read(), CAPTURING
+
+    def _tell(self, stage: int, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            first = self.chains[stage].parts[0][0].first_layer
+            last = self.chains[stage].parts[-1][0]
+            layers = f"layers {first} to {last.first_layer + len(last.modules) - 1}"
+            _log.warning("stage %d (%s) runs without CUDA graphs: %s", stage, layers, reason)
+
+    def _drop(self) -> None:
+        """Begin anew: something that the graphs took for granted has changed."""
+        if self._graphs or self._pool is not None:
+            torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._pool, self._watch = None, None
+        self._seen.clear()
+        for chain in self.chains.values():
+            for stage, _ in chain.parts:
+                stage.draws = True
+        self._phase = COLD
+
+    def close(self) -> None:
+        """Give the graphs and their memory back."""
+        self._drop()
+        self._buffers = []
+        self._phase = OFF
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def _look(self, stage: int) -> None:
+        """After a backward: which parameters have a gradient now. A reduction may take it away at once."""
+        bound = {id(p) for p, _ in self._buffers}
+        for module in modules_of(self.chains[stage]):
+            for parameter in module.parameters(recurse=False):
+                if parameter.grad is None:
+                    continue
+                if self._phase == WATCHED:
+                    self._reached[parameter] = parameter.grad.dtype
+                elif id(parameter) not in bound:
+                    self._late[parameter] = None
+
+    def _make_buffers(self) -> None:
+        stages = [chain for number, chain in self.chains.items() if number not in self.reasons]
+        owned = dict.fromkeys(p for chain in stages for m in modules_of(chain) for p in m.parameters(recurse=False))
+        self._buffers = [
+            (p, torch.zeros_like(p, dtype=self._reached[p], requires_grad=False)) for p in owned if p in self._reached
+        ]
+        self._reached.clear()
+
+    def _bind(self) -> None:
+        """Every parameter's buffer in its `.grad`, with what was there before."""
+        fresh = []
+        with torch.no_grad():
+            for parameter, buffer in self._buffers:
+                grad = parameter.grad
+                if grad is buffer:
+                    continue
+                if grad is None:
+                    fresh.append(buffer)
+                else:
+                    buffer.copy_(grad)
+                parameter.grad = buffer
+            if fresh:
+                torch._foreach_zero_(fresh)
+
+    def _rescue(self) -> None:
+        """Gradients that lie in the pool are taken out of it; the next graphs have buffers for them."""
+        for parameter in self._late:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        self._late.clear()
+        self._drop()
+
+    # -- ops --------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        cell: Cell,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        side: Mapping[str, Any] | None,
+    ) -> Forward:
+        phase, stage = self._phase, cell.stage
+        if phase == WATCHED and self._watch is not None:
+            self._note(cell, "F", (value, side, _target(then)), (needs, then))
+            with self._watch.op(stage, seeded=seed is not None):
+                return super().forward(cell, value, needs, then, seed, side)
+        if phase < CAPTURING or phase == OFF or stage in self.reasons:
+            return super().forward(cell, value, needs, then, seed, side)
+        given: list[Any] = []
+        form = flatten((value, side, _target(then)), given)
+        key = (stage, cell.micro_batch, "F")
+        if phase == REPLAYING:
+            known = self._graphs.get(key)
+            if (
+                known is None
+                or known.then is not _function(then)
+                or not torch.is_grad_enabled()
+                or not known.inputs.fit(form, given, needs)
+            ):
+                return super().forward(cell, value, needs, then, seed, side)
+            known.inputs.fill(given)
+            known.graph.replay()
+            return Passage(None), build(known.form, iter(known.outputs)), known.needs
+        if cell.first and needs and True in needs:
+            return super().forward(cell, value, needs, then, seed, side)  # its gradient leaves the step
+        inputs = Inputs(form, needs)
+        graph, (runs, out, out_needs) = self._capture(
+            lambda: self._forward_body(stage, cell.recomputes, inputs, form, given, needs, then)
+        )
+        outputs: list[Any] = []
+        out_form = flatten(out, outputs)
+        views = [viewed(leaf) for leaf in outputs]
+        self._graphs[key] = Captured(graph, inputs, out_form, views, out_needs, _function(then))
+        inputs.fill(given)
+        graph.replay()
+        return Passage(runs), out, out_needs
+
+    def recompute(self, cell: Cell) -> None:
+        passage = cell.runs
+        if not isinstance(passage, Passage):
+            with self._watching(cell, "R"):
+                super().recompute(cell)
+            return
+        key = (cell.stage, cell.micro_batch, "R")
+        if passage.runs is not None:
+            runs = passage.runs
+            graph, _ = self._capture(lambda: self._recompute_body(cell.stage, runs))
+            self._graphs[key] = Captured(graph, Inputs(None, None), None, [])
+        self._graphs[key].graph.replay()
+
+    def backward(self, cell: Cell, gradients: list[Any], *, fused: bool) -> list[Any]:
+        passage, kind = cell.runs, "B" if fused else "I"
+        if not isinstance(passage, Passage):
+            with self._watching(cell, kind, gradients):
+                return super().backward(cell, gradients, fused=fused)
+        key = (cell.stage, cell.micro_batch, kind)
+        given: list[Any] = []
+        form = flatten(gradients, given)
+        if fused:
+            cell.runs = None
+        if passage.runs is None:
+            known = self._graphs[key]
+            known.inputs.fill_gradients(given)
+            known.graph.replay()
+            return list(known.outputs)
+        inputs, runs = Inputs(form, None), passage.runs
+        graph, out = self._capture(lambda: self._backward_body(inputs, given, runs, fused))
+        self._look(cell.stage)
+        self._graphs[key] = Captured(graph, inputs, None, [viewed(leaf) for leaf in out])
+        inputs.fill(given)
+        graph.replay()
+        return out
+
+    def weight(self, cell: Cell) -> None:
+        passage = cell.runs
+        if not isinstance(passage, Passage):
+            with self._watching(cell, "W"):
+                super().weight(cell)
+            return
+        cell.runs = None
+        key = (cell.stage, cell.micro_batch, "W")
+        if passage.runs is not None:
+            runs = passage.runs
+            graph, _ = self._capture(lambda: StageChain.weight(runs))
+            self._look(cell.stage)
+            self._graphs[key] = Captured(graph, Inputs(None, None), None, [])
+        self._graphs[key].graph.replay()
+
+    # -- what is captured ---------------------------------------------------------------------------------
+
+    def _capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+        assert self._pool is not None
+        return self._pool.capture(body)
+
+    def _forward_body(
+        self, stage: int, again: bool, inputs: Inputs, form: Any, given: list[Any], needs: Any, then: Any
+    ) -> Any:
+        value, side, target = build(form, iter(inputs.placed(given)))
+        if isinstance(then, Loss):
+            then = Loss(then.function, target)
+        with nullcontext() if self._autocast is None else self._autocast():
+            return self.chains[stage].forward(value, needs, then, None, again=again, side=side)
+
+    def _recompute_body(self, stage: int, runs: list[Any]) -> None:
+        with nullcontext() if self._autocast is None else self._autocast():
+            self.chains[stage].recompute(runs)
+
+    @staticmethod
+    def _backward_body(inputs: Inputs, given: list[Any], runs: list[Any], fused: bool) -> list[Any]:
+        return StageChain.backward(runs, inputs.placed(given), fused=fused)
+
+    # -- the watched step, and the trial after it ---------------------------------------------------------
+
+    @contextmanager
+    def _watching(self, cell: Cell, kind: str, given: Any = None) -> Iterator[None]:
+        if self._phase != WATCHED or self._watch is None:
+            yield
+            return
+        self._note(cell, kind, given)
+        with self._watch.op(cell.stage, seeded=kind == "R"):  # which is seeded as its F was
+            yield
+        self._look(cell.stage)
+
+    def _note(self, cell: Cell, kind: str, value: Any, more: Any = None) -> None:
+        """Keep what the first micro-batch of a stage is given: forms, not values."""
+        seen = self._seen.get(cell.stage)
+        if seen is None:
+            seen = self._seen[cell.stage] = Seen([], {"cell": cell})
+        if seen.given["cell"] is not cell:
+            return
+        leaves: list[Any] = []
+        form = flatten(value, leaves)
+        host = any(isinstance(t, Tensor) and not t.is_cuda for t in leaves)
+        if host and self._watch is not None:
+            self._watch.reasons.setdefault(cell.stage, "an input lies on the host")
+        seen.kinds.append(kind)
+        seen.given[kind] = (form, [t.to("meta") if isinstance(t, Tensor) else t for t in leaves], more)
+
+    def _trial(self, number: int, chain: StageChain) -> None:
+        """Capture the stage's ops once without ever running them: what fails here fails before it matters."""
+        for stage, _ in chain.parts:
+            stage.draws = False
+        grads = [(p, p.grad) for m in modules_of(chain) for p in m.parameters(recurse=False)]
+        try:
+            self._try_ops(number, self._seen[number], Pool(self._device))
+        except Exception as error:
+            why = " ".join(str(error).split("\n")[0].split())[:160] or type(error).__name__
+            self.reasons[number] = f"it cannot be captured ({why})"
+        finally:
+            for parameter, grad in grads:
+                parameter.grad = grad
+            for stage, _ in chain.parts:
+                stage.draws = True
+            chain.end_step()
+
+    def _try_ops(self, number: int, seen: Seen, pool: Pool) -> None:
+        runs: list[Any] = []
+        again = seen.given["cell"].recomputes
+        for kind in seen.kinds:
+            form, leaves, more = seen.given[kind]
+            inputs = Inputs(form, None)
+            if kind == "F":
+                body = partial(self._forward_body, number, again, inputs, form, leaves, *more)
+                _, (runs, _, _) = pool.capture(body)
+            elif kind == "R":
+                pool.capture(partial(self._recompute_body, number, runs))
+            elif kind == "W":
+                pool.capture(partial(StageChain.weight, runs))
+            else:
+                pool.capture(partial(self._backward_body, inputs, leaves, runs, kind == "B"))
+
+
+def _target(then: Any) -> Any:
+    return then.target if isinstance(then, Loss) else None
+
+
+def _function(then: Any) -> Any:
+    return then.function if isinstance(then, Loss) else then

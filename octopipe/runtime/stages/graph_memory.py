@@ -1,0 +1,177 @@
+"""Memory of CUDA graphs: a pool that they share, the places of their inputs, views of their outputs.
+
+Knows: how work is captured into a graph from a private pool of torch's allocator, and how tensors outside get to the
+addresses that a graph reads. Does not know: what is captured (`cuda_graphs.py`).
+
+A tensor that a graph made is only remembered as a view that does not own its memory (`viewed`): were it kept, its
+memory would never be used again by the graphs captured after it, as it is without graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+
+Graph = Any
+"""A `torch.cuda.CUDAGraph`."""
+_VIEW = "_graph_view"
+"""The attribute of a tensor made by a captured op: its view, which replays hand on in its place."""
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all pools: libraries keep a workspace per stream."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        # They make it now: made while capturing it would lie in a pool.
+        small = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+        torch.mm(small, small)
+    stream.synchronize()
+    return stream
+
+
+class Pool:
+    """A private pool of device memory, and the stream that work is captured on."""
+
+    def __init__(self, device: torch.device):
+        self._id = torch.cuda.graph_pool_handle()
+        self._kept: list[Graph] = []
+        """All graphs of the pool: torch gives its memory back with the last of them."""
+        self._stream = _capture_stream(device)
+
+    def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
+        """A graph of everything that `body` launches (nothing of it runs now), and what it returned."""
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self._stream.device.index]
+        drawn = generator.get_state()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # an op that launches nothing
+            # Other threads of ours ask for events meanwhile: only this one must keep to the rules.
+            graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
+            try:
+                result = body()
+                graph.capture_end()
+            except BaseException:
+                self._break_off(graph, generator, drawn)
+                raise
+        self._kept.append(graph)
+        return graph, result
+
+    def _break_off(self, graph: Graph, generator: torch.Generator, drawn: Tensor) -> None:
+        """After a capture that failed: end it, and what torch leaves behind then. Its allocator would go on serving the
+        pool, and its generator would refuse to draw outside a capture."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._id)
+        fresh = torch.Generator(self._stream.device)
+        fresh.set_state(drawn)
+        generator.graphsafe_set_state(fresh)
+
+
+class Inputs:
+    """What a captured op was given, leaf by leaf, and where it lies when the op is replayed."""
+
+    __slots__ = ("_form", "_leaves", "_needs")
+
+    def __init__(self, form: Any, needs: Sequence[bool] | None):
+        self._form, self._needs = form, None if needs is None else list(needs)
+        self._leaves: list[tuple[Any, bool]] = []
+        """A view of its place and whether it is filled by a copy; a constant and False."""
+
+    def placed(self, given: Sequence[Any]) -> list[Any]:
+        """While capturing: the leaves for the op, those from outside in memory of the pool."""
+        out = []
+        for leaf in given:
+            made = getattr(leaf, _VIEW, None) if isinstance(leaf, Tensor) else None
+            if not isinstance(leaf, Tensor):
+                self._leaves.append((leaf, False))
+            elif made is not None:
+                self._leaves.append((made, False))
+            else:
+                leaf = torch.empty_like(leaf, device="cuda", requires_grad=False)
+                self._leaves.append((viewed(leaf), True))
+            out.append(leaf)
+        return out
+
+    def fit(self, form: Any, given: Sequence[Any], needs: Sequence[bool] | None) -> bool:
+        """Whether the op may be replayed with these leaves."""
+        if form != self._form or (None if needs is None else list(needs)) != self._needs:
+            return False
+        for leaf, (place, copied) in zip(given, self._leaves):
+            if copied:
+                if not isinstance(leaf, Tensor) or leaf.shape != place.shape or leaf.dtype is not place.dtype:
+                    return False
+                if leaf.device != place.device or leaf.stride() != place.stride():
+                    return False
+            elif leaf is not place and (isinstance(place, Tensor) or isinstance(leaf, Tensor) or leaf != place):
+                return False
+        return True
+
+    def fill(self, given: Sequence[Any]) -> None:
+        """Copy what comes from outside to its place."""
+        with torch.no_grad():
+            for leaf, (place, copied) in zip(given, self._leaves):
+                if copied:
+                    place.copy_(leaf)
+
+    def fill_gradients(self, given: Sequence[Any]) -> None:
+        """The same for gradients of a micro-batch whose forward was replayed: no gradient counts as zeros."""
+        if len(given) != len(self._leaves):
+            raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._leaves)}"))
+        with torch.no_grad():
+            for leaf, (place, _) in zip(given, self._leaves):
+                if leaf is place:
+                    continue
+                if place is None or not isinstance(place, Tensor):
+                    raise OctoPipeError(_OTHER_GRADIENTS.format("a gradient of an output that had none"))
+                if leaf is None:
+                    place.zero_()
+                elif leaf.shape != place.shape or leaf.dtype is not place.dtype:
+                    seen = f"shape {tuple(leaf.shape)} instead of {tuple(place.shape)}"
+                    raise OctoPipeError(_OTHER_GRADIENTS.format(seen))
+                else:
+                    place.copy_(leaf)
+
+
+_OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than were captured: {}; use cuda_graphs=False"
+
+
+class _Address:
+    """Memory as torch takes it from other libraries."""
+
+    def __init__(self, tensor: Tensor):
+        nbytes = tensor.untyped_storage().nbytes()
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.untyped_storage().data_ptr(), False),
+            "version": 3,
+        }
+
+
+def viewed(leaf: Any) -> Any:
+    """A tensor over the same memory that does not own it; the leaf remembers it. Constants are themselves."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    known = getattr(leaf, _VIEW, None)
+    if known is not None:
+        return known
+    if leaf.untyped_storage().nbytes() == 0:
+        view = leaf.detach()
+    else:
+        memory = torch.as_tensor(_Address(leaf), device=leaf.device)
+        view = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        view.set_(memory.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+    setattr(view, _VIEW, view)
+    setattr(leaf, _VIEW, view)
+    return view

@@ -1,0 +1,226 @@
+"""Two ops of one rank that run together: they take turns, and one computes while the other's exchange is under way.
+
+Knows: whose turn it is, where turns change (at exchanges), and what must be put back when they do. Does not know: what
+the ops are (`executor.py`), or which two were paired (the plan).
+
+How. Each op runs on a host thread of its own, and exactly one of them has the turn. An op that starts an exchange
+(`all_to_all` of torch.distributed, or a block under `with octopipe.exchange()`) issues it and hands the turn over; when
+it gets the turn back it waits for its exchange and goes on. So turns change in an order that depends on the ops alone:
+all members of an expert group issue their exchanges in the same order, which is what NCCL and gloo ask for, and no two
+pairs can wait for each other.
+
+Both ops compute on the rank's one compute stream. An exchange runs on its communicator's own stream, so what the other
+op has queued meanwhile runs beside it; a second compute stream would only add memory that two streams share.
+
+Only one op runs at any time, so all that a turn has to keep apart is state that ops leave in shared places while they
+are under way: the random generators, and what a stage's `SplitMode` knows of the forward or backward that it is in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives, distributed_c10d
+
+from octopipe.runtime.stages.rng import States, rng_state, set_rng_state
+from octopipe.runtime.stages.wgrad import SplitMode
+
+PER_RUN = ("queue", "hooked", "in_backward", "keeps_nothing", "_off", "_own_graph")
+"""What a `SplitMode` holds about the forward or backward that is under way."""
+Kept = tuple[States, list[dict[str, Any]]]
+
+
+class OtherFailed(Exception):
+    """Ends an op whose partner failed; never seen by users."""
+
+
+class _Pair:
+    """One pair while it runs."""
+
+    def __init__(self, modes: Sequence[SplitMode]):
+        self.modes = modes
+        self.turn = 0
+        self.done = [False, False]
+        self.errors: list[BaseException | None] = [None, None]
+        self._changed = threading.Condition()
+        self._kept: list[Kept | None] = [None, None]
+
+    def run(self, side: int, op: Callable[[], None]) -> None:
+        """Run one of the two ops, from its first turn to its end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.turn == side)
+        if self.errors[1 - side] is None:
+            try:
+                op()
+            except BaseException as error:
+                self.errors[side] = error
+        with self._changed:
+            self.done[side] = True
+            if not self.done[1 - side]:
+                self._to(1 - side)
+
+    def hand_over(self) -> None:
+        """Let the other op run until its next exchange, or its end."""
+        side = self.turn
+        if self.done[1 - side]:
+            return
+        with self._changed:
+            self._kept[side] = self._take()
+            self._to(1 - side)
+            self._changed.wait_for(lambda: self.turn == side)
+        if self.errors[1 - side] is not None:
+            raise OtherFailed
+
+    def _to(self, side: int) -> None:
+        kept = self._kept[side]
+        if kept is not None:
+            self._put(kept)
+        self.turn = side
+        self._changed.notify_all()
+
+    def _take(self) -> Kept:
+        return rng_state(), [
+            {name: getattr(mode, name) for name in PER_RUN if hasattr(mode, name)} for mode in self.modes
+        ]
+
+    def _put(self, kept: Kept) -> None:
+        states, modes = kept
+        set_rng_state(states)
+        for mode, values in zip(self.modes, modes, strict=True):
+            for name, value in values.items():
+                setattr(mode, name, value)
+
+
+_running: _Pair | None = None
+"""The pair that this process runs now: a rank is one process, and runs one pair at a time."""
+
+
+@contextmanager
+def exchange() -> Iterator[None]:
+    """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, kernels of one's own).
+
+    Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the
+    other op runs in between. Nothing happens elsewhere.
+    """
+    yield
+    if _running is not None:
+        _running.hand_over()
+
+
+def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that hands the turn over between its start and its end."""
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        pair = _running
+        if pair is None:
+            return issue(*args, **kwargs)
+        asked = kwargs.pop("async_op", args[-1] if args and isinstance(args[-1], bool) else False)
+        if args and isinstance(args[-1], bool):
+            args = args[:-1]
+        work = issue(*args, async_op=True, **kwargs)
+        pair.hand_over()
+        if asked or work is None:
+            return work
+        work.wait()
+        return None
+
+    return collective
+
+
+def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
+    """A functional collective, whose result is waited for when it is used."""
+
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        out = issue(*args, **kwargs)
+        if _running is not None:
+            _running.hand_over()
+        return out
+
+    return collective
+
+
+@contextmanager
+def _exchanges_found() -> Iterator[None]:
+    """Within: torch.distributed's exchanges hand the turn over."""
+    places = [
+        (module, name, _waiting) for module in (dist, distributed_c10d) for name in ("all_to_all_single", "all_to_all")
+    ]
+    places += [(_functional_collectives, name, _lazy) for name in ("all_to_all_single", "all_to_all_single_autograd")]
+    before = [(module, name, getattr(module, name)) for module, name, _ in places if hasattr(module, name)]
+    try:
+        for (module, name, original), wrap in zip(before, (w for m, n, w in places if hasattr(m, n)), strict=True):
+            setattr(module, name, wrap(original))
+        yield
+    finally:
+        for module, name, original in before:
+            setattr(module, name, original)
+
+
+class Turns:
+    """Runs pairs; keeps the second thread between them."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._asked = threading.Semaphore(0)
+        self._ended = threading.Semaphore(0)
+        self._job: Callable[[], None] | None = None
+
+    def together(self, first: Callable[[], None], second: Callable[[], None], modes: Sequence[SplitMode]) -> int | None:
+        """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None."""
+        global _running
+        assert _running is None, "a pair inside a pair"
+        pair = _Pair(modes)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        stream = None if device is None else torch.cuda.current_stream()
+
+        def beside() -> None:
+            if device is None:
+                pair.run(1, second)
+                return
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                pair.run(1, second)
+
+        _running = pair
+        try:
+            with _exchanges_found():
+                self._start(beside)
+                pair.run(0, first)
+                self._ended.acquire()
+        finally:
+            _running = None
+        for side, error in enumerate(pair.errors):
+            if error is not None and not isinstance(error, OtherFailed):
+                self.error: BaseException = error
+                return side
+        return None
+
+    def _start(self, job: Callable[[], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._serve, name="octopipe-pairs", daemon=True)
+            self._thread.start()
+        self._job = job
+        self._asked.release()
+
+    def _serve(self) -> None:
+        while True:
+            self._asked.acquire()
+            job, self._job = self._job, None
+            if job is None:
+                return
+            try:
+                job()
+            finally:
+                self._ended.release()
+
+    def close(self) -> None:
+        """End the second thread."""
+        if self._thread is not None and self._thread.is_alive():
+            self._job = None
+            self._asked.release()
+            self._thread.join(timeout=5)
+        self._thread = None

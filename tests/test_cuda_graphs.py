@@ -1,0 +1,301 @@
+"""Ops replayed from CUDA graphs give the gradients of ops run call by call; what cannot be captured is found out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Op, Plan, Stage
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.stages.capturable import Facts
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+WIDTH, TOKENS, COUNT, VOCABULARY = 64, 16, 4, 50
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Counting(Block):
+    """The host looks at a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() > 1e9 else 0.5)
+
+
+class Dropping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+class Remembering(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Half(Block):
+    """A parameter that no backward reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def layers(*middle: type[nn.Module], dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = [nn.Embedding(VOCABULARY, WIDTH), *(kind() for kind in middle), nn.Linear(WIDTH, VOCABULARY)]
+    return [m.to("cuda", dtype) for m in made]
+
+
+def plan(num_layers: int, *, fused: bool = False, recompute: bool = False) -> Plan:
+    """Two stages on one rank, several micro-batches in flight, Ws as late as they go."""
+    cut = num_layers // 2
+    stages = (
+        Stage(first=0, stop=cut, rank=0, recompute=recompute),
+        Stage(first=cut, stop=num_layers, rank=0, recompute=recompute),
+    )
+    order: list[Op] = []
+    for pair in range(0, COUNT, 2):
+        mine = (pair, pair + 1)
+        order += [Op(0, "F", m) for m in mine] + [Op(1, "F", m) for m in mine]
+        for m in mine:
+            for s in (1, 0):
+                order += [Op(s, "R", m)] * recompute
+                order += [Op(s, "B" if fused else "I", m)]
+        order += [Op(s, "W", m) for s in (0, 1) for m in mine] * (not fused)
+    return Plan(
+        num_layers=num_layers, num_ranks=1, num_micro_batches=COUNT, stages=stages, orders=(tuple(order),)
+    ).check()
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), target.flatten())
+
+
+def data(step: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    both = torch.randint(VOCABULARY, (2, COUNT * 2, tokens), generator=generator).cuda()
+    return both[0], both[1]
+
+
+Between = Callable[[int, Pipeline], Any]
+
+
+def trained(
+    made: list[nn.Module],
+    by: Plan,
+    *,
+    graphs: bool,
+    steps: int = 8,
+    between: Between | None = None,
+    tokens: Callable[[int], int] = lambda step: TOKENS,
+    **more: Any,
+) -> tuple[list[float], dict[str, Tensor], Pipeline]:
+    """Losses of some steps of SGD, the weights after them, and the pipeline."""
+    pipe = Pipeline(copy.deepcopy(made), by, loss_fn, device="cuda", cuda_graphs=graphs, **more)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        if between is not None:
+            between(step, pipe)
+        losses.append(float(pipe.step(*data(step, tokens(step)))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in pipe.named_parameters()}, pipe
+
+
+def same(made: list[nn.Module], by: Plan, *, captured: bool = True, **more: Any) -> Pipeline:
+    """Trains with and without graphs; the results are the same, bit for bit. Returns the pipeline with graphs."""
+    plain, plain_weights, _ = trained(made, by, graphs=False, **more)
+    seen, weights, pipe = trained(made, by, graphs=True, **more)
+    assert seen == plain
+    for name, weight in plain_weights.items():
+        assert torch.equal(weights[name], weight), name
+    assert (pipe.executor.ops.captured > 0) == captured
+    return pipe
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("fused", "recompute"), [(False, False), (True, False), (False, True)])
+def test_graphs_train_bit_for_bit_as_calls_do(dtype: torch.dtype, fused: bool, recompute: bool) -> None:
+    made = layers(Block, Block, Half, Block, dtype=dtype)
+    pipe = same(made, plan(6, fused=fused, recompute=recompute))
+    kinds = 2 + recompute + (not fused)
+    assert pipe.executor.ops.captured == kinds * 2 * COUNT
+    assert next(p for name, p in pipe.named_parameters() if "unused" in name).grad is None
+
+
+@needs_gpu
+def test_graphs_under_autocast() -> None:
+    same(layers(Block, Block), plan(4), autocast=torch.bfloat16)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("kind", "word"), [(Counting, "the host waits"), (Dropping, "draws random"), (Remembering, "changes its own")]
+)
+def test_what_cannot_be_captured_is_found_and_the_rest_is_captured(kind: type[nn.Module], word: str) -> None:
+    pipe = same(layers(kind, Block, Block, Block), plan(6))
+    reasons = pipe.executor.ops.reasons
+    assert list(reasons) == [0] and word in reasons[0]
+
+
+@needs_gpu
+def test_a_stage_that_fails_only_while_captured_runs_by_calls() -> None:
+    class Waiting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.cuda.synchronize()  # torch's own watch does not see this one
+            return super().forward(x)
+
+    pipe = same(layers(Waiting, Block, Block, Block), plan(6))
+    assert "cannot be captured" in pipe.executor.ops.reasons[0]
+    assert torch.rand(3, device="cuda").unique().numel() == 3  # the generator draws as before
+
+
+@needs_gpu
+def test_a_graph_that_somebody_keeps_from_an_earlier_step_does_no_harm() -> None:
+    class Keeping(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            object.__setattr__(self, "_kept", {})
+
+        def __deepcopy__(self, memo: Any) -> Keeping:
+            made = Keeping().to(self.up.weight.device)
+            made.load_state_dict(self.state_dict())
+            return made
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            self._kept["last"] = out  # and with it the nodes that add to its weights' gradients, of the default stream
+            return out
+
+    pipe = same(layers(Keeping, Block, Block, Block), plan(6))
+    assert list(pipe.executor.ops.reasons) in ([], [0])
+
+
+@needs_gpu
+def test_another_length_runs_by_calls_and_the_old_one_by_graphs_again() -> None:
+    same(layers(Block, Block), plan(4), tokens=lambda step: 9 if step == 5 else TOKENS)
+
+
+@needs_gpu
+@pytest.mark.parametrize("what", ["attribute", "weight", "training", "frozen", "hook"])
+def test_what_changes_between_steps_is_never_answered_from_old_graphs(what: str) -> None:
+    def change(step: int, pipe: Pipeline) -> None:
+        if step != 6:
+            return
+        block = pipe.modules()[1]
+        assert isinstance(block, Block)
+        if what == "attribute":
+            block.factor = -2.0
+        elif what == "weight":
+            block.up.weight.data = block.up.weight.data.clone() * 0.5
+        elif what == "training":
+            pipe.eval()
+        elif what == "frozen":
+            block.up.weight.requires_grad_(False)
+        else:
+            block.register_forward_hook(lambda module, given, out: 2 * out)
+
+    same(layers(Block, Block), plan(4), between=change, steps=12)
+
+
+@needs_gpu
+def test_a_batch_that_takes_a_gradient_gets_it() -> None:
+    made = layers(Block, Block)[1:]
+    grads = []
+    for graphs in (False, True):
+        pipe = Pipeline(copy.deepcopy(made), plan(3), loss_fn, device="cuda", cuda_graphs=graphs)
+        for step in range(7):
+            torch.manual_seed(step)
+            batch = torch.randn(COUNT * 2, TOKENS, WIDTH, device="cuda", requires_grad=True)
+            pipe.step(batch, data(step)[1])
+            pipe.zero_grad()
+        assert batch.grad is not None
+        grads.append(batch.grad.clone())
+    assert torch.equal(*grads)
+
+
+@needs_gpu
+def test_evaluation_between_steps_changes_nothing() -> None:
+    def look(step: int, pipe: Pipeline) -> None:
+        pipe.eval()
+        pipe.evaluate(*data(100 + step, 5))
+        pipe.train()
+
+    same(layers(Block, Block), plan(4), between=look)
+
+
+@needs_gpu
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_gradients_add_up_over_steps_without_zero_grad(main_grads: bool) -> None:
+    """In float32 of bfloat16 layers, too."""
+    found = []
+    for graphs in (False, True):
+        made = layers(Block, Block, dtype=torch.bfloat16 if main_grads else torch.float32)
+        pipe = Pipeline(made, plan(4), loss_fn, device="cuda", cuda_graphs=graphs, main_grads=main_grads)
+        for step in range(7):
+            if step == 5:
+                pipe.zero_grad()
+            pipe.step(*data(step))
+        found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+        assert {g.dtype for g in found[-1]} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_gpu
+def test_replays_allocate_nothing() -> None:
+    pipe = Pipeline(layers(Block, Block), plan(4), loss_fn, device="cuda", cuda_graphs=True)
+    for step in range(5):
+        pipe.step(*data(step), reduce_loss=False)
+    batch = data(9)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    pipe.executor.run(*pipe._inputs.split(*batch), step=9)
+    # Two events' worth of slack: the seed of the loss's gradient is made once.
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before <= 2
+
+
+def test_graphs_are_refused_on_the_host() -> None:
+    with pytest.raises(OctoPipeError, match="cuda_graphs on cpu"):
+        Pipeline([nn.Linear(2, 2)] * 3, plan(3), loss_fn, device="cpu", cuda_graphs=True)
+
+
+def test_facts_hold_until_something_changes() -> None:
+    block = Block()
+    block.register_buffer("table", torch.zeros(3))
+    facts = Facts(list(block.modules()))
+    known = facts.read()
+    assert facts.read() == known
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(block, "factor", 0.5),
+        lambda: block.eval(),
+        lambda: block.table.add_(1.0),  # type: ignore[operator]
+        lambda: setattr(block, "up", nn.Linear(WIDTH, 2 * WIDTH)),
+        lambda: block.norm.weight.requires_grad_(False),
+        lambda: block.register_forward_hook(lambda *_: None),
+    ]
+    for change in changes:
+        change()
+        assert facts.read() != known
+        known = facts.read()
+    with torch.no_grad():
+        block.down.weight.add_(1.0)  # values are not facts: graphs read them
+    assert facts.read() == known
