@@ -40,12 +40,15 @@ class PairedOps:
         executor, clock = self._executor, time.perf_counter
         recorder = executor.recorder
         ops = [self._prepared(ins, given) for ins in (first, second)]
-        modes = {id(m): m for ins in (first, second) for m in executor.chains[ins.cell.stage].modes()}
+        parts = {id(stage): stage for ins in (first, second) for stage, _ in executor.chains[ins.cell.stage].parts}
+        modes = [mode for stage in parts.values() for mode in (stage.mode, stage.rerun)]
+        # Where a forward works on copies of what it changes, no other op of its stage may come in between.
+        apart = first.cell.stage == second.cell.stage and any(stage.replay.moving() for stage in parts.values())
         k = first.number
         recorder.started[k] = clock()
         if recorder.mark is not None:
             recorder.mark(k, 0)
-        failed = self._turns.together(ops[0][0], ops[1][0], list(modes.values()))
+        failed = self._turns.together(ops[0][0], ops[1][0], modes, apart=apart)
         if failed is not None:
             executor.at = (first, second)[failed]
             raise self._turns.error

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,8 +42,8 @@ class OtherFailed(Exception):
 class _Pair:
     """One pair while it runs."""
 
-    def __init__(self, modes: Sequence[SplitMode]):
-        self.modes = modes
+    def __init__(self, modes: Sequence[SplitMode], *, apart: bool):
+        self.modes, self.apart = modes, apart
         self.turn = 0
         self.done = [False, False]
         self.errors: list[BaseException | None] = [None, None]
@@ -108,7 +108,7 @@ def exchange() -> Iterator[None]:
     other op runs in between. Nothing happens elsewhere.
     """
     yield
-    if _running is not None:
+    if _running is not None and not _running.apart:
         _running.hand_over()
 
 
@@ -170,11 +170,21 @@ class Turns:
         self._ended = threading.Semaphore(0)
         self._job: Callable[[], None] | None = None
 
-    def together(self, first: Callable[[], None], second: Callable[[], None], modes: Sequence[SplitMode]) -> int | None:
-        """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None."""
+    def together(
+        self,
+        first: Callable[[], None],
+        second: Callable[[], None],
+        modes: Sequence[SplitMode],
+        *,
+        apart: bool = False,
+    ) -> int | None:
+        """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None.
+
+        `apart`: one after the other, with no turn in between.
+        """
         global _running
         assert _running is None, "a pair inside a pair"
-        pair = _Pair(modes)
+        pair = _Pair(modes, apart=apart)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
 
@@ -187,7 +197,7 @@ class Turns:
 
         _running = pair
         try:
-            with _exchanges_found():
+            with nullcontext() if apart else _exchanges_found():
                 self._start(beside)
                 pair.run(0, first)
                 self._ended.acquire()

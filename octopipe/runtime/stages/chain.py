@@ -16,7 +16,6 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.slots import Cell
 from octopipe.runtime.stages.run import StageRun
 from octopipe.runtime.stages.stage import Stage
-from octopipe.runtime.stages.wgrad import SplitMode
 
 Autocast = Callable[[], AbstractContextManager[Any]] | None
 Forward = tuple[Any, Any, list[bool] | None]
@@ -94,10 +93,6 @@ class StageChain:
         """W; empties `runs`."""
         while runs:
             runs.pop().backward_weight()
-
-    def modes(self) -> list[SplitMode]:
-        """What splits the weight gradients of its parts."""
-        return [mode for stage, _ in self.parts for mode in (stage.mode, stage.rerun)]
 
     def end_step(self) -> None:
         for stage, _ in self.parts:
