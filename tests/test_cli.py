@@ -293,7 +293,7 @@ def test_a_signal_ends_tune_with_the_best_plan_on_disk(tmp_path: Path, name: str
     done = subprocess.run(
         [sys.executable, "-c", program, *words, "-o", str(plan)], capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == {"SIGINT": 130, "SIGTERM": 143}[name], done.stderr
     assert "interrupted" in done.stdout and plan.exists()
 
 
