@@ -357,6 +357,61 @@ def test_experts_over_ep_give_the_gradients_of_one_process(name, how, four):
         assert max(errors) <= TOLERANCE
 
 
+class Balance(torch.autograd.Function):
+    """Adds a loss of a layer's own, as routers of Megatron and DeepSeek do: its gradient joins the output's."""
+
+    @staticmethod
+    def forward(ctx, x, loss, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.new_full((), ctx.scale), None
+
+
+class BalancedExperts(Experts):
+    """Experts whose router has a loss of its own."""
+
+    scale = 1.0
+
+    def forward(self, x):
+        out = super().forward(x)
+        return Balance.apply(out, (self.norm(x) ** 2).mean() + (self.experts**2).mean(), self.scale)
+
+
+def balanced(world, plan):
+    mesh = _mesh((2, 2), ("ep", "pp"))
+    group, place = mesh.get_group("ep"), mesh.get_local_rank("ep")
+    torch.manual_seed(3)
+    whole = [Block().double() if k % 2 else BalancedExperts() for k in range(6)]
+    mine = [Block().double() if k % 2 else BalancedExperts(group) for k in range(6)]
+    count = plan.num_micro_batches
+    for a, b in zip(whole, mine):
+        state = a.state_dict()
+        if isinstance(a, Experts):
+            b.experts = nn.Parameter(a.experts.detach()[place : place + 1].clone())
+            state["experts"] = b.experts.detach()
+            # A loss that a layer adds by itself counts as it is: its share of the mean is the layer's to give. Half of
+            # the experts are here, and the mean over the expert ranks is taken of all gradients.
+            a.scale, b.scale = 1 / (2 * count), 1 / count
+        b.load_state_dict(state)
+    data = [torch.randn(2, 5, WIDTH, dtype=torch.float64) for _ in range(2 * count)]
+    loss_fn = lambda o, t: F.mse_loss(o, t)  # noqa: E731
+    expected, _ = plain_gradients(whole, data, data, loss_fn)
+    with Pipeline(mine, plan, loss_fn, mesh=mesh, sharded={"ep": ["*.experts"]}, timeout_s=60) as pipe:
+        part = slice(pipe.world.replica * count, (pipe.world.replica + 1) * count)
+        pipe.step(data[part], data[part])
+        here = {n: g[place : place + 1] if n.endswith("experts") else g for n, g in expected.items()}
+        return _worst(pipe, here)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved"])
+def test_losses_of_expert_layers_count_as_they_are(name, four):
+    """The mean over micro-batches is the layer's own to take; over expert ranks all gradients are averaged."""
+    assert max(four.run(balanced, _plan(name, num_layers=6))) <= TOLERANCE
+
+
 # -- what nobody has a gradient for ---------------------------------------------------------------------
 
 
