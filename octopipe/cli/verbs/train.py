@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Mamba-2's scan through torch.compile (default: on cuda)",
     )
     run_.add_argument(
-        "--graphs", action=argparse.BooleanOptionalAction, help="ops replayed from CUDA graphs (default: on cuda)"
+        "--graphs", action=argparse.BooleanOptionalAction, help="ops replayed from CUDA graphs (default: as profiled)"
     )
     run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
     run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")

@@ -44,7 +44,7 @@ class TrainJob:
     tune_measured: bool = False
     """Tuning runs its plans, corrects costs by what ran, and keeps the plan that was measured fastest."""
     graphs: bool | None = None
-    """Ops are replayed from CUDA graphs where they can be; default: on a GPU, as the profile was measured."""
+    """Ops are replayed from CUDA graphs where they can be; default: as the profile was measured, else not."""
     """Where no plan is given: tune for so long instead of using the system."""
     dp: int = 1
     seq: int = 128
@@ -222,7 +222,7 @@ class TrainJob:
         """Whether ops are to be replayed from CUDA graphs."""
         if self.graphs is not None or self.device == "cpu":
             return bool(self.graphs)
-        return self.profile is None or self.profile.mode is None or self.profile.mode.graphs
+        return self.profile is not None and self.profile.mode is not None and self.profile.mode.graphs
 
     @property
     def mode(self) -> Mode:
