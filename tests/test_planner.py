@@ -19,8 +19,9 @@ from octopipe.plans.file import load_plan
 from octopipe.search.planner import search as planner_search
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.estimate import estimate, evenest_ms
+from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
-from octopipe.search.planner.search import Candidate, Pricer, judge, search
+from octopipe.search.planner.search import judge, search
 from octopipe.search.planner.splits import Split, parse_split, splits
 from octopipe.simulation.simulator import simulate
 

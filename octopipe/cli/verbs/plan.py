@@ -25,7 +25,8 @@ from octopipe.cli.verbs.tune import seconds
 if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
-    from octopipe.search.planner.search import Candidate, Found
+    from octopipe.search.planner.pricing import Candidate
+    from octopipe.search.planner.search import Found
 
 FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 

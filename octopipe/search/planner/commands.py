@@ -12,8 +12,8 @@ from collections.abc import Callable
 from octopipe.base.errors import OctoPipeError
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.megatron_line import megatron_line
+from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
-from octopipe.search.planner.search import Candidate
 
 Line = Callable[[Candidate, ModelSpec, str, str | None], str]
 """(split, model, the model as the user named it, the plan's file) -> a command; raises where there is none."""

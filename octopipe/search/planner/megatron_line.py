@@ -18,7 +18,7 @@ from octopipe.models.spec import Attention, Block, Embedding, Head, LatentAttent
 from octopipe.views.export.megatron import megatron_layout
 
 if TYPE_CHECKING:
-    from octopipe.search.planner.search import Candidate
+    from octopipe.search.planner.pricing import Candidate
 
 DATA = ("--mock-data", "--tokenizer-type NullTokenizer", "--train-iters 20", "--lr 1e-4", "--min-lr 1e-5")
 """Enough to start a run that measures speed; replace it by your own data and schedule."""

@@ -11,8 +11,9 @@ from typing import Any
 
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
+from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.search import Candidate, Found, Pricer, judge, modes_of
+from octopipe.search.planner.search import Found, judge, modes_of
 from octopipe.search.planner.splits import splits
 
 MOST_ROWS = 12

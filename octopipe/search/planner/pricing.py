@@ -1,0 +1,177 @@
+"""A split with its numbers: priced, bounded, estimated, simulated.
+
+Knows: how one split's costs, bound and step time are found, each once. Does not know: which splits there are
+(`splits.py`) or how a budget is spent on them (`search.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from octopipe.base.errors import DoesNotFitError, NotApplicableError
+from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.resolve import costs_of_setup
+from octopipe.costs.table import CostTable
+from octopipe.models.spec import ModelSpec, Moe
+from octopipe.plans.plan import Plan
+from octopipe.search.planner.estimate import Estimate, estimate
+from octopipe.search.planner.splits import Split, least_state_bytes
+from octopipe.search.recompute import least_recomputing, plan_under, recomputing
+from octopipe.search.systems import build_plan
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import GIB, Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A split with its numbers: estimated, simulated, or tuned."""
+
+    split: Split
+    setup: Setup
+    how: str
+    """estimated, tuned (any order), layout (layers per stage alone), or the published system it was simulated under."""
+    step_ms: float
+    tuned_ms: float
+    """What tuning may come to, by estimate; of a simulated or tuned one its own step time."""
+    tokens_per_gpu_per_second: float
+    mfu: float | None
+    bubble: float
+    peak_gib: float
+    limit_gib: float
+    fits: bool
+    recompute: str
+    plan: Plan | None = None
+    costs: CostTable | None = None
+    timeline: Timeline | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
+        more = ("how", "step_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits")
+        return {
+            **{n: getattr(self.split, n) for n in names},
+            **{n: getattr(self, n) for n in more},
+            "recompute": self.recompute,
+            "setup": self.setup.as_dict(),
+        }
+
+
+class Pricer:
+    """Costs of splits, each priced once."""
+
+    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False):
+        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices."""
+        self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
+        parts = [part for layer in spec for part in layer.parts]
+        self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
+        self.dense = float(spec.training_parameters) - self.experts
+        self._known: dict[Setup, CostTable] = {}
+        self._work: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
+        setup = split.setup(self.base, self.global_batch)
+        setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
+        if setup not in self._known:
+            self._known[setup] = costs_of_setup(self.spec, setup)
+        return self._known[setup]
+
+    def bound_ms(self, split: Split) -> float:
+        """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        # Without ZeRO-3 a layer's time does not depend on how many ranks and replicas there are.
+        # ZeRO-3's gathers can only add to it.
+        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
+        if key not in self._work:
+            costs = self.costs(replace(split, zero=0))
+            self._work[key] = float(costs.layer_ms.sum()), float(min(costs.slowdown(r) for r in range(split.pp)))
+        work, fastest = self._work[key]
+        return fastest * (m * work / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+
+    def may_fit(self, split: Split) -> bool:
+        """Is there room for the state alone?"""
+        limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
+        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes) < limit
+
+    def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes)
+        return self._candidate(split, self.costs(split), "estimated", found)
+
+    def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        rate = costs.throughput(split.pp, m, found.step_ms)
+        assert costs.setup is not None
+        return Candidate(
+            split=split,
+            setup=costs.setup,
+            how=how,
+            step_ms=found.step_ms,
+            tuned_ms=found.tuned_ms,
+            tokens_per_gpu_per_second=float(rate["tokens_per_gpu_per_second"] or 0.0),
+            mfu=rate["mfu"],
+            bubble=found.bubble,
+            peak_gib=found.peak_gib,
+            limit_gib=found.limit_gib,
+            fits=found.fits,
+            recompute=found.recompute,
+        )
+
+    def simulated(self, split: Split, recompute: str = "auto") -> Candidate:
+        """The split under (interleaved) 1F1B, op by op."""
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        system = "interleaved" if split.vp > 1 else "1f1b"
+        options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
+
+        def build(costs: CostTable) -> Plan:
+            return build_plan(system, costs, split.pp, m, **options)
+
+        if self.recompute_ops:
+            costs = self.costs(split)
+            plan = build(costs)
+            if recompute != "none":
+                plan = recomputing(plan) if recompute == "full" else least_recomputing(plan, costs)
+        else:
+            plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
+        return self.of_plan(split, plan, costs, system)
+
+    def scheduled(self, split: Split, system: str) -> Candidate | None:
+        """The split under a published schedule that needs a runtime for any order; None where it does not apply."""
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        try:
+            costs = self.costs(split)
+            plan = build_plan(system, costs, split.pp, m)
+            found = self.of_plan(split, plan, costs, system)
+            if not found.fits and not self.recompute_ops:
+                costs = self.costs(split, "selective")
+                found = self.of_plan(split, build_plan(system, costs, split.pp, m), costs, system)
+        except (NotApplicableError, DoesNotFitError):
+            return None
+        return found if found.fits else None
+
+    def of_plan(self, split: Split, plan: Plan, costs: CostTable, how: str) -> Candidate:
+        timeline = simulate(plan, costs, check=False)
+        rate = costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms)
+        full = int(np.argmax(timeline.peak_bytes))
+        assert costs.setup is not None
+        again = sum(len(s.recomputed_layers) for s in plan.stages) + (costs.setup.recompute_layers or 0)
+        mode = f"{again} layer{'s' if again > 1 else ''}" if again else costs.setup.recompute
+        return Candidate(
+            split=split,
+            setup=costs.setup,
+            how=how,
+            step_ms=timeline.step_ms,
+            tuned_ms=timeline.step_ms,
+            tokens_per_gpu_per_second=float(rate["tokens_per_gpu_per_second"] or 0.0),
+            mfu=rate["mfu"],
+            bubble=timeline.bubble_ratio,
+            peak_gib=float(timeline.peak_bytes[full]) / GIB,
+            limit_gib=timeline.capacity_bytes[full] / GIB,
+            fits=timeline.fits,
+            recompute=mode,
+            plan=plan,
+            costs=costs,
+            timeline=timeline,
+        )
