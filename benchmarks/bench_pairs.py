@@ -6,7 +6,7 @@
 `models`: step time, tokens per GPU and second, share of the exchange behind computation and whether the plan fits, for
 1F1B, ZB-V, Megatron's combined interleaved 1F1B, DualPipe, DualPipeV and the tuned plan. Costs are analytic; how tokens
 are exchanged is what DeepSeek published for its own run: fp8 to the experts and bf16 back, a token on at most 4 nodes,
-20 of 132 multiprocessors, and links at 0.9 of 50 GB/s (DeepEP's README reports 43 to 58 GB/s for its kernels on H800).
+20 of 132 multiprocessors, and links at 0.9 of 50 GB/s (our choice).
 DeepSeek-V3's published throughput is 14.8 T tokens in 2.664 M GPU hours: 1,543 tokens per GPU and second.
 
 `random`: random models of which 10 to 60 % is exchange, tuned plan against every system, with the gap to the bound.
