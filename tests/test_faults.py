@@ -26,6 +26,7 @@ from test_train import job  # noqa: E402
 
 from octopipe.base.errors import OctoPipeError  # noqa: E402
 from octopipe.runtime.ranks import launch  # noqa: E402
+from octopipe.runtime.ranks.meeting import local_store  # noqa: E402
 from octopipe.runtime.training import train as trainer  # noqa: E402
 from octopipe.runtime.training.checkpoint import checkpoints  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
@@ -280,7 +281,7 @@ def test_nothing_listens_outside_this_host() -> None:
     every = launch.run_ranks(listening_sockets, 2)
     assert all(every), "a rank listens for its peers"
     assert {address for found in every for address in found} == {"0100007F"}
-    store = launch._local_store()
+    store = local_store()
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [row[1] for row in rows if row[1].endswith(f":{store.port:04X}") and row[3] == "0A"] == [
         f"0100007F:{store.port:04X}"

@@ -404,13 +404,13 @@ def test_kernels_are_chosen_by_device_and_by_what_is_installed(monkeypatch: pyte
     assert kernels.choose("cuda").scan == "compiled"
     assert kernels.choose("cuda", compiled=False).scan == "eager"
     there |= {"mamba_ssm", "causal_conv1d", "fla"}
-    assert kernels.choose("cuda") == kernels.Kernels(scan="mamba_ssm", delta="fla")
+    assert kernels.choose("cuda") == kernels.Kernels(scan="mamba_ssm", delta="fla", loss="fused")
     assert kernels.choose("cuda", compiled=True).scan == "compiled"
     assert kernels.choose("cpu").scan == "eager"
     there |= {"flash_attn"}
     assert kernels.choose("cuda").attention == "flash_attn"
     asked = kernels.choose("cuda", asked=("sdpa", "compiled"))
-    assert asked == kernels.Kernels(scan="compiled", delta="fla", attention="sdpa")
+    assert asked == kernels.Kernels(scan="compiled", delta="fla", attention="sdpa", loss="fused")
     for words, device, why in (
         (("flash_attn",), "cpu", "runs on a GPU"),
         (("fast",), "cuda", "give some of"),

@@ -354,4 +354,6 @@ def test_a_system_that_holds_layers_twice_and_is_faster_is_named() -> None:
     assert min(closed.systems["dualpipe"], closed.systems["chimera"]) < closed.step_ms
     assert any("--copies" in note and "on two ranks, takes" in note for note in closed.notes)
     opened = tune(costs, 2, micro_batches, budget_s=60.0, iterations=200, copies=True)
-    assert opened.step_ms <= closed.systems["dualpipe"] and not any("takes" in note for note in opened.notes)
+    assert opened.step_ms <= closed.systems["dualpipe"] * (1 + 1e-12) and not any(
+        "takes" in note for note in opened.notes
+    )

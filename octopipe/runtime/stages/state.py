@@ -147,7 +147,8 @@ class HeldTensor:
     def copyable(self) -> bool:
         """Whether a copy can stand for it: plain memory without a history."""
         t = self.tensor
-        return type(t) is Tensor and t.grad_fn is None and not t.requires_grad and t.layout is torch.strided
+        plain = type(t) is Tensor and not t.is_meta and t.layout is torch.strided
+        return plain and t.grad_fn is None and not t.requires_grad
 
     def moved(self) -> bool:
         """Whether it has other values than when it was found, as far as its version or a copy tells."""
@@ -158,8 +159,10 @@ class HeldTensor:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta != b.is_meta:
         return False
+    if a.is_meta:  # the form of a tensor, without values (a model's shell)
+        return True
     # NaN is the same as NaN here.
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
