@@ -203,7 +203,8 @@ class MeshPricer:
         if mesh.recompute == "full":
             inner = range(1, len(costs) - 1)
             costs = [checkpointed(c, costs[i - 1].boundary_bytes) if i in inner else c for i, c in enumerate(costs)]
-        out = {name: np.array([getattr(c, name) for c in costs]) for name in LayerCost.__dataclass_fields__}
+        taken = [name for name in LayerCost.__dataclass_fields__ if name in LayerPrices.__dataclass_fields__]
+        out = {name: np.array([getattr(c, name) for c in costs]) for name in taken}
         out["reduction_ms"] = np.array(reduction_ms(weights, pricing))
         held = _held(weights, setup, pricing)
         return out | {
