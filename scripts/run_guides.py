@@ -280,9 +280,8 @@ def main() -> int:
     failed = [o for o in outcomes if o.failed]
     print("\n" + table(outcomes))
     ran = sum(o.result.startswith("ran") for o in outcomes)
-    print(
-        f"\n{ran} ran, {len(failed)} failed, {len(outcomes) - ran - len(failed)} not run; folder: {shlex.quote(str(work))}"
-    )
+    left = len(outcomes) - ran - len(failed)
+    print(f"\n{ran} ran, {len(failed)} failed, {left} not run; folder: {shlex.quote(str(work))}")
     return 1 if failed else 0
 
 
