@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--eps", type=non_negative, default=1e-8, help="of Adam (default: 1e-8)")
     run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
+    run_.add_argument(
+        "--shard-optimizer",
+        action="store_true",
+        help="divide optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
+    )
     add_precision_arguments(run_)
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument(
@@ -269,6 +274,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         eps=args.eps,
         optimizer=args.optimizer,
         clip=args.clip or None,
+        shard_optimizer=args.shard_optimizer,
         precision=args.precision,
         dtype=args.dtype,
         device=args.device,

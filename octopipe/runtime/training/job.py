@@ -66,6 +66,8 @@ class TrainJob:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
+    shard_optimizer: bool = False
+    """Whether data-parallel pipelines divide optimizer state and master weights among themselves (ZeRO-1)."""
     precision: str | None = None
     """How layers compute and gradients add up (`costs/mode.py`); default: a transformers config's own dtype on a GPU,
     else bf16-main-fp32 there and fp32 on a CPU."""
@@ -141,6 +143,10 @@ class TrainJob:
             raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
         if self.graphs and self.device == "cpu":
             raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
+        if self.shard_optimizer and self.dp == 1:
+            raise OctoPipeError(
+                "--shard-optimizer divides state over data-parallel pipelines; give --dp, or leave it out"
+            )
         if self.tune_measured and (self.tune_s is None or self.dp > 1 or self.lengths):
             raise OctoPipeError(
                 "measuring while tuning runs one pipeline of equal micro-batches; give --tune TIME, without --dp and "
