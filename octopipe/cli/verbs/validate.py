@@ -7,6 +7,7 @@ Knows: its flags, whether a profile is the plan's own, and how errors are shown.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import console, named, print_json, whole_number
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.cli.verbs.profile import workload_of
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
+    from octopipe.plans.setting import checkpointed_by_prices
     from octopipe.simulation.contention import predict
 
     plan, profile = load_plan(args.plan), load_profile(args.profile)
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
     work = workload_of({**recipe, "dtype": None, "precision": args.precision} if args.precision else recipe)
+    work = replace(work, checkpointed=checkpointed_by_prices(plan))
     if not args.fresh:
+        profile = profile.checkpointing(work.checkpointed)
         measured = profile.mode or workload_of(recipe).mode
         refuse_other_precision(measured, work.precision, args.profile)
 
