@@ -46,6 +46,7 @@ STYLE = """
 .plan-why svg { width: 100%; height: auto; display: block; }
 .plan-scroll { overflow-x: auto; }
 .plan-scroll .note { margin: 8px 0 0; }
+#download { color: var(--accent); }
 .cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
 """
 
