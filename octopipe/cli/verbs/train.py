@@ -248,6 +248,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         refuse_other_precision(profile.mode, precision, args.profile)
     if plan is not None:
         _tell_other_precision(plan, precision, args.plan)
+        _tell_recomputation(plan, args.plan)
     return TrainJob(
         spec=spec,
         nproc=nproc,
@@ -319,6 +320,26 @@ def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
             style="yellow",
             soft_wrap=True,
         )
+
+
+def _tell_recomputation(plan: Plan, where: str) -> None:
+    """A word where a plan's prices recompute inside the backward, which no op of the plan shows."""
+    from octopipe.cli.verbs.common import console, named
+    from octopipe.plans.setting import SETTING, checkpointed_by_prices
+
+    setting = plan.extra.get(SETTING)
+    if again := checkpointed_by_prices(plan):
+        text = f"{where} was made with --recompute full: {len(again)} layers are recomputed in their backward"
+        style = ""
+    elif isinstance(setting, dict) and setting.get("recompute") == "selective":
+        text = (
+            f"{where} was made with --recompute selective, which `octopipe train` cannot do: this run keeps all "
+            "activations and needs more memory than the plan says; use --recompute none or full when planning for it"
+        )
+        style = "yellow"
+    else:
+        return
+    console(stderr=True).print(named(text), style=style, soft_wrap=True)
 
 
 def reading_from(args: argparse.Namespace) -> Reading:
@@ -394,8 +415,7 @@ def lengths_from(
 def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:
     """DynaPipe's micro-batches, by the prices of our own layers; of other people's, by tokens."""
     from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import Setup
-    from octopipe.costs.resolve import DEFAULT_GPU
+    from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.batching import dynamic_groups
     from octopipe.search.systems.dynapipe import micro_batch_samples

@@ -16,6 +16,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.runtime.training.data.opening import Reading
 from octopipe.runtime.training.schedule import SCHEDULES, Schedule
 from octopipe.simulation.timeline import Timeline
@@ -192,6 +193,11 @@ class TrainJob:
             raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    @property
+    def checkpointed(self) -> tuple[int, ...]:
+        """Layers that run again inside their backward, because the plan's prices say so."""
+        return () if self.plan is None else checkpointed_by_prices(self.plan)
 
     def _check_training(self) -> None:
         for name in ("eval_every", "eval_samples", "log_every", "save_every"):

@@ -164,6 +164,7 @@ def workload_of(job: TrainJob) -> Workload:
         asked_kernels=job.kernels,
         seed=job.seed,
         graphs=job.replays,
+        checkpointed=job.checkpointed,
     )
 
 
