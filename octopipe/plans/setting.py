@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.cluster.setup import keywords
+from octopipe.costs.cluster.setup import checkpointed_layers, keywords
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
@@ -40,6 +40,18 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
     if costs.mode is not None:
         out[MODE] = costs.mode.record()
     return out
+
+
+def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
+    """Layers that the plan's prices run again inside the backward, one at a time (`--recompute full`).
+
+    No op of the plan says so: whoever runs it has to checkpoint these layers, or it holds more than was priced.
+    """
+    setting = plan.extra.get(SETTING)
+    if not isinstance(setting, Mapping) or setting.get("recompute") != "full":
+        return ()
+    count = setting.get("recompute_layers")
+    return checkpointed_layers(plan.num_layers, count if isinstance(count, int) else None)
 
 
 def _names_files(setting: Mapping[str, Any]) -> bool:

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.base.stop import StopRequest
     from octopipe.cli.verbs.plan_answer import numbers_of, provenance_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
-    from octopipe.plans.file import save_plan
+    from octopipe.plans.file import plan_to_json, save_plan
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
@@ -168,13 +168,16 @@ def run(args: argparse.Namespace) -> int:
     record: dict[str, Any] = {}
     if args.output or args.page:
         record = _record(args, spec, base, found, fixed)
-    if args.output and best.plan is not None:
-        save_plan(best.plan.with_extra(**provenance_of(args, best), cluster_plan=record), args.output)
+    plan = None
+    if best.plan is not None:
+        plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
+    if args.output and plan is not None:
+        save_plan(plan, args.output)
     if args.page:
         from octopipe.base.files import write_whole
         from octopipe.views.report.cluster import page
 
-        write_whole(args.page, page(record).encode())
+        write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
     lines = command_lines(best, spec=spec, model=args.model, plan_file=args.output, runtime=args.runtime)
     if args.json:
         print_json(numbers_of(args, found, lines, reasons))
