@@ -12,7 +12,8 @@ sizes and this budget is not run again (`--again`: it is).
 
 Costs are analytic; how tokens are exchanged is what DeepSeek published for its own run: fp8 to the experts and bf16
 back, a token on at most 4 nodes, 20 of 132 multiprocessors, and links at 0.9 of 50 GB/s (our choice).
-DeepSeek-V3: its own set-up (2,048 H800, 15,360 sequences of 4,096 tokens a step: 120 micro-batches a pipeline), whose
+DeepSeek-V3: its own set-up (2,048 H800; 128 micro-batches where its 15,360 sequences a step made 120, because the
+interleaved schedule wants a multiple of pp), whose
 published throughput is 14.8 T tokens in 2.664 M GPU hours: 1,543 tokens per GPU and second. The other models' sizes are
 our choice; on 80 GB GLM-4.5 and Qwen3-235B would have to recompute most of their layers under every plan, so they are
 given H200.
@@ -58,7 +59,7 @@ SYSTEMS = ("1f1b", "zb-v", "interleaved-overlap", "dualpipe", "dualpipev")
 EXCHANGE = Exchange(link_share=0.9, dispatch_bytes=1.03, most_nodes=4)
 CASES = {
     # model: (gpu, pp, ep, dp, micro-batches, precision)
-    "deepseek-v3": ("h800", 16, 64, 128, 120, "fp8"),
+    "deepseek-v3": ("h800", 16, 64, 128, 128, "fp8"),
     "kimi-k2": ("h800", 16, 64, 64, 128, "fp8"),
     "glm-4.5": ("h200", 8, 32, 32, 64, "bf16"),
     "qwen3-235b-a22b": ("h200", 8, 32, 32, 64, "bf16"),
