@@ -20,10 +20,12 @@ import numpy as np
 from octopipe.base.compile import njit
 from octopipe.search.pairing.schedule import take
 
-PATIENCE, FIT, FUSE, RESERVE, ALONE_W, TWO_F, LONE_F, KEEP, NUM_NUMBERS = range(9)
+PATIENCE, FIT, FUSE, RESERVE, ALONE_W, TWO_F, LONE_F, KEEP, APART_W, NUM_NUMBERS = range(10)
 """Places in `numbers`: up to LONE_F as in `schedule`, but a rank whose patience is infinite waits for every partner;
 LONE_F: how many F of a rank run alone at first, so that the first micro-batches arrive early;
-KEEP: how many W a rank keeps back, while it waits for a single op, to run them beside its exchange."""
+KEEP: how many W a rank keeps back, while it waits for a single op, to run them beside its exchange;
+APART_W: of how many of the last micro-batches W is no part of a pair: it fills the ranks' idle time at the end, when
+there is room for what it holds."""
 
 TOGETHER = 0.5
 """How far apart, in slots, two ops may stand that are paired."""
@@ -159,7 +161,8 @@ def rhythm(  # type: ignore[no-untyped-def]
                 f, i = next_f, next_i
                 took = together[0, f, i]
                 extra = together[1, f, i] - took
-                if done[2, i] == done[1, i] and extra <= numbers[2] * own[2, i]:
+                apart = done[1, i] >= micro_batches - numbers[8]
+                if not apart and done[2, i] == done[1, i] and extra <= numbers[2] * own[2, i]:
                     b = i
                     took = together[1, f, i]
             elif wants_i:

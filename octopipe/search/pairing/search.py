@@ -24,7 +24,7 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan, Stage
 from octopipe.search.pairing.balance import Weights, balance
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, Layers, layers_of, price
-from octopipe.search.pairing.rhythm import rhythm
+from octopipe.search.pairing.rhythm import APART_W, rhythm
 from octopipe.search.pairing.schedule import schedule
 from octopipe.search.pairing.states import Drawing, State, full_rotation
 from octopipe.simulation.simulator import simulate
@@ -38,6 +38,8 @@ FITTED = 6
 """How often a state is scheduled again with less room where the plan made of it does not fit."""
 OVER = 2.0
 """By which share a steady schedule counts as longer for every share of its memory that it is over the limit."""
+APART = (0.0, 1.0, 2.0)
+"""Shares of a full rotation: W of so many of the last micro-batches is kept out of pairs in steady starts."""
 BALANCED = 300
 """Partitions judged per stage before a steady start is scheduled."""
 ROTATIONS = (1.0, 0.94, 0.87, 0.75, 0.6, 0.45, 0.3)
@@ -152,11 +154,19 @@ class PairSearch:
         for share in ROTATIONS:
             rotation = max(1, round(share * turn))
             steady = self._balanced(self._drawing.steady(state, rotation))
-            if rotation not in tried and self._ms(steady) < math.inf:
-                out.append(steady)
+            if rotation in tried:
+                continue
+            tried.add(rotation)
+            # W of the last micro-batches in pairs, or apart from them, until the last ones that are under way at once.
+            variants = [steady.copy() for _ in APART]
+            for variant, part in zip(variants, APART, strict=True):
+                variant.numbers[APART_W] = float(round(part * turn))
+            ms, best = min(((self._ms(each), k) for k, each in enumerate(variants)))
+            if ms < math.inf:
+                out.append(variants[best])
+                self._ms(variants[best])
                 if not self._over_by.any():
                     break
-            tried.add(rotation)
         return out
 
     def _balanced(self, state: State) -> State:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from octopipe.plans.plan import Plan
 
 Floats = NDArray[np.float64]
-NUM_NUMBERS = 8
+NUM_NUMBERS = 9
 """Numbers of a state, see `rhythm`; `schedule` knows the first six."""
 
 
@@ -127,6 +127,7 @@ class Drawing:
                 dice.choice((0.0, 0.7, 0.85, 0.95)) if varied else 0.0,
                 0.0,
                 0.0,
+                0.0,
             ],
         )
 
@@ -135,7 +136,7 @@ class Drawing:
         out = state.copy()
         out.key_f, out.key_i = places(out.rank)
         out.rotation = max(1, rotation)
-        out.numbers = [math.inf, 0.5, fused, 0.0, 0.7, 0.0, 0.0, 1.0]
+        out.numbers = [math.inf, 0.5, fused, 0.0, 0.7, 0.0, 0.0, 1.0, 0.0]
         return out
 
     def _flights(self, size: int, lead: float) -> list[int]:
@@ -183,9 +184,12 @@ class Drawing:
         elif kind < 0.66:
             state.key_i[dice.randrange(size)] += self._shift(state)
         elif kind < 0.8 and state.rotation:
-            if dice.random() < 0.5:
+            what = dice.random()
+            if what < 0.3:
                 state.rotation = max(1, state.rotation + dice.choice((-1, 1)))
-            elif dice.random() < 0.7:
+            elif what < 0.7:
+                state.numbers[8] = max(0.0, state.numbers[8] + dice.choice((-6.0, -2.0, -1.0, 1.0, 2.0, 6.0)))
+            elif what < 0.85:
                 state.numbers[6] = max(0.0, state.numbers[6] + dice.choice((-8.0, -2.0, 2.0, 8.0)))
             else:
                 state.numbers[7] = float(dice.choice((0, 1, 1, 2, 3)))
