@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, check_format, kind_of, read_json_object, shown, stem_of, write_whole
@@ -69,6 +70,26 @@ class Profile:
             for level, table in self.partial.items()
         }
         return replace(self, costs=costs, partial=partial)
+
+    def checkpointing(self, layers: Sequence[int]) -> Profile:
+        """The same layers, of which these keep their input alone and run again before I."""
+        if not layers:
+            return self
+        which = np.asarray(layers, dtype=np.int64)
+
+        def again(costs: CostTable) -> CostTable:
+            input_ms = costs.input_ms.copy()
+            input_ms[which] += costs.forward_ms[which]
+            held, stash, workspace = (
+                getattr(costs, name).copy() for name in ("activation_bytes", "stash_bytes", "workspace_bytes")
+            )
+            kept = np.minimum(held[which], np.broadcast_to(costs.boundary_bytes, held.shape)[which - 1])
+            workspace[which] += held[which] - kept
+            held[which], stash[which] = kept, np.minimum(kept, stash[which])
+            return costs.replace(input_ms=input_ms, activation_bytes=held, stash_bytes=stash, workspace_bytes=workspace)
+
+        partial = {level: again(table) for level, table in self.partial.items()}
+        return replace(self, costs=again(self.costs), partial=partial)
 
     def to_json(self) -> bytes:
         c = self.costs

@@ -24,6 +24,7 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
+from octopipe.cli.verbs.flags import add_field, setting_from
 from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
@@ -39,21 +40,16 @@ FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from octopipe.costs.cluster.setup import flag_fields
+
     add_model_arguments(parser)
     group = parser.add_argument_group("the cluster and the batch")
     add_hardware_arguments(group)
     add_batch_arguments(group, micro_batches=False)
     group = parser.add_argument_group("what is fixed already (default: searched)")
-    for name, words in (
-        ("tp", "GPUs per layer"),
-        ("cp", "GPUs per sequence"),
-        ("ep", "GPUs that the experts are divided over"),
-        ("pp", "pipeline ranks"),
-        ("dp", "pipelines side by side"),
-        ("vp", "stages per pipeline rank"),
-        ("micro-batch-size", "sequences per micro-batch"),
-    ):
-        group.add_argument(f"--{name}", type=whole_number, help=words)
+    for name in (*flag_fields("size"), "micro_batch_size"):
+        add_field(group, name, says_default=False)
+    group.add_argument("--vp", type=whole_number, metavar="N", help="stages per pipeline rank")
     add_training_arguments(group)
     group = parser.add_argument_group("the search")
     group.add_argument(
@@ -130,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.base.stop import StopRequest
     from octopipe.cli.verbs.plan_answer import numbers_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
-    from octopipe.plans.file import save_plan
+    from octopipe.plans.file import plan_to_json, save_plan
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
@@ -192,13 +188,16 @@ def run(args: argparse.Namespace) -> int:
     if args.output or args.page:
         left = 0.0 if found.interrupted else 0.95 * args.budget - (time.monotonic() - began)
         record = _record(args, spec, base, found, fixed, left)
-    if args.output and best.plan is not None:
-        save_plan(best.plan.with_extra(**provenance_of(args, best), cluster_plan=record), args.output)
+    plan = None
+    if best.plan is not None:
+        plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
+    if args.output and plan is not None:
+        save_plan(plan, args.output)
     if args.page:
         from octopipe.base.files import write_whole
         from octopipe.views.report.cluster import page
 
-        write_whole(args.page, page(record).encode())
+        write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
     plan_file = args.output if folder is None else "plan.json"
     lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
     if folder is not None:
@@ -243,8 +242,8 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.cluster.file import count_gpus, read_cluster
     from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup
-    from octopipe.costs.resolve import DEFAULT_GPU, resolve_spec
+    from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
+    from octopipe.costs.resolve import resolve_spec
 
     spec = resolve_spec(args.model)
     if spec is None:
@@ -262,17 +261,9 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         gpus = gpus or count_gpus(nodes)
     if gpus is None:
         raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
-    base = Setup(
-        gpu=kind,
-        seq=args.seq or DEFAULT_SEQ,
-        zero=1 if args.zero is None else args.zero,
-        precision=args.precision or "bf16",
-        gradients=args.gradients,
-        sequence_parallel=True if args.sequence_parallel is None else args.sequence_parallel,
-        reserve_gib=args.reserve_gib,
-        gpus_per_node=args.gpus_per_node,
-        nodes=nodes,
-    )
+    given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
+    zero = {} if args.zero is None else {"zero": args.zero}
+    base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes})
     return spec, base, gpus
 
 
@@ -313,12 +304,11 @@ def _write_why(path: str, found: Found, reasons: Reasons) -> None:
 
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     """The plan's set-up, and the keywords that price it again."""
+    from octopipe.costs.cluster.setup import keyword_fields
     from octopipe.plans.setting import carried
 
     known = best.setup.as_dict()
-    keys = ("gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute")
-    more = ("recompute_layers", "sequence_parallel", "reserve_gib", "gpus_per_node", "nodes")
-    setting = {"model": args.model, **{k: known[k] for k in (*keys, *more) if known.get(k) is not None}}
+    setting = {"model": args.model, **{k: known[k] for k in keyword_fields() if known.get(k) is not None}}
     if "nodes" in setting:
         del setting["gpu"]
     known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
