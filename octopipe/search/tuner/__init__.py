@@ -109,7 +109,8 @@ def tune(
         found, optimal = solved.found, solved.optimal and not costs.exchanges
         if costs.exchanges:
             notes.append(
-                "the exact method knows no pairs: it proves nothing about plans that hide the experts' exchange"
+                "the exact method does not consider pairs: it proves nothing about plans that hide the experts' "
+                "exchange"
             )
         elif solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
