@@ -163,12 +163,6 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bo
     add_batch_arguments(group)
     add_length_arguments(group)
     add_training_arguments(group)
-    group.add_argument(
-        "--vocab-parallel",
-        action="store_true",
-        default=None,
-        help="embedding and head divided over all pipeline ranks",
-    )
     group.add_argument("--p2p-ms", type=non_negative, help="time of every transfer, instead of the links' own")
     group.add_argument("--memory-gib", type=number_list, help="usable per rank: one number, or one per rank")
     group.add_argument(
@@ -198,7 +192,6 @@ SETUP_FLAGS = {
     "recompute": "recompute",
     "recompute_layers": "recompute_layers",
     "sequence_parallel": "sequence_parallel",
-    "vocab_parallel": "vocab_parallel",
     "reserve_gib": "reserve_gib",
     "p2p_ms": "p2p_ms",
     "memory_gib": "memory_gib",
@@ -221,7 +214,6 @@ OF_A_MODEL = (
     "recompute",
     "recompute_layers",
     "sequence_parallel",
-    "vocab_parallel",
     "gpus_per_node",
     "gpus",
     "cluster",
