@@ -187,6 +187,8 @@ def switch(
     world = pipe.world
     mine: dict[int, dict[str, Any]] = {}
     problem = _unfinished(pipe)
+    if pipe.plan.shards() or plan.shards():
+        problem = "a layer that is cut over ranks cannot change its plan on the way; save a checkpoint and load it"
     if not problem:
         try:
             mine = _layer_states(pipe, optimizer)
