@@ -16,19 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.setup import keywords
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.plan import Plan
 
 SETTING, COST_TABLE, COSTS, MODE = "setting", "cost_table", "costs", "mode"
-KEYS = (
-    "gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute",
-    "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",
-    "rank_speed", "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
-    "micro_batch_lengths", "packed", "tokens_per_pipeline",
-)  # fmt: skip
-"""Keys of a setting, beside its model, that price a plan; others are ignored."""
 log = logging.getLogger("octopipe.plan")
 
 
@@ -91,12 +85,12 @@ def costs_of_plan(
         raise OctoPipeError(
             f"{where}: does not say for which model and set-up it was made; give {naming} (and the GPU, the sizes, ...)"
         )
-    known = {**(own if isinstance(own, Mapping) else {}), **asked}
-    model = known.get("model") or plan.model
+    own = own if isinstance(own, Mapping) else {}
+    model = asked.get("model") or own.get("model") or plan.model
     if not model:
         raise OctoPipeError(f"{where}: does not say which model it is about; give {naming}")
     try:
-        costs = _fitting(plan, _resolved(str(model), plan, known, where), where)
+        costs = _fitting(plan, _resolved(str(model), plan, own, asked, where), where)
     except OctoPipeError as error:
         if table is None or asked.get("model"):
             raise
@@ -111,19 +105,14 @@ def costs_of_plan(
     return costs
 
 
-def _resolved(model: str, plan: Plan, known: Mapping[str, Any], where: str) -> CostTable:
+def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> CostTable:
+    """The costs of a plan's own setting, overruled by what is asked for; keys that are no field's are ignored."""
     from octopipe.costs.resolve import resolve_costs
 
-    numbers = {key: known[key] for key in KEYS if known.get(key) is not None}
-    speeds = numbers.pop("speeds", None) or numbers.pop("rank_speed", None)
-    if numbers.get("recompute") == "auto":
-        del numbers["recompute"]  # which layers are computed again stands in the plan itself
     try:
-        if speeds:
-            numbers["rank_speed"] = tuple(float(s) for s in speeds)
-        memory = numbers.get("memory_gib")
-        if isinstance(memory, list | tuple):
-            numbers["memory_gib"] = memory[0] if len(memory) == 1 else tuple(memory)
+        numbers = {**keywords(own, lenient=True), **keywords(asked, lenient=True)}
+        if numbers.get("recompute") == "auto":
+            del numbers["recompute"]  # which layers are computed again stands in the plan itself
         return resolve_costs(model, pp=plan.num_ranks, micro_batches=plan.num_micro_batches, **numbers)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None

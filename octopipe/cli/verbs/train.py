@@ -388,8 +388,7 @@ def lengths_from(
 def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:
     """DynaPipe's micro-batches, by the prices of our own layers; of other people's, by tokens."""
     from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import Setup
-    from octopipe.costs.resolve import DEFAULT_GPU
+    from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.batching import dynamic_groups
     from octopipe.search.systems.dynapipe import micro_batch_samples

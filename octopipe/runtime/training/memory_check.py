@@ -17,9 +17,8 @@ from typing import Any
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.hardware import gpu
-from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
 from octopipe.costs.profile_file import Profile
-from octopipe.costs.resolve import DEFAULT_GPU
 from octopipe.costs.table import CostTable
 from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
