@@ -430,3 +430,84 @@ def test_checkpoints_hold_the_whole_head_and_resume_under_either_plan(tmp_path, 
         assert away <= 1e-11
     head = torch.load(next(tmp_path.glob("step-*/layer-0004.pt")), weights_only=True)
     assert head["state"]["weight"].shape == (VOCAB, WIDTH)
+
+
+# -- heads along the way -----------------------------------------------------------------------------------
+
+
+class NextToken(nn.Module):
+    """A multi-token-prediction module as in DeepSeek-V3: hidden states and the next tokens' embeddings, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.join = nn.Linear(2 * WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        self.block = Mlp(spec.Mlp(hidden=WIDTH, ffn=12), 1e-5, {"dtype": torch.float64, "device": "cpu"})
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        ahead = torch.cat((embedded[:, 1:], embedded[:, -1:]), 1)
+        return self.block(self.join(torch.cat((hidden, ahead), -1)))
+
+
+def second_loss(output: Any, target: Tensor) -> Tensor:
+    """The token after the next one."""
+    later = torch.cat((target[:, 1:], torch.full_like(target[:, :1], -100)), 1)
+    return 0.3 * cross_entropy(output, later)
+
+
+def run_mtp(world):
+    from octopipe.runtime.path_losses import PathLosses
+
+    (embedding, *body, head), loss_fn = model("ours lean tied")
+    torch.manual_seed(8)
+    layers = [embedding, *body, head, NextToken(), model("ours lean")[0][-1]]
+    layers[6].weight = head.weight  # one projection for both heads, and the embedding's
+    last = world.size - 1
+    stages = (
+        Stage(first=0, stop=1, rank=0),
+        Stage(first=1, stop=4, rank=0),
+        Stage(first=4, stop=5, rank=last),
+        Stage(first=5, stop=6, rank=1, recompute=True),
+        Stage(first=6, stop=7, rank=last),
+    )
+    edges = ((0, 1), (0, 3), (1, 2), (1, 3), (3, 4))
+    forward = ["0F", "1F", "2F", "3F", "4F"]
+    backward = ["4I", "4W", "3R", "3B", "2I", "2W", "1B", "0B"]
+    orders: list[list[Op]] = [[] for _ in range(world.size)]
+    for m in range(2):
+        for text in forward + backward:
+            op = Op.parse(f"{text}{m}")
+            orders[stages[op.stage].rank].append(op)
+    plan = Plan(
+        num_layers=7,
+        num_ranks=world.size,
+        num_micro_batches=2,
+        stages=stages,
+        orders=tuple(map(tuple, orders)),
+        routes=((0, 1, 2, 3, 4),),
+        edges=(edges,),
+    ).check()
+    generator = torch.Generator().manual_seed(2)
+    tokens = [torch.randint(VOCAB, (2, TOKENS), generator=generator) for _ in range(2)]
+    targets = [torch.randint(VOCAB, (2, TOKENS), generator=generator) for _ in range(2)]
+    total: Any = 0.0
+    for x, y in zip(tokens, targets, strict=True):
+        embedded = layers[0](x)
+        hidden = embedded
+        for layer in layers[1:4]:
+            hidden = layer(hidden)
+        second = second_loss(layers[6](layers[5](embedded, hidden)), y)
+        total = total + (loss_fn(layers[4](hidden), y) + second) / 2
+    parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
+    expected = {id(p): g for p, g in zip(parameters, torch.autograd.grad(total, parameters), strict=True)}
+    with Pipeline(layers, plan, PathLosses({4: loss_fn, 6: second_loss}), group=world, timeout_s=30) as pipe:
+        found = float(pipe.step(tokens, targets))
+    worst = max(float((p.grad - expected[id(p)]).abs().max()) for _, p in pipe.named_parameters())
+    with pytest.raises(OctoPipeError, match="ends with layer 6"):
+        Pipeline(layers, plan, PathLosses({4: loss_fn}), group=world, timeout_s=30)
+    return worst, abs(found - float(total))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_second_head_along_the_way_gives_the_gradients_of_one_process(size):
+    for worst, away in shared_ranks(size).run(run_mtp):
+        assert worst <= TOLERANCE and away <= TOLERANCE

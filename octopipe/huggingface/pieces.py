@@ -29,7 +29,7 @@ from octopipe.huggingface.shell import (
     shell_of,
     zeros_like_all_of,
 )
-from octopipe.runtime.stages.shards import marked, masked_embedding, with_rows
+from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
 
 SIDE = ("attention_mask", "position_ids")
 """Inputs that every layer's arguments may depend on."""
@@ -145,7 +145,8 @@ class Embed(nn.Module):
                 f"{type(self.model).__name__} does more before its first layer than look up its embedding, so that "
                 "shards of it do not add up; use a plan with a whole embedding"
             )
-        return marked(found[number], with_rows(self, path, number, count)[1], {path: out.num_embeddings})
+        start = with_rows(self, path, number, count)[1]
+        return marked(found[number], start, dict.fromkeys(names_of(self, path), out.num_embeddings))
 
 
 class Block(nn.Module):
@@ -233,10 +234,13 @@ class Head(nn.Module):
         if self._routers is not None or not paths or type(out) is not nn.Linear:
             what = "trains its routers" if self._routers is not None else "has no plain projection to its vocabulary"
             raise OctoPipeError(f"the head of {type(self.model).__name__} cannot be cut: the model {what}")
-        cut = {}
+        cut: dict[str, int] = {}
         shard: nn.Module = self
         for name in ("weight", "bias") if out.bias is not None else ("weight",):
-            shard, start, cut[f"{paths[0]}.{name}"] = with_rows(shard, f"{paths[0]}.{name}", number, count)
+            path = f"{paths[0]}.{name}"
+            names = names_of(shard, path)
+            shard, start, rows = with_rows(shard, path, number, count)
+            cut |= dict.fromkeys(names, rows)
         return marked(shard, start, cut)
 
     def _stand_ins_on(self, device: torch.device) -> None:

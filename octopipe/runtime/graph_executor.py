@@ -23,6 +23,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import B, F, R, W
 from octopipe.runtime.executor import Executor
 from octopipe.runtime.graph_program import GraphCell, graph_program
+from octopipe.runtime.path_losses import PathLosses
 from octopipe.runtime.slots import RECEIVE, SEND, rank_program
 from octopipe.runtime.stages.chain import StageChain
 from octopipe.runtime.stages.shards import CutLoss, JoinedShards, cut_loss
@@ -41,6 +42,8 @@ class GraphExecutor(Executor):
         self._cut: CutLoss | None = None
         if program.plan.shards().get(program.plan.num_layers - 1):
             self._cut = cut_loss(loss_fn)
+        elif isinstance(loss_fn, PathLosses):
+            loss_fn.check(program.plan)
         self._picks: dict[int, Any] = {}
         super().__init__(program, layers, loss_fn, *args, **options)
 
@@ -123,6 +126,9 @@ class GraphExecutor(Executor):
 
     def _then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
         """What follows a stage's layers inside its forward: the loss, or a shard's part of it."""
+        if self._cut is None and cell.last and isinstance(self.loss_fn, PathLosses):
+            function = self.loss_fn.of_layer(self.program.plan.stages[cell.stage].stop - 1)
+            return function if targets is None else Loss(function, targets[cell.micro_batch])
         if self._cut is None:
             return self.loss(targets, cell.micro_batch) if cell.last else None
         if not cell.is_shard and not cell.last:

@@ -36,24 +36,34 @@ def rows_of_shard(rows: int, number: int, count: int) -> tuple[int, int]:
 
 
 def with_rows(module: nn.Module, path: str, number: int, count: int) -> tuple[nn.Module, int, int]:
-    """The module with only a shard's rows of the parameter `path`; the module itself stays as it was. Also the first
-    row and how many rows the whole has."""
+    """The module with only a shard's rows of the parameter `path`, under every name that it has there; the module
+    itself stays as it was. Also the first row and how many rows the whole has."""
     whole = module.get_parameter(path)
     start, stop = rows_of_shard(whole.shape[0], number, count)
     if start == stop:
         raise OctoPipeError(f"{count} shards of {whole.shape[0]} words leave one empty; cut it into fewer")
     part = nn.Parameter(whole.detach()[start:stop].clone(), requires_grad=whole.requires_grad)
-    top = inner = _own(module)
-    *owners, name = path.split(".")
-    for owner in owners:
-        child = _own(cast(nn.Module, inner._modules[owner]))
-        inner._modules[owner] = child
-        inner = child
-    inner._parameters[name] = part
-    for size in ("out_features", "num_embeddings"):
-        if hasattr(inner, size):
-            setattr(inner, size, stop - start)
+    top = _own(module)
+    copied: dict[str, nn.Module] = {"": top}
+    for name in names_of(module, path):
+        inner, at = top, ""
+        *owners, attribute = name.split(".")
+        for owner in owners:
+            at = f"{at}.{owner}"
+            if at not in copied:
+                copied[at] = inner._modules[owner] = _own(cast(nn.Module, inner._modules[owner]))
+            inner = copied[at]
+        inner._parameters[attribute] = part
+        for size in ("out_features", "num_embeddings"):
+            if hasattr(inner, size):
+                setattr(inner, size, stop - start)
     return top, start, whole.shape[0]
+
+
+def names_of(module: nn.Module, path: str) -> list[str]:
+    """Every name of the parameter `path`."""
+    whole = module.get_parameter(path)
+    return [name for name, p in module.named_parameters(remove_duplicate=False) if p is whole]
 
 
 def _own(module: nn.Module) -> nn.Module:

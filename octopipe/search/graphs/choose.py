@@ -6,8 +6,10 @@ Knows: what is compared, and what a search reports of it. Does not know: how eit
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from octopipe.base.compile import usable_cores
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.search.graphs.cut_head import CutHeadSearch
@@ -15,7 +17,7 @@ from octopipe.search.graphs.surrogate import chain_for, layout_of, with_shards
 from octopipe.search.result import Callback, Found, Progress, Step
 
 SearchChain = Callable[[CostTable, float], Found]
-CHAIN_SHARE = 0.4
+CHAIN_SHARE = 0.5
 """Share of the time in which the chain that stands for the cut model is searched (`surrogate`)."""
 CUT_MOVES = 400
 """Schedules judged where moves are counted, for each thousand moves of the search with a whole head, and at least."""
@@ -33,6 +35,7 @@ def with_cut_head(
     lower_bound_ms: float,
     progress: Callback | None,
     search_chain: SearchChain,
+    workers: int | None = None,
 ) -> tuple[Found, float]:
     """What was found with a whole head, or the best plan that cuts it where that is faster; and the step time of the
     best plan with a whole head. `search_chain(costs, seconds)` is the search for chains of stages."""
@@ -71,26 +74,32 @@ def with_cut_head(
         )
         return bool(progress(told))
 
-    searched = CutHeadSearch(
-        costs=costs,
-        num_ranks=num_ranks,
-        num_micro_batches=num_micro_batches,
-        budget_s=budget_s,
-        seed=seed,
-        moves=None if iterations is None else max(CUT_MOVES, CUT_MOVES * iterations // 1000),
-        starts=starts,
-        plans=plans,
-        stop=ask,
-    )
-    made = searched.run()
+    # Where moves are counted there is one lane, so that the plan depends on the seed alone.
+    lanes = [
+        CutHeadSearch(
+            costs=costs,
+            num_ranks=num_ranks,
+            num_micro_batches=num_micro_batches,
+            budget_s=budget_s,
+            seed=seed + lane,
+            moves=None if iterations is None else max(CUT_MOVES, CUT_MOVES * iterations // 1000),
+            starts=starts,
+            plans=plans,
+            stop=ask,
+        )
+        for lane in range(1 if iterations is not None else max(1, workers or usable_cores()))
+    ]
+    searched = lanes[0]
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        made = [one for one in threads.map(CutHeadSearch.run, lanes) if one is not None]
     found = replace(
         found,
-        iterations=found.iterations + searched.judged,
-        interrupted=found.interrupted or searched.interrupted,
+        iterations=found.iterations + sum(lane.judged for lane in lanes),
+        interrupted=found.interrupted or any(lane.interrupted for lane in lanes),
     )
-    if made is None or made[1].step_ms >= whole_ms:
-        return found, whole_ms
-    plan, timeline = made
+    plan, timeline = min(made, key=lambda one: one[1].step_ms, default=(found.plan, found.timeline))
     after = timeline.step_ms
+    if after >= whole_ms:
+        return found, whole_ms
     step = Step(found.iterations, seconds + searched.seconds, "schedule", "cut head", whole_ms, after, after)
     return replace(found, plan=plan, timeline=timeline, log=[*found.log, step], finalists=[plan]), whole_ms

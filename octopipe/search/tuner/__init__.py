@@ -148,7 +148,7 @@ def tune(
 
             found, whole_ms = with_cut_head(
                 found, *setting, budget_s=budget_s * SETTINGS.cut_head, seed=seed, iterations=iterations,
-                lower_bound_ms=bound, progress=progress, search_chain=search_chain,
+                lower_bound_ms=bound, progress=progress, search_chain=search_chain, workers=workers,
             )  # fmt: skip
             notes.append(_cut_words(found.plan, found.timeline.step_ms, whole_ms))
     else:
