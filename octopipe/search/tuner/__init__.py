@@ -238,9 +238,9 @@ def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
     ranks = plan.shards().get(plan.num_layers - 1, ())
     if not ranks:
         return f"no plan with a cut head was faster than the one with a whole head ({whole_ms:.2f} ms)"
-    also = " and the embedding" if 0 in plan.shards() else ""
+    what = "head and embedding are" if 0 in plan.shards() else "the head is"
     return (
-        f"the head{also} is cut into {len(ranks)} shards on ranks {', '.join(map(str, sorted(ranks)))}: "
+        f"{what} cut into {len(ranks)} shards on ranks {', '.join(map(str, sorted(ranks)))}: "
         f"{whole_ms / step_ms:.3f}x the speed of the best plan found with a whole head ({whole_ms:.2f} ms)"
     )
 
