@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.cluster.setup import keywords
+from octopipe.costs.cluster.setup import checkpointed_layers, keywords
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
@@ -40,6 +40,18 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
     if costs.mode is not None:
         out[MODE] = costs.mode.record()
     return out
+
+
+def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
+    """Layers that the plan's prices run again inside the backward, one at a time (`--recompute full`).
+
+    No op of the plan says so: whoever runs it has to checkpoint these layers, or it holds more than was priced.
+    """
+    setting = plan.extra.get(SETTING)
+    if not isinstance(setting, Mapping) or setting.get("recompute") != "full":
+        return ()
+    count = setting.get("recompute_layers")
+    return checkpointed_layers(plan.num_layers, count if isinstance(count, int) else None)
 
 
 def _names_files(setting: Mapping[str, Any]) -> bool:
@@ -118,7 +130,7 @@ def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); mend it or give --model') from None
+        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it or give --model') from None
 
 
 def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
@@ -132,5 +144,5 @@ def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise OctoPipeError(f'{where}: "{COST_TABLE}" is no object; write the plan again or give --model')
+        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again or give --model')
     return value

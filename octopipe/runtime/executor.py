@@ -25,7 +25,7 @@ from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.paired_ops import Given, PairedOps
-from octopipe.runtime.ranks.pending_board import PATIENCE_S, Board, Place
+from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
@@ -33,6 +33,9 @@ from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
+
+PENDING = "pending ops: "
+"""What comes before the lines of all ranks in an error."""
 
 
 class Executor:
@@ -199,7 +202,7 @@ class Executor:
         except BaseException as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             note_op(error, self.program, self.at)
-            self.board.write(f"failed in {self._place()}: {why}", last=True)
+            self.board.write(f"{FAILED} in {self._place()}: {why}", last=True)
             self._give_up()
             raise
         finally:
@@ -381,14 +384,28 @@ class Executor:
             return Place((self.steps_run, id(at), device_at), line, peer)
         return Place((self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else "")
 
+    def last_words(self, error: BaseException) -> str:
+        """Tell the other ranks what went wrong beside this rank's program (in an exchange after it, or in a check).
+
+        Where the error is another rank's, what the others have told; "" where the error says so already.
+        """
+        if not isinstance(error, PeerError):
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            self.board.write(f"{FAILED}: {why}", last=True)
+            return ""
+        if PENDING in str(error):
+            return ""
+        self.board.write(" ".join(str(error).split())[:200], last=True)
+        elsewhere = self.board.failed_elsewhere()
+        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
+        return f"{PENDING}{'; '.join(lines)}"
+
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
         self.board.write(line, last=True)
         lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
-        return (
-            f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; pending ops: {'; '.join(lines)}"
-        )
+        return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
 
 
 def first_stages(plan: Plan) -> set[int]:

@@ -390,3 +390,11 @@ __all__ = [
     "keywords",
     "setup_from",
 ]
+
+
+def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
+    """The layers that full recomputation runs again inside the backward: all between embedding and head, or `count` of
+    them, spread evenly."""
+    inner = num_layers - 2
+    count = inner if count is None else min(count, inner)
+    return tuple(i for i in range(1, inner + 1) if i * count // inner > (i - 1) * count // inner)

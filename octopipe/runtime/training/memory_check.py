@@ -38,7 +38,8 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 
 def bytes_per_parameter(job: TrainJob) -> float:
     """Weight, gradient and optimizer state, as the run's precision keeps them."""
-    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer])
+    shards = job.dp if job.shard_optimizer else 1
+    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards)
 
 
 def layer_parameters(job: TrainJob) -> list[int]:

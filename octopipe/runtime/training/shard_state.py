@@ -14,29 +14,26 @@ from torch import Tensor
 
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.stages.shards import rows_of_shard
-from octopipe.runtime.training.saved_state import compact, layer_state
 
 
-def with_whole_layers(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer | None, contents: Iterable[dict[str, Any]]
-) -> Iterable[dict[str, Any]]:
-    """A rank's part of a checkpoint with the layers that are cut made whole (collective over the pipeline, where any
-    layer is)."""
+def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """What a rank writes into a checkpoint, with the layers that are cut made whole (collective over the pipeline, where
+    any layer is). `contents` has this rank's part of every such layer."""
     cut = pipe.plan.shards()
     if not cut:
         return contents
     mine = {content["layer"]: content for content in contents}
     for k, ranks in sorted(cut.items()):
-        if pipe.rank not in ranks:
+        if k not in mine:
             continue
-        writer = min(ranks)
-        if writer != pipe.rank:
-            for part in _parts(_own(pipe, optimizer, k), pipe.modules()[k].cut_parameters):  # type: ignore[arg-type]
-                pipe.world.control.send([part[2].contiguous()], writer, k).wait()
+        sizes: Mapping[str, int] = pipe.modules()[k].cut_parameters  # type: ignore[assignment]
+        if min(ranks) != pipe.rank:
+            for _, _, part in _parts(mine.pop(k), sizes):
+                pipe.world.control.send([part.contiguous()], min(ranks), k).wait()
             continue
-        content, sizes = mine[k], pipe.modules()[k].cut_parameters
-        for holder, key, part in list(_parts(content, sizes)):  # type: ignore[arg-type]
-            rows = sizes[_parameter(holder, key, content)]  # type: ignore[index,operator]
+        content = mine[k]
+        for holder, key, part in list(_parts(content, sizes)):
+            rows = sizes[_parameter(holder, key, content)]
             whole = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
             for number, rank in enumerate(ranks):
                 start, stop = rows_of_shard(rows, number, len(ranks))
@@ -46,17 +43,6 @@ def with_whole_layers(
                     pipe.world.control.recv([whole[start:stop]], rank, k).wait()
             holder[key] = whole
     return list(mine.values())
-
-
-def _own(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, k: int) -> dict[str, Any]:
-    """This rank's part of a layer, as the writer has its own."""
-    moments: dict[str, Any] = {}
-    if optimizer is not None:
-        for shared in pipe.layers.shared():
-            number, name = shared.key.split(".", 1)
-            if int(number) == k:
-                moments[name] = compact(optimizer.state.get(shared.parameter, {}))
-    return {"state": layer_state(k, pipe.modules()[k], optimizer), "optimizer": moments}
 
 
 def _parts(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
