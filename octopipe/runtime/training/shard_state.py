@@ -17,7 +17,7 @@ from octopipe.runtime.stages.shards import rows_of_shard
 
 
 def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """What a rank writes into a checkpoint, with the layers that are cut made whole (collective over the pipeline, where
+    """What a rank writes into a checkpoint, with the layers that are cut made whole (collective over the pipeline where
     any layer is). `contents` has this rank's part of every such layer."""
     cut = pipe.plan.shards()
     if not cut:
