@@ -45,7 +45,7 @@ from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
 from octopipe.runtime.ranks.reduce import Reducer, Shared
 from octopipe.runtime.ranks.replicas import Replicas
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.stages.crossing import keep_apart, known_layers
+from octopipe.runtime.stages.crossing import keep_apart, known_layers, warn_of_copies
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
@@ -265,6 +265,8 @@ class Pipeline:
             self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
                 warn_of_missing(self.rank, self.named_parameters())
+            if first:
+                warn_of_copies(self.executor.chains, self.layers.ranks_of)
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
