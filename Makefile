@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-torch lint types unit fuzz soak mutate package bench docs pictures reproduce clean
+.PHONY: guides demo test test-all test-torch lint types unit fuzz soak mutate package bench docs pictures reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -42,6 +42,10 @@ fuzz: $(VENV)/.test
 # Two ranks for 2,000 steps, with plans that change and ranks that die.
 soak: $(VENV)/.test
 	$(BIN)/python scripts/soak.py
+
+# README, guides and pages in a fresh clone and environment, block by block, as a newcomer runs them.
+guides: $(VENV)/.test
+	$(BIN)/python scripts/run_guides.py
 
 # One operator flipped at a time; the nearest tests must notice.
 mutate: $(VENV)/.test
