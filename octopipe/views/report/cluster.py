@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,8 @@ STYLE = """
 .plan-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 12px; }
 .plan-table th { text-align: right; color: var(--quiet); font-weight: 500; font-size: 12px; padding: 3px 8px; }
 .plan-table td { text-align: right; padding: 4px 8px; border-top: 1px solid var(--line); white-space: nowrap; }
-.plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; min-width: 15em; }
+.plan-table td:nth-child(2), .plan-table th:nth-child(2) { text-align: left; white-space: normal; min-width: 15em; }
+.plan-compare .plan-table td:first-child { text-align: left; }
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
 .plan-why { margin-top: 14px; max-width: 980px; }
@@ -109,7 +111,7 @@ def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
         "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
         "style": asset("report.css") + STYLE,
         "panel": panel(record) + link,
-        "script": THEME,
+        "script": THEME + asset("compare.js") + "compare(document);",
     }
     return fill(asset("cluster.html"), parts)
 
@@ -237,7 +239,7 @@ def short(split: str) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
+    head = ("compare", "split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
     out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for i, r in enumerate(rows):
         mfu, guessed = r.get("mfu"), r.get("how") == "estimated"
@@ -252,7 +254,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             str(r.get("how", "")) + (", chosen" if i == 0 else ""),
         )
         kind = "today" if r.get("how") == "today" else "best" if i == 0 else ""
-        out.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+        known = isinstance(r.get("why"), Mapping)
+        data = f' data-why="{html.escape(json.dumps(r["why"], allow_nan=False))}"' if known else ""
+        first = kind in ("best", "today") and known
+        box = f'<td><input class="choose" type="checkbox" aria-label="compare"{" checked" if first else ""}></td>'
+        out.append(f'<tr class="{kind}"{data}>{box}' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
     notes = []
     if any(r.get("how") == "estimated" for r in rows):
         notes.append("~ estimated by a formula and not simulated; such rows come after all that were simulated.")
@@ -260,7 +266,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     if speeds and max(speeds) > speeds[0]:
         notes.append("Splits that are nearly as fast as the fastest count as equal; the simplest of them is chosen.")
     said = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
-    return f'<table class="plan-table">{"".join(out)}</table>{said}'
+    return f'<table class="plan-table">{"".join(out)}</table>{said}<div class="plan-compare"></div>'
 
 
 def _frame(heading: str, label: str, height: int = HEIGHT) -> str:
