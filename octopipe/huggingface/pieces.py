@@ -41,7 +41,7 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
         return {"input_ids": batch}
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise OctoPipeError("the batch is no tensor of tokens and no dict with input_ids; give one of them")
+        raise OctoPipeError("the batch is neither a tensor of tokens nor a dict with input_ids; give one of them")
     given = {key: value for key, value in batch.items() if value is not None}
     alien = sorted(set(given) - {"input_ids", *SIDE})
     if alien:

@@ -127,17 +127,6 @@ def stage_times(plan: Plan, costs: CostTable) -> Array:
     return out
 
 
-def op_durations(plan: Plan, costs: CostTable) -> Array:
-    """Time of every op, in the op table's numbering; a pair's time stands at its first op, its second op has none."""
-    t = plan.table()
-    alone = np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
-    if t.lead is None:
-        return alone
-    from octopipe.plans.pair_price import paired  # which prices single ops here
-
-    return paired(plan, costs, alone)
-
-
 @_kept
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches]."""

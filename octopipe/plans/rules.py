@@ -9,14 +9,18 @@ looked for op by op.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octopipe.base.graph import find_cycle
 from octopipe.base.limits import plan_too_large
+from octopipe.plans.op import KINDS, B, F, I, Op, R, W, with_rank_order
 from octopipe.plans.pair_rules import pair_problems
 from octopipe.plans.paths import path_problems, too_many_arrows
-from octopipe.plans.plan import KINDS, B, F, I, Op, Plan, R, W, with_rank_order
+
+if TYPE_CHECKING:
+    from octopipe.plans.plan import Plan
 
 MAX_PROBLEMS = 20
 

@@ -29,8 +29,9 @@ from octopipe.base.display import one_line
 from octopipe.base.errors import DeadlockError, OctoPipeError
 from octopipe.base.graph import find_cycle, topological_order
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import F, Op, OpTable, Plan, joined, with_rank_order
-from octopipe.plans.price import boundary_bytes, match, op_durations
+from octopipe.plans.price import boundary_bytes, match
 from octopipe.simulation import engine as _engine
 from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
 

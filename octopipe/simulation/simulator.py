@@ -19,12 +19,12 @@ from octopipe.base.graph import topological_order
 from octopipe.base.limits import checked_seed
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import KINDS, B, F, I, Plan, R, W, route_neighbours
 from octopipe.plans.price import (
     boundary_bytes,
     hop_times,
     match,
-    op_durations,
     stage_memory,
     static_bytes,
     workspace_bytes,

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from octopipe.cli.verbs.plan_answer import Reasons
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
-    from octopipe.search.planner.pricing import Candidate
     from octopipe.search.planner.search import Found
 
 SEARCHING = 0.85
@@ -105,7 +104,7 @@ def _systems(text: str) -> tuple[str, ...]:
     names = known if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in known:
-            raise argparse.ArgumentTypeError(f"{name[:40]!r} plans no cluster; one of {', '.join(known)}, or all")
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} does not plan clusters; one of {', '.join(known)}, or all")
     return names
 
 
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.base.clock import process_began
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
     from octopipe.base.stop import StopRequest
-    from octopipe.cli.verbs.plan_answer import numbers_of, reasons_of, show
+    from octopipe.cli.verbs.plan_answer import numbers_of, provenance_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
     from octopipe.plans.file import plan_to_json, save_plan
     from octopipe.search.planner.commands import command_lines
@@ -300,16 +299,3 @@ def _write_why(path: str, found: Found, reasons: Reasons) -> None:
         if why is not None and candidate is not None:
             rows.append((f"{name}: {short(candidate.split.words())}", why.as_dict()))
     write_whole(path, why_svg(rows, alone=True).encode())
-
-
-def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
-    """The plan's set-up, and the keywords that price it again."""
-    from octopipe.costs.cluster.setup import keyword_fields
-    from octopipe.plans.setting import carried
-
-    known = best.setup.as_dict()
-    setting = {"model": args.model, **{k: known[k] for k in keyword_fields() if known.get(k) is not None}}
-    if "nodes" in setting:
-        del setting["gpu"]
-    known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
-    return {**known_by, "setup": known, "step_ms": best.step_ms}

@@ -90,9 +90,11 @@ def tune(
             "time in the profile; start from a plan that does not"
         )
     if recompute and unlike:
-        recompute = False
+        # The other methods know recomputation of every stage or of none.
+        recompute = method == "best" and len(unlike) < costs.num_layers
         which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
-        notes.append(f"nothing is recomputed: {which} did something else when run a second time in the profile")
+        what = "no stage with them" if recompute and len(unlike) > 1 else "no stage with it" if recompute else "nothing"
+        notes.append(f"{what} is recomputed: {which} did something else when run a second time in the profile")
     compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
     plans = PlanClass(recompute=recompute, copies=copies and method == "best")
@@ -107,7 +109,8 @@ def tune(
         found, optimal = solved.found, solved.optimal and not costs.exchanges
         if costs.exchanges:
             notes.append(
-                "the exact method knows no pairs: it proves nothing about plans that hide the experts' exchange"
+                "the exact method does not consider pairs: it proves nothing about plans that hide the experts' "
+                "exchange"
             )
         elif solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms

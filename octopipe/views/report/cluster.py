@@ -18,7 +18,7 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_GPUS
-from octopipe.views.report.page import asset, fill
+from octopipe.views.report.assets import asset, fill
 from octopipe.views.report.why_picture import why_svg
 
 KEY = "cluster_plan"
