@@ -70,7 +70,8 @@ def panel(record: object) -> str:
         scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)][:MOST_POINTS]
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
-        table, parts = _table(rows), _why(rows)
+        error = record.get("expected_error")
+        table, parts = _table(rows, None if error is None else float(error)), _why(rows)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
         raise OctoPipeError(f"the plan's {KEY} cannot be drawn ({why}); plan again, or remove the key") from None
@@ -238,7 +239,7 @@ def short(split: str) -> str:
     return label if len(label) <= 34 else label[:33] + "…"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(rows: Sequence[Mapping[str, Any]], error: float | None = None) -> str:
     head = ("compare", "split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
     out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for i, r in enumerate(rows):
@@ -247,7 +248,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             str(r["split"]),
             str(r.get("zero", "")),
             str(r.get("recompute", "")),
-            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}",
+            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}"
+            + ("" if error is None else f" ± {error * float(r['tokens_per_gpu_per_second']):.0f}"),
             "" if mfu is None else f"{100 * float(mfu):.1f} %",
             f"{100 * float(r['bubble']):.1f} %",
             f"{float(r['peak_gib']):.0f} of {float(r['limit_gib']):.0f}",
@@ -265,6 +267,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     speeds = [float(r["tokens_per_gpu_per_second"]) for r in rows if r.get("how") != "estimated" and r.get("fits")]
     if speeds and max(speeds) > speeds[0]:
         notes.append("Splits that are nearly as fast as the fastest count as equal; the simplest of them is chosen.")
+    if error is not None:
+        notes.append(f"±: half of the published runs lie within {100 * error:.0f} % of their prediction.")
     said = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
     return f'<table class="plan-table">{"".join(out)}</table>{said}<div class="plan-compare"></div>'
 
