@@ -50,7 +50,7 @@ class Stage:
 
     first: int
     stop: int
-    """Half-open: layers first .. stop-1."""
+    """Half-open: layers first .. stop-1. A stage without layers behind the last one is the loss of a cut head."""
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""

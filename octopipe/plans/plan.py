@@ -144,12 +144,24 @@ class Plan:
         return tuple(s.num_layers for s in self.stages)
 
     def replicas(self) -> dict[int, tuple[int, ...]]:
-        """Layers that more than one rank holds, with those ranks: their gradients must be reduced."""
+        """Layers that more than one rank holds, with those ranks: their gradients must be reduced.
+
+        Shards of a layer are different parts of it, so a layer that is cut is no replica.
+        """
         holders: dict[int, set[int]] = {}
         for stage in self.stages:
-            for layer in range(stage.first, stage.stop):
+            for layer in range(stage.first, stage.stop) if stage.shard is None else ():
                 holders.setdefault(layer, set()).add(stage.rank)
         return {layer: tuple(sorted(ranks)) for layer, ranks in holders.items() if len(ranks) > 1}
+
+    def shards(self) -> dict[int, tuple[int, ...]]:
+        """Layers that are cut into shards, with the ranks of their shards, the first shard's first."""
+        parts: dict[int, dict[int, int]] = {}
+        for stage in self.stages:
+            if stage.shard is not None:
+                for layer in range(stage.first, stage.stop):
+                    parts.setdefault(layer, {})[stage.shard[0]] = stage.rank
+        return {layer: tuple(rank for _, rank in sorted(held.items())) for layer, held in parts.items()}
 
     def with_extra(self, **extra: Any) -> Plan:
         """The same plan with more provenance beside it."""

@@ -161,7 +161,7 @@ class _Walk:
         named = tuple(dict.fromkeys(_named(function.__code__)))
         self._namespace(function.__globals__, named, function.__module__)
 
-    def _namespace(self, own: dict[str, Any], named: Sequence[str], module: str | None) -> None:
+    def _namespace(self, own: dict[str, Any], named: tuple[str, ...], module: str | None) -> None:
         """What code that names these reaches in a module: variables, functions, and other modules of a user's."""
         here = [n for n in named if n in own]
         names = tuple(n for n in here if _may_be_state(own[n]))
