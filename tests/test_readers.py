@@ -188,7 +188,7 @@ def test_a_plan_above_a_cap_is_refused_before_memory_is_taken(name: str) -> None
 
 
 def test_more_ops_than_the_cap_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octopipe.plans.file.MAX_OPS", 100)
+    monkeypatch.setattr("octopipe.plans.written.MAX_OPS", 100)
     with pytest.raises(OctoPipeError, match="130 ops in orders; at most 100 are taken"):
         plan_from_json(_plan_text(orders=[["not an op"] * 130]))
 
@@ -361,12 +361,12 @@ def test_every_object_with_distinct_keys_is_decoded_as_it_is(value: object) -> N
     assert decode_json(json.dumps(value), "x.json") == json.loads(json.dumps(value))
 
 
-@pytest.mark.parametrize("name", ["plan", "timeline", "profile", "layer-times"])
-def test_formats_carry_a_version_and_a_newer_one_says_so(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, newer", [("plan", 3), ("timeline", 2), ("profile", 2), ("layer-times", 2)])
+def test_formats_carry_a_version_and_a_newer_one_says_so(name: str, newer: int, tmp_path: Path) -> None:
     family = f"octopipe.{name}"
     path = tmp_path / "case.json"
-    path.write_bytes(ALL[name].valid[0].replace(f"{family}/1".encode(), f"{family}/2".encode()))
-    with pytest.raises(OctoPipeError, match=f"{family}/2' is newer.*update octopipe"):
+    path.write_bytes(ALL[name].valid[0].replace(f"{family}/1".encode(), f"{family}/{newer}".encode()))
+    with pytest.raises(OctoPipeError, match=f"{family}/{newer}' is newer.*update octopipe"):
         ALL[name].use(path)
 
 

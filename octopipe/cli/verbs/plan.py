@@ -1,13 +1,17 @@
 """`octopipe plan MODEL --gpus N --gpu KIND --global-batch B`: how to split a model over a whole cluster.
 
-Knows: the flags, the table, the winner in words beside what runs today. Does not know: how splits are found
-(octopipe/search/planner/).
+Knows: the flags and what is written. Does not know: how splits are found (octopipe/search/planner/) or shown
+(plan_answer.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import (
@@ -20,33 +24,31 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
+from octopipe.cli.verbs.flags import add_field, setting_from
 from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
+    from octopipe.cli.verbs.plan_answer import Reasons
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
-    from octopipe.search.planner.pricing import Candidate
     from octopipe.search.planner.search import Found
 
+SEARCHING = 0.85
+"""Share of the budget that the search gets where files are written besides."""
 FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from octopipe.costs.cluster.setup import flag_fields
+
     add_model_arguments(parser)
     group = parser.add_argument_group("the cluster and the batch")
     add_hardware_arguments(group)
     add_batch_arguments(group, micro_batches=False)
     group = parser.add_argument_group("what is fixed already (default: searched)")
-    for name, words in (
-        ("tp", "GPUs per layer"),
-        ("cp", "GPUs per sequence"),
-        ("ep", "GPUs that the experts are divided over"),
-        ("pp", "pipeline ranks"),
-        ("dp", "pipelines side by side"),
-        ("vp", "stages per pipeline rank"),
-        ("micro-batch-size", "sequences per micro-batch"),
-    ):
-        group.add_argument(f"--{name}", type=whole_number, help=words)
+    for name in (*flag_fields("size"), "micro_batch_size"):
+        add_field(group, name, says_default=False)
+    group.add_argument("--vp", type=whole_number, metavar="N", help="stages per pipeline rank")
     add_training_arguments(group)
     group = parser.add_argument_group("the search")
     group.add_argument(
@@ -76,7 +78,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
     group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
+    parser.add_argument(
+        "--why",
+        nargs="?",
+        const="",
+        metavar="FILE.svg",
+        help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE|FOLDER/",
+        help="write the winner's plan here; a folder (run/) gets plan.json, train.sh, a Slurm file and a README",
+    )
     parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -90,7 +104,7 @@ def _systems(text: str) -> tuple[str, ...]:
     names = known if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in known:
-            raise argparse.ArgumentTypeError(f"{name[:40]!r} plans no cluster; one of {', '.join(known)}, or all")
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} does not plan clusters; one of {', '.join(known)}, or all")
     return names
 
 
@@ -106,16 +120,22 @@ def share(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octopipe.base.clock import process_began
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
     from octopipe.base.stop import StopRequest
+    from octopipe.cli.verbs.plan_answer import numbers_of, provenance_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
-    from octopipe.plans.file import save_plan
+    from octopipe.plans.file import plan_to_json, save_plan
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
     from octopipe.search.planner.splits import parse_split
 
-    for path in (args.output, args.page):
+    # The budget counts from the command's start, Python's own start included.
+    began = process_began() if sys.argv[1:2] == ["plan"] else time.monotonic()
+    folder = _folder(args.output)
+    args.output = str(folder / "plan.json") if folder is not None else args.output
+    for path in (args.output, args.page, args.why):
         if path:
             _check_writable(path)
     spec, base, gpus = _base(args)
@@ -144,7 +164,9 @@ def run(args: argparse.Namespace) -> int:
                 today=parse_split(args.today) if args.today else None,
                 runtime=RUNTIMES[args.runtime],
                 recompute=args.recompute or "auto",
-                budget_s=args.budget,
+                # The picture of other numbers of GPUs needs a share of the same time.
+                budget_s=args.budget * (SEARCHING if args.output or args.page else 1.0),
+                began=began,
                 margin=args.margin,
                 seed=args.seed,
                 say=None if status is None else status.update,
@@ -158,22 +180,60 @@ def run(args: argparse.Namespace) -> int:
         return run_published(args, spec, base, gpus, fixed, published, found, unfit)
     assert found is not None
     best = found.best
+    reasons = reasons_of(found, spec)
+    if args.why:
+        _write_why(args.why, found, reasons)
     record: dict[str, Any] = {}
     if args.output or args.page:
-        record = _record(args, spec, base, found, fixed)
-    if args.output and best.plan is not None:
-        save_plan(best.plan.with_extra(**provenance_of(args, best), cluster_plan=record), args.output)
+        left = 0.0 if found.interrupted else 0.95 * args.budget - (time.monotonic() - began)
+        record = _record(args, spec, base, found, fixed, left)
+    plan = None
+    if best.plan is not None:
+        plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
+    if args.output and plan is not None:
+        save_plan(plan, args.output)
     if args.page:
         from octopipe.base.files import write_whole
         from octopipe.views.report.cluster import page
 
-        write_whole(args.page, page(record).encode())
-    lines = command_lines(best, spec=spec, model=args.model, plan_file=args.output, runtime=args.runtime)
+        write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
+    plan_file = args.output if folder is None else "plan.json"
+    lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
+    if folder is not None:
+        _write_folder(folder, spec, found, lines, reasons)
     if args.json:
-        print_json(numbers_of(args, found, lines))
+        print_json(numbers_of(args, found, lines, reasons))
     else:
-        _show(args, spec, found, lines)
+        show(args, spec, found, lines, reasons)
     return stop.exit_code(0)
+
+
+def _folder(output: str | None) -> Path | None:
+    """The folder that -o names, made where it is not there; None where it names a file."""
+    from octopipe.base.errors import OctoPipeError
+
+    if not output or not (output.endswith(("/", os.sep)) or os.path.isdir(output)):
+        return None
+    try:
+        os.makedirs(output, exist_ok=True)
+    except OSError as error:
+        raise OctoPipeError(f"{output}: cannot make the folder ({error.strerror}); give another one to -o") from None
+    return Path(output)
+
+
+def _write_folder(folder: Path, spec: ModelSpec, found: Found, lines: dict[str, str], reasons: Reasons) -> None:
+    """The script, the Slurm file and the page beside the plan."""
+    from octopipe.base.files import write_whole
+    from octopipe.cli.verbs.plan_answer import changes, why_words
+    from octopipe.search.planner.launch import launch_of
+
+    title = f"{spec.name} on {found.best.setup.num_gpus} GPUs"
+    words = [*changes(found), *why_words(reasons)]
+    made = launch_of(found.best, lines, title=title, words=words, skipped=found.skipped)
+    for name, text in made.files.items():
+        write_whole(folder / name, text.encode())
+        if name.endswith((".sh", ".sbatch")):
+            os.chmod(folder / name, 0o755)
 
 
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
@@ -181,8 +241,8 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     from octopipe.base.errors import OctoPipeError
     from octopipe.costs.cluster.file import count_gpus, read_cluster
     from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup
-    from octopipe.costs.resolve import DEFAULT_GPU, resolve_spec
+    from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
+    from octopipe.costs.resolve import resolve_spec
 
     spec = resolve_spec(args.model)
     if spec is None:
@@ -200,163 +260,42 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         gpus = gpus or count_gpus(nodes)
     if gpus is None:
         raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
-    base = Setup(
-        gpu=kind,
-        seq=args.seq or DEFAULT_SEQ,
-        zero=1 if args.zero is None else args.zero,
-        precision=args.precision or "bf16",
-        gradients=args.gradients,
-        sequence_parallel=True if args.sequence_parallel is None else args.sequence_parallel,
-        reserve_gib=args.reserve_gib,
-        gpus_per_node=args.gpus_per_node,
-        nodes=nodes,
-    )
+    given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
+    zero = {} if args.zero is None else {"zero": args.zero}
+    base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes})
     return spec, base, gpus
 
 
 def _record(
-    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int]
+    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int], seconds: float
 ) -> dict[str, Any]:
     """What the panel of a report and the page draw."""
+    from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.runtimes import RUNTIMES
 
-    # Whoever has ended the search does not wait for what it would be on other numbers of GPUs.
-    more: dict[str, Any] = {"budget_s": 0.0} if found.interrupted else {}
     points = scaled(
-        spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime], **more
+        spec,
+        base,
+        found,
+        global_batch=args.global_batch,
+        fixed=fixed,
+        runtime=RUNTIMES[args.runtime],
+        budget_s=max(seconds, 0.0),
     )
-    return record_of(found, model=spec.name, words=changes(found), scaling=points)
+    words = [*changes(found), *why_words(reasons_of(found, spec))]
+    return record_of(found, spec, words=words, scaling=points)
 
 
-def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
-    """The plan's set-up, and the keywords that price it again."""
-    from octopipe.plans.setting import carried
+def _write_why(path: str, found: Found, reasons: Reasons) -> None:
+    """The picture of where the time goes."""
+    from octopipe.base.files import write_whole
+    from octopipe.views.report.cluster import short
+    from octopipe.views.report.why_picture import why_svg
 
-    known = best.setup.as_dict()
-    keys = ("gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute")
-    more = ("recompute_layers", "sequence_parallel", "reserve_gib", "gpus_per_node", "nodes")
-    setting = {"model": args.model, **{k: known[k] for k in (*keys, *more) if known.get(k) is not None}}
-    if "nodes" in setting:
-        del setting["gpu"]
-    known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
-    return {**known_by, "setup": known, "step_ms": best.step_ms}
-
-
-def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) -> dict[str, Any]:
-    return {
-        "model": args.model,
-        "gpus": found.best.setup.num_gpus,
-        "global_batch": args.global_batch,
-        "best": found.best.as_dict(),
-        "setup": found.best.setup.as_dict(),
-        "tokens_per_gpu_per_second": found.best.tokens_per_gpu_per_second,
-        "mfu": found.best.mfu,
-        "fits": found.best.fits,
-        "today": None if found.today is None else found.today.as_dict(),
-        "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
-        "changes": changes(found),
-        "commands": lines,
-        "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
-        "splits": found.splits,
-        "judged": found.judged,
-        "cut_short": found.cut_short,
-        "skipped": list(found.skipped),
-        "margin": found.margin,
-        "fastest": None if found.fastest is None else found.fastest.as_dict(),
-        "seconds": found.seconds,
-        "interrupted": found.interrupted,
-    }
-
-
-def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[str, str]) -> None:
-    out, best = console(), found.best
-    out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
-    show_table(args, found)
-    for sentence in changes(found):
-        out.print(sentence)
-    if found.interrupted:
-        out.print("interrupted: this is the best split so far")
-    for name, line in lines.items():
-        out.print(f"[bold]{name}[/]:", end=" ")
-        out.print(line, markup=False, soft_wrap=True)
-    if args.page:
-        out.print(f"page written to {args.page}")
-    if args.output:
-        out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
-
-
-def show_table(args: argparse.Namespace, found: Found) -> None:
-    """The splits, best first, and how much of the space was looked at."""
-    from rich.table import Table
-
-    out, best = console(), found.best
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    titles = ("tp", "cp", "ep", "pp", "vp", "dp", "mb", "Z", "recompute", "tok/s", "MFU%", "bub%", "GiB", "fits", "by")
-    for title in titles:
-        left = title in ("recompute", "by")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    rows = [*([found.today] if found.today else []), *found.ranked[: args.rows]]
-    for c in rows:
-        s = c.split
-        style = "bold green" if c is best else "yellow" if c is found.today else None
-        table.add_row(
-            *map(str, (s.tp, s.cp, s.ep, s.pp, s.vp, s.dp, s.micro_batch_size, s.zero)),
-            c.recompute,
-            f"{c.tokens_per_gpu_per_second:.0f}",
-            "" if c.mfu is None else f"{100 * c.mfu:.1f}",
-            f"{100 * c.bubble:.1f}",
-            f"{c.peak_gib:.0f}/{c.limit_gib:.0f}",
-            "yes" if c.fits else "no",
-            "today" if c is found.today else {"estimated": "est.", "interleaved": "inter"}.get(c.how, c.how),
-            style=style,
-        )
-    out.print(table)
-    out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
-    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
-    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
-    out.print(seen, style="dim")
-    for sentence in found.skipped:
-        out.print(sentence, style="dim")
-
-
-def changes(found: Found) -> list[str]:
-    """The winner in words, beside what runs today."""
-    from octopipe.costs.analytic.calibration import is_calibrated
-
-    best, today = found.best, found.today
-    speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
-    share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
-    step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
-    out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
-    if best.setup.gpu is not None and not is_calibrated(best.setup.gpu, best.setup.precision):
-        out.append(
-            f"No published run calibrates {best.setup.gpu.name} in {best.setup.precision} here. Its shares of the peak "
-            "are taken from Hopper, so absolute numbers may be far off; the order of splits is more certain."
-        )
-    if found.fastest is not None:
-        gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
-        out.append(
-            f"{found.fastest.split.words()} ({found.fastest.how}) is {gain:.1f} % faster by this model, less than its "
-            "error; the simpler split with memory to spare is chosen (--margin 0 takes the fastest)."
-        )
-    if today is None:
-        return out
-    fits = "" if today.fits else f", and needs {today.peak_gib:.0f} of {today.limit_gib:.0f} GiB: it does not fit"
-    gain = today.step_ms / best.step_ms - 1.0
-    verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
-    out.append(f"{verdict} {today.split.words()} ({today.tokens_per_gpu_per_second:.0f} tokens/GPU/s{fits}).")
-    names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
-    names |= {"pp": "pipeline ranks", "vp": "stages per rank", "dp": "data parallelism"}
-    names |= {"micro_batch_size": "micro-batch size", "zero": "ZeRO"}
-    moved = [
-        f"{words} {getattr(today.split, name)} -> {getattr(best.split, name)}"
-        for name, words in names.items()
-        if getattr(today.split, name) != getattr(best.split, name)
-    ]
-    if today.recompute != best.recompute:
-        moved.append(f"recomputation {today.recompute} -> {best.recompute}")
-    if best.how == "tuned":
-        moved.append("partition, placement and order tuned")
-    out.append("what changed: " + (", ".join(moved) if moved else "nothing") + ".")
-    return out
+    rows = []
+    for name, why in reasons.items():
+        candidate = found.today if name == "today" else found.best
+        if why is not None and candidate is not None:
+            rows.append((f"{name}: {short(candidate.split.words())}", why.as_dict()))
+    write_whole(path, why_svg(rows, alone=True).encode())

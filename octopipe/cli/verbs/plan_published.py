@@ -88,7 +88,7 @@ def run_published(
 
 
 def _write(args: argparse.Namespace, found: Found | None, best: SystemPlan | None) -> None:
-    from octopipe.cli.verbs.plan import provenance_of
+    from octopipe.cli.verbs.plan_answer import provenance_of
     from octopipe.costs.table_file import record_of
     from octopipe.plans.file import save_plan
 
@@ -125,7 +125,7 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    from octopipe.cli.verbs.plan import changes, show_table
+    from octopipe.cli.verbs.plan_answer import changes, show_table
 
     out = console()
     out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: who plans what")

@@ -50,9 +50,9 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
-    from octopipe.cli.verbs.plan import changes, provenance_of
-    from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import Setup
+    from octopipe.cli.verbs.plan_answer import changes, provenance_of, reasons_of, why_words
+    from octopipe.costs.cluster.fields import of_text
+    from octopipe.costs.cluster.setup import Setup, form_fields
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.record import record_of, scaled
@@ -74,8 +74,10 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
         raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
-    precision: Any = asked.get("precision") or "bf16"
-    base = Setup(gpu=gpu(str(asked.get("gpu"))), seq=whole("seq"), precision=precision)
+    given = {name: str(asked[name]) for name in form_fields() if asked.get(name) not in (None, "")}
+    base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
+    if base.gpu is None:
+        raise OctoPipeError("which GPU? choose one of the list")
     today = str(asked.get("today") or "").strip()
     gpus, batch = whole("gpus"), whole("global_batch")
     found = search(
@@ -88,7 +90,8 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
         stop=stop,
     )
     points = [] if found.interrupted else scaled(spec, base, found, global_batch=batch)
-    record = record_of(found, model=spec.name, words=changes(found), scaling=points)
+    words = [*changes(found), *why_words(reasons_of(found, spec))]
+    record = record_of(found, spec, words=words, scaling=points)
     if found.best.plan is None:
         return record
     about = provenance_of(argparse.Namespace(model=str(asked["model"])), found.best)

@@ -91,6 +91,8 @@ class Pricing:
     """Rates of what stays in bf16."""
     exchange: Exchange = field(default_factory=Exchange)
     """How experts exchange tokens."""
+    free: frozenset[str] = frozenset()
+    """What is priced as if it took no time, of `shares.RESOURCES`: how one finds out what a resource costs."""
 
     @classmethod
     def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
@@ -103,6 +105,10 @@ class Pricing:
             plain=found["bf16"],
             exchange=exchange or Exchange(),
         )
+
+    def unless_free(self, what: str, took_ms: float) -> float:
+        """A time, nothing where its kind is free."""
+        return 0.0 if what in self.free else took_ms
 
     @property
     def bytes_per_ms(self) -> float:
@@ -159,18 +165,18 @@ class _PartTimes(NamedTuple):
     """To the experts, in F and (gradients) in I."""
     combine_ms: float = 0.0
     """And back."""
-    experts_ms: float = 0.0
-    """Between dispatch and combine, in F and again in I."""
+    between_ms: float = 0.0
+    """Between dispatch and combine, in F and again in I: the experts, and tokens sorted for them and back."""
 
     def parts(self, kind: str) -> list[Part]:
         """F or I as segments: routing, dispatch, experts, combine, and the other way round."""
         whole = self.forward_ms if kind == "F" else self.input_ms
         if self.combine_ms <= 0:
             return [("compute", whole)]
-        rest = max(whole - self.dispatch_ms - self.combine_ms - self.experts_ms, 0.0)
+        rest = max(whole - self.dispatch_ms - self.combine_ms - self.between_ms, 0.0)
         middle: list[Part] = [
             ("exchange", self.dispatch_ms),
-            ("compute", self.experts_ms),
+            ("compute", self.between_ms),
             ("exchange", self.combine_ms),
         ]
         return [("compute", rest), *middle] if kind == "F" else [*middle, ("compute", rest)]
@@ -187,7 +193,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     # Collectives of the stream, in F and in I: an all-gather and a reduce-scatter (or an all-reduce, which moves as
     # much). W's own all-gather overlaps with the product of I that precedes it and is not charged.
     stream_bytes = 2.0 * tokens * part.hidden
-    tp_ms = 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link)
+    tp_ms = pricing.unless_free("tp", 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link))
     match part:
         case Embedding():
             lookup_ms = 2 * stream_bytes * stream_share(setup) / pricing.bytes_per_ms
@@ -200,20 +206,23 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
             return _PartTimes(forward + loss_ms, forward, products.weight_ms + launch_ms)
 
     core = SCAN_SHARE.get(part.kind, pricing.plain.core * _narrow(part))
-    core_ms = work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core)
+    core_ms = pricing.unless_free("cores", work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core))
     # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
-    routed_ms = dispatch_ms = combine_ms = 0.0
+    routed_ms = dispatch_ms = combine_ms = between_ms = 0.0
     if isinstance(part, Moe):
         routed = 2.0 * tokens * work.routed_width * stream_share(setup)
         if part.bias:
             # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
             outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / tp
             routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
-        routed_ms += rates.moe_passes * routed / pricing.bytes_per_ms
+        passes_ms = rates.moe_passes * routed / pricing.bytes_per_ms
+        # Tokens are sorted by rank before they leave, by expert when they arrive, and both again on the way back.
+        between_ms = products.experts_ms + routed_ms + passes_ms / 2
+        routed_ms += passes_ms
         size = cluster.ep * cluster.expert_tp
-        if cluster.ep > 1:
+        if cluster.ep > 1 and "ep" not in pricing.free:
             how = pricing.exchange
             dispatch_ms, combine_ms = (
                 exchange_ms(
@@ -227,7 +236,9 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
                 for width in (how.dispatch_bytes, 2.0)
             )
             routed_ms += dispatch_ms + combine_ms
-    ring = pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    ring = pricing.unless_free(
+        "cp", pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    )
     forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
     backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
     backward += tp_ms + routed_ms + launch_ms
@@ -236,7 +247,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
         backward += 2 * again / pricing.bytes_per_ms
         backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
     weight = products.weight_ms + rates.launch_ms * len(work.products)
-    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, products.experts_ms)
+    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms)
 
 
 def _narrow(part: Layer) -> float:
@@ -249,7 +260,7 @@ def _gather_ms(weights: Weights, pricing: Pricing) -> tuple[float, float]:
     """Per micro-batch: gathering a layer's weights (ZeRO-3), and dividing its gradient (ZeRO-2, ZeRO-3: a gradient that
     is held in parts cannot wait for the next micro-batch's)."""
     setup, cluster = pricing.setup, pricing.cluster
-    if setup.zero < 2:
+    if setup.zero < 2 or "dp" in pricing.free:
         return 0.0, 0.0
     gather = reduce = 0.0
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)

@@ -11,40 +11,48 @@ from typing import Any
 
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
+from octopipe.search.planner.budget import Budget
+from octopipe.search.planner.errors import expected_error
+from octopipe.search.planner.judging import judge, modes_of
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.search import Found, judge, modes_of
+from octopipe.search.planner.search import Found
 from octopipe.search.planner.splits import splits
+from octopipe.search.planner.why import why
 
 MOST_ROWS = 12
 STEPS = (0.25, 0.5, 2.0, 4.0)
 """Numbers of GPUs beside the one that was asked for, as shares of it."""
 
 
-def record_of(found: Found, *, model: str, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
+def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
     """The record that a plan carries and that the panel draws, best first."""
     rows = [*found.ranked[: MOST_ROWS - 1]]
-    out = [row_of(c) for c in rows]
+    out = [row_of(c, spec) for c in rows]
     if found.today is not None:
-        out.append(row_of(found.today, "today"))
+        out.append(row_of(found.today, spec, "today"))
     setup = found.best.setup
     return {
-        "title": f"{model} on {setup.words()}",
+        "title": f"{spec.name} on {setup.words()}",
         "gpus": setup.num_gpus,
         "global_batch": setup.global_batch,
+        "expected_error": expected_error(setup),
         "words": words,
         "candidates": out,
         "scaling": scaling,
     }
 
 
-def row_of(candidate: Candidate, how: str = "") -> dict[str, Any]:
+def row_of(candidate: Candidate, spec: ModelSpec, how: str = "") -> dict[str, Any]:
+    """A split's numbers, and where its time goes if it was simulated."""
+    parts = why(candidate, spec)
     names = ("tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits", "recompute")
     return {
         "split": candidate.split.words(),
         "zero": candidate.split.zero,
         "how": how or candidate.how,
         **{name: getattr(candidate, name) for name in names},
+        **({} if parts is None else {"why": parts.as_dict()}),
     }
 
 
@@ -65,19 +73,20 @@ def scaled(
     if base.nodes:
         return rows
     open_ones = {k: v for k, v in (fixed or {}).items() if k not in ("dp", "pp")}
-    until = time.monotonic() + budget_s
+    until, longest = time.monotonic() + budget_s, 0.0
     for share in STEPS:
-        count = int(gpus * share)
-        if count < 1 or count == gpus or time.monotonic() > until:
+        count, began = int(gpus * share), time.monotonic()
+        if count < 1 or count == gpus or began + longest > until:
             continue
         pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
-        modes = modes_of("auto", runtime)
-        kept, *_ = judge(pricer, every, modes, lambda words: None, cpu_s=budget_s / (2 * len(STEPS)))
+        judging = Budget(seconds=budget_s / (2 * len(STEPS)))
+        kept, *_ = judge(pricer, every, modes_of("auto", runtime), lambda words: None, over=judging.over)
         if not kept:
             rows.append({"gpus": count, "fits": False})
             continue
         rows.append(_point(count, pricer.simulated(kept[0].split)))
+        longest = max(longest, time.monotonic() - began)
     return sorted(rows, key=lambda row: row["gpus"])
 
 

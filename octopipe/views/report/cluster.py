@@ -6,7 +6,9 @@ how splits are found, or pages around it (page.py, serve.py).
 
 from __future__ import annotations
 
+import base64
 import html
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,15 +18,20 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_GPUS
-from octopipe.views.report.page import asset, fill
+from octopipe.views.report.assets import asset, fill
+from octopipe.views.report.why_picture import why_svg
 
 KEY = "cluster_plan"
 """Of a plan's `extra`."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 18
+LETTER = 7.4
+"""The width of a letter of a label, the bold one's too, at 12 px in any sans-serif font."""
 MOST_ROWS = 12
 MOST_POINTS = 64
+MOST_WHY = 6
+"""Splits whose time is drawn in parts."""
 STYLE = """
-.plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }
+.plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
 .plan-charts text { font-size: 12px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
 .plan-charts text { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
@@ -33,11 +40,15 @@ STYLE = """
 .plan-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 12px; }
 .plan-table th { text-align: right; color: var(--quiet); font-weight: 500; font-size: 12px; padding: 3px 8px; }
 .plan-table td { text-align: right; padding: 4px 8px; border-top: 1px solid var(--line); white-space: nowrap; }
-.plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; }
+.plan-table td:nth-child(2), .plan-table th:nth-child(2) { text-align: left; white-space: normal; min-width: 15em; }
+.plan-compare .plan-table td:first-child { text-align: left; }
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
+.plan-why { margin-top: 14px; max-width: 980px; }
+.plan-why svg { width: 100%; height: auto; display: block; }
 .plan-scroll { overflow-x: auto; }
 .plan-scroll .note { margin: 8px 0 0; }
+#download { color: var(--accent); }
 .cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
 """
 
@@ -59,25 +70,49 @@ def panel(record: object) -> str:
         scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)][:MOST_POINTS]
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
-        table = _table(rows)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        error = record.get("expected_error")
+        table, parts = _table(rows, None if error is None else float(error)), _why(rows)
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
         raise OctoPipeError(f"the plan's {KEY} cannot be drawn ({why}); plan again, or remove the key") from None
     title = html.escape(str(record.get("title", "The cluster")))
     said = "".join(f'<p class="note">{html.escape(w)}</p>' for w in words)
     return (
         f'<section class="card" id="cluster" aria-labelledby="cluster-title"><h2 id="cluster-title">{title}</h2>{said}'
-        f'<div class="plan-charts">{"".join(charts)}</div><div class="plan-scroll">{table}</div></section>'
+        f'<div class="plan-charts">{"".join(charts)}</div>{parts}<div class="plan-scroll">{table}</div></section>'
     )
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """The panel as a page of its own."""
+def _why(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where the time goes, of the winner, of today's and of those next to the winner."""
+    known = [r for r in rows if isinstance(r.get("why"), Mapping)]
+    today = [r for r in known if r.get("how") == "today"]
+    shown = [*known[:1], *today, *(r for r in known[1:] if r.get("how") != "today")][:MOST_WHY]
+    if not shown:
+        return ""
+    bars = why_svg([(_label(r, i), r["why"]) for i, r in enumerate(shown)])
+    return f'<div class="plan-why">{bars}</div>'
+
+
+def _label(row: Mapping[str, Any], number: int) -> str:
+    name = "today" if row.get("how") == "today" else "chosen" if number == 0 else ""
+    return f"{name}: {short(str(row['split']))}" if name else short(str(row["split"]))
+
+
+def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
+    """The panel as a page of its own, with the chosen plan's file to take along where it is given."""
+    link = ""
+    if plan is not None:
+        data = base64.b64encode(plan).decode()
+        link = (
+            f'<p class="note"><a id="download" download="plan.json" href="data:application/json;base64,{data}">'
+            "Download the plan (plan.json)</a> for octopipe report, export, train and simulate</p>"
+        )
     parts = {
         "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
         "style": asset("report.css") + STYLE,
-        "panel": panel(record),
-        "script": THEME,
+        "panel": panel(record) + link,
+        "script": THEME + asset("compare.js") + "compare(document);",
     }
     return fill(asset("cluster.html"), parts)
 
@@ -161,7 +196,8 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     bar, gap = 18, 7
     height = TOP + len(rows) * (bar + gap) + 30
     most = _nice(max([float(r["limit_gib"]) for r in rows] + [float(r["peak_gib"]) for r in rows], default=1.0))
-    left = 190
+    labels = [_memory_label(r) for r in rows]
+    left = 16 + LETTER * max(map(len, labels), default=0)
     wide = WIDTH - left - 72
 
     def x(gib: float) -> float:
@@ -176,17 +212,21 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
         top = TOP + i * (bar + gap)
         peak, limit = float(r["peak_gib"]), float(r["limit_gib"])
         colour = f"var(--{'loss' if r.get('how') == 'today' else 'memory'})" if r.get("fits") else "var(--over)"
-        name = str(r["split"])
-        sharded = "ZeRO" in name or "FSDP" in name
-        label = short(f"{name}, ZeRO-{r['zero']}" if r.get("zero") and not sharded else name)
-        out.append(_text(left - 8, top + bar - 5, label, "end", strong=i == 0))
+        out.append(_text(left - 8, top + bar - 5, labels[i], "end", strong=i == 0))
         out.append(
             f'<rect x="{left}" y="{top}" width="{max(x(peak) - left, 1):.1f}" height="{bar}" rx="3" fill="{colour}">'
-            f"<title>{html.escape(name)}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
+            f"<title>{html.escape(str(r['split']))}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
         )
         out.append(_line(x(limit), top - 3, x(limit), top + bar + 3, "var(--over)", width=2))
         out.append(_text(max(x(peak), x(limit)) + 8, top + bar - 5, f"{peak:.0f} of {limit:.0f}", "start"))
     return "".join(out) + "</svg></div>"
+
+
+def _memory_label(row: Mapping[str, Any]) -> str:
+    """The split with its ZeRO level: rows that differ in that alone hold different bytes."""
+    name = str(row["split"])
+    named = "ZeRO" in name or "FSDP" in name
+    return short(f"{name}, ZeRO-{row['zero']}" if row.get("zero") and not named else name)
 
 
 def short(split: str) -> str:
@@ -196,11 +236,11 @@ def short(split: str) -> str:
     'tp2 pp8 vp10 dp4 mb1 FSDP'
     """
     label = re.sub(r"(\w+) (\d+)", r"\1\2", split.replace("micro-batch", "mb").replace(",", ""))
-    return label if len(label) <= 28 else label[:27] + "…"
+    return label if len(label) <= 34 else label[:33] + "…"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
+def _table(rows: Sequence[Mapping[str, Any]], error: float | None = None) -> str:
+    head = ("compare", "split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
     out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for i, r in enumerate(rows):
         mfu, guessed = r.get("mfu"), r.get("how") == "estimated"
@@ -208,22 +248,29 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             str(r["split"]),
             str(r.get("zero", "")),
             str(r.get("recompute", "")),
-            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}",
+            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}"
+            + ("" if error is None else f" ± {error * float(r['tokens_per_gpu_per_second']):.0f}"),
             "" if mfu is None else f"{100 * float(mfu):.1f} %",
             f"{100 * float(r['bubble']):.1f} %",
             f"{float(r['peak_gib']):.0f} of {float(r['limit_gib']):.0f}",
             str(r.get("how", "")) + (", chosen" if i == 0 else ""),
         )
         kind = "today" if r.get("how") == "today" else "best" if i == 0 else ""
-        out.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+        known = isinstance(r.get("why"), Mapping)
+        data = f' data-why="{html.escape(json.dumps(r["why"], allow_nan=False))}"' if known else ""
+        first = kind in ("best", "today") and known
+        box = f'<td><input class="choose" type="checkbox" aria-label="compare"{" checked" if first else ""}></td>'
+        out.append(f'<tr class="{kind}"{data}>{box}' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
     notes = []
     if any(r.get("how") == "estimated" for r in rows):
         notes.append("~ estimated by a formula and not simulated; such rows come after all that were simulated.")
     speeds = [float(r["tokens_per_gpu_per_second"]) for r in rows if r.get("how") != "estimated" and r.get("fits")]
     if speeds and max(speeds) > speeds[0]:
         notes.append("Splits that are nearly as fast as the fastest count as equal; the simplest of them is chosen.")
+    if error is not None:
+        notes.append(f"±: half of the published runs lie within {100 * error:.0f} % of their prediction.")
     said = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
-    return f'<table class="plan-table">{"".join(out)}</table>{said}'
+    return f'<table class="plan-table">{"".join(out)}</table>{said}<div class="plan-compare"></div>'
 
 
 def _frame(heading: str, label: str, height: int = HEIGHT) -> str:

@@ -24,7 +24,9 @@ from typing import Any
 import msgspec
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.fields import Choice, GpuName, YesNo
 from octopipe.costs.cluster.hardware import GPUS
+from octopipe.costs.cluster.setup import DEFAULT_GPU, form_fields
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
 from octopipe.search.systems import systems
@@ -33,6 +35,9 @@ from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
 from octopipe.views.report.page import asset, embed, fill, script
 
 MAX_BODY = 1 << 16
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer's file that is opened again: it holds the plan."""
+ANSWER = "octopipe.cluster-answer/1"
 Planner = Callable[[Mapping[str, Any], Callable[[], bool]], Mapping[str, Any]]
 """(what was asked for, as names and strings; whether to stop) -> the record that `cluster.panel` draws."""
 _JOB = re.compile(r"/api/jobs/(\d{1,9})/(events|data|cancel|plan\.json|report\.html)")
@@ -111,13 +116,29 @@ def page(models: Mapping[str, str]) -> str:
     choices = {
         "models": names,
         "model": next((n for n in names if n.endswith("(file)")), "nemotron-h-8b"),
-        "gpus": list(GPUS),
-        "gpu": "h800",
+        "setup": setup_inputs(),
         "systems": [{"name": s.name, "title": s.title} for s in systems().values()],
         "checked": ["1f1b"],
     }
     parts = {"style": asset("report.css"), "choices": embed(choices), "script": script("serve.js")}
     return fill(asset("serve.html"), parts)
+
+
+def setup_inputs() -> list[dict[str, Any]]:
+    """The form's inputs."""
+    out = []
+    for name, how in form_fields().items():
+        choices: Sequence[str] = ()
+        if isinstance(how.kind, GpuName):
+            choices = list(GPUS)
+        elif isinstance(how.kind, Choice):
+            choices = how.kind.words
+        elif isinstance(how.kind, YesNo):
+            choices = ("yes", "no")
+        chosen = DEFAULT_GPU if isinstance(how.kind, GpuName) else ""
+        field = {"name": name, "label": how.words, "choices": list(choices) or None, "chosen": chosen}
+        out.append({**field, "empty": how.unless_given, "first": how.on_page})
+    return out
 
 
 def plan_page(models: Mapping[str, str]) -> str:
@@ -131,8 +152,15 @@ def plan_page(models: Mapping[str, str]) -> str:
         "models": options(list(models), "llama3-70b"),
         "gpus": options(list(GPUS), "h100"),
         "theme": THEME,
+        "compare": asset("compare.js"),
     }
     return fill(asset("plan.html"), parts)
+
+
+def shown_answer(record: Mapping[str, Any], plan: str | None) -> dict[str, Any]:
+    """An answer as the page gets it: the panel, the plan's file, and the file to share that opens again."""
+    kept = {"format": ANSWER, "record": record, "plan": plan}
+    return {"html": panel(record), "plan": plan, "answer": kept}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -195,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> None:
         path = self.path.partition("?")[0]
-        body = self._body()
+        body = self._body(MAX_ANSWER if path == "/api/answer" else MAX_BODY)
         if body is None or not self._welcome():
             return
         job, what = self._job(path)
@@ -208,6 +236,8 @@ class Handler(BaseHTTPRequestHandler):
             self._json(HTTPStatus.CREATED, {"id": started.number})
         elif path == "/api/plan" and self.server.planner is not None:
             self._plan(body, self.server.planner)
+        elif path == "/api/answer" and self.server.planner is not None:
+            self._answer(body)
         elif job is not None and what == "cancel":
             job.cancel()
             self._json(HTTPStatus.OK, job.status())
@@ -226,13 +256,24 @@ class Handler(BaseHTTPRequestHandler):
             asked["model"] = self.server.jobs.models[str(asked["model"])]
             record = dict(planner(asked, self._is_unwanted))
             plan = record.pop("plan", None)
-            status, answer = HTTPStatus.OK, {"html": panel(record), "plan": plan}
+            status, answer = HTTPStatus.OK, shown_answer(record, plan)
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:
             self.server.planning.release()
         # After the release: whoever has an answer may ask again at once.
         self._json(status, answer)
+
+    def _answer(self, body: bytes) -> None:
+        """An answer that somebody has kept in a file, shown again."""
+        try:
+            kept = msgspec.json.decode(body, type=dict[str, Any])
+            if kept.get("format") != ANSWER or not isinstance(kept.get("record"), dict):
+                raise OctoPipeError(f'this file is no answer of the page (its "format" is not {ANSWER}); plan again')
+            plan = kept.get("plan")
+            self._json(HTTPStatus.OK, shown_answer(kept["record"], plan if isinstance(plan, str) else None))
+        except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            self._problem(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_unwanted(self) -> bool:
         """Whether nobody waits for this answer any more: the server is closing, or the client has gone."""
@@ -244,13 +285,13 @@ class Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError):
             return True
 
-    def _body(self) -> bytes | None:
+    def _body(self, most: int) -> bytes | None:
         """The request's body; None (and an answer) where it is missing, too long or no JSON."""
         length = self.headers.get("Content-Length", "")
         # Not isdigit(): "²" is a digit and no number.
-        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_BODY:
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > most:
             self.close_connection = True
-            self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {MAX_BODY} bytes")
+            self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {most} bytes")
             return None
         body = self.rfile.read(int(length))
         # Browsers let foreign pages post forms, but not JSON.
