@@ -19,9 +19,10 @@ from types import MappingProxyType
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, letters, read_json_object, shown, stem_of
 from octopipe.base.limits import MAX_TIME_MS, finite
+from octopipe.costs.analytic.calibration import Stack, stack_named
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, nodes_from_object, ranks_on, read_cluster
-from octopipe.costs.cluster.hardware import GIB, Network
+from octopipe.costs.cluster.hardware import GIB, Gpu, Network, gpu_from
 from octopipe.costs.cluster.hardware import gpu as gpu_preset
 from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.costs.foreign_times import foreign_costs
@@ -145,7 +146,8 @@ def resolve_costs(
     model: str | Path | ModelSpec,
     *,
     pp: int,
-    gpu: str | None = None,
+    gpu: str | Gpu | Mapping[str, object] | None = None,
+    stack: str | Path | Stack | Mapping[str, object] | None = None,
     tp: int | None = None,
     cp: int = 1,
     ep: int = 1,
@@ -156,6 +158,7 @@ def resolve_costs(
     zero: int = 1,
     precision: str = "bf16",
     gradients: str | None = None,
+    states: str = "fp32",
     recompute: str = "none",
     recompute_layers: int | None = None,
     sequence_parallel: bool = True,
@@ -174,7 +177,9 @@ def resolve_costs(
 ) -> CostTable:
     """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
 
-    `gpu` left out: an h800. `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times,
+    `gpu` left out: an h800; else a preset's name or a GPU of one's own. `stack`: whose rates hold
+    (`analytic/calibration.py`); left out: the default.
+    `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times,
     whose times already hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every
     transfer cost that much. `memory_gib` left out: the GPU's less a reserve (see `setup.py`), or no limit for a file
     of times. `nodes` is a cluster file, or what is in one. `distributed_optimizer` is an older word for `zero`.
@@ -198,7 +203,7 @@ def resolve_costs(
             f"pp {pp} is more than the {found.num_layers} layers of {shown(str(model)[:80])}; "
             f"give at most {found.num_layers}"
         )
-    named = gpu_preset(gpu or DEFAULT_GPU)
+    named = gpu if isinstance(gpu, Gpu) else gpu_from(gpu or DEFAULT_GPU)
     if groups:
         named = max((gpu_preset(name) for name, _, _ in groups), key=lambda g: g.bf16_tflops * g.clock)
     setup = Setup(
@@ -214,6 +219,8 @@ def resolve_costs(
         zero=zero if distributed_optimizer is None else int(distributed_optimizer),
         precision=precision,  # type: ignore[arg-type]
         gradients=gradients,  # type: ignore[arg-type]
+        states=states,  # type: ignore[arg-type]
+        stack=None if stack is None else stack_named(stack),
         recompute=recompute,  # type: ignore[arg-type]
         recompute_layers=recompute_layers,
         sequence_parallel=sequence_parallel,

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from octopipe.base.limits import MAX_TIME_MS
+from octopipe.cli.verbs.hardware_flags import add_hardware_arguments, flag_of, gpu_asked, hardware_setting, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,17 +20,6 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 """Exit code of a verb whose answer is a plan that does not fit in memory."""
-
-
-def whole_number(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not 1 <= value <= 1 << 24:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a whole number from 1 to {1 << 24}")
-    return value
 
 
 def seed_number(text: str) -> int:
@@ -68,18 +58,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = F
         return
     parser.add_argument("model", metavar="MODEL", nargs="?", help=what + ", or a profile")
     parser.add_argument("--profile", metavar="FILE", help="what `octopipe profile` measured, instead of MODEL")
-
-
-def add_hardware_arguments(parser: Any) -> None:
-    """Which GPUs: a kind and a number, or a file of unequal nodes."""
-    parser.add_argument("--gpu", help="GPU preset (`octopipe gpus`; default: h800)")
-    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all; sizes not given follow from it")
-    parser.add_argument(
-        "--cluster", "--nodes", dest="cluster", metavar="FILE", help="unequal nodes: a TOML or JSON file of [[nodes]]"
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=whole_number, help="GPUs on the fast links of a node (default: preset's)"
-    )
 
 
 def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
@@ -123,11 +101,18 @@ def add_training_arguments(parser: Any) -> None:
         help="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP); "
         "default: 1",
     )
-    parser.add_argument("--precision", choices=("bf16", "fp8"), help="of matrix products (default: bf16)")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp8", "mxfp8", "nvfp4"), help="of matrix products (default: bf16)"
+    )
     parser.add_argument(
         "--gradients",
         choices=("fp32", "bf16"),
         help="precision of gradients (default: fp32; bf16 with fp8)",
+    )
+    parser.add_argument(
+        "--states",
+        choices=("fp32", "bf16-moments", "bf16"),
+        help="optimizer state: fp32 weight and moments (default), bf16 moments, or moments alone, in bf16",
     )
     parser.add_argument(
         "--recompute",
@@ -195,6 +180,7 @@ SETUP_FLAGS = {
     "zero": "zero",
     "precision": "precision",
     "gradients": "gradients",
+    "states": "states",
     "recompute": "recompute",
     "recompute_layers": "recompute_layers",
     "sequence_parallel": "sequence_parallel",
@@ -218,6 +204,7 @@ OF_A_MODEL = (
     "zero",
     "precision",
     "gradients",
+    "states",
     "recompute",
     "recompute_layers",
     "sequence_parallel",
@@ -225,6 +212,8 @@ OF_A_MODEL = (
     "gpus_per_node",
     "gpus",
     "cluster",
+    "hardware",
+    "stack",
     "lengths",
 )
 """Flags that change nothing where layer times were measured: they are in the times already."""
@@ -241,11 +230,6 @@ def model_from(args: argparse.Namespace) -> str:
     if not args.model:
         raise OctoPipeError("no model; give a preset (`octopipe models`), a file, or --profile FILE")
     return str(args.model)
-
-
-def flag_of(name: str) -> str:
-    """A flag as its user writes it."""
-    return "--" + name.replace("_", "-")
 
 
 def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
@@ -298,7 +282,9 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
 
         pp = sizes["pp"] or 1
         spec = resolve_spec(model)
-        sizes["tp"] = 1 if spec is None else resolve_costs(spec, pp=pp, gpu=args.gpu, nodes=args.cluster).setup.tp  # type: ignore[union-attr]
+        sizes["tp"] = (
+            1 if spec is None else resolve_costs(spec, pp=pp, gpu=gpu_asked(args), nodes=args.cluster).setup.tp
+        )  # type: ignore[union-attr]
         sizes = derived_sizes(gpus=gpus, **sizes)
     if sizes["pp"] is None:
         raise OctoPipeError("how many ranks? give --pp, or --gpus and the other sizes, or a --plan")
@@ -359,7 +345,7 @@ def setting_from(args: argparse.Namespace) -> dict[str, Any]:
 
         groups = read_cluster(out["nodes"])
         out["nodes"] = [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in groups]
-    return out
+    return out | hardware_setting(args)
 
 
 def provenance(args: argparse.Namespace, costs: CostTable) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from octopipe.cli.verbs.common import (
     add_model_arguments,
     add_training_arguments,
     console,
+    gpu_asked,
     print_json,
     seed_number,
     whole_number,
@@ -23,6 +24,7 @@ from octopipe.cli.verbs.common import (
 from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
+    from octopipe.costs.analytic.calibration import Stack
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.planner.pricing import Candidate
@@ -176,6 +178,18 @@ def run(args: argparse.Namespace) -> int:
     return stop.exit_code(0)
 
 
+STACKS = {"torchtitan": "torchtitan", "torch": "plain-torch"}
+"""Whose rates a runtime has where nobody names a stack; the others have the default's."""
+
+
+def stack_for(asked: str | None, runtime: str) -> Stack | None:
+    """The stack that was asked for, or that goes with a runtime."""
+    from octopipe.costs.analytic.calibration import stack_named
+
+    name = asked or STACKS.get(runtime)
+    return None if name is None else stack_named(name)
+
+
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     """Model, set-up without sizes, and the number of GPUs."""
     from octopipe.base.errors import OctoPipeError
@@ -190,7 +204,8 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
             f"{args.model} holds times of one split only; to plan a cluster name a preset or a config.json"
         )
     nodes: Any = ()
-    kind = gpu(args.gpu or DEFAULT_GPU)
+    asked = gpu_asked(args)
+    kind = gpu(asked or DEFAULT_GPU) if asked is None or isinstance(asked, str) else asked
     gpus = args.gpus
     if args.cluster:
         if args.gpu or args.gpus_per_node:
@@ -206,6 +221,8 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         zero=1 if args.zero is None else args.zero,
         precision=args.precision or "bf16",
         gradients=args.gradients,
+        states=args.states or "fp32",
+        stack=stack_for(args.stack, args.runtime),
         sequence_parallel=True if args.sequence_parallel is None else args.sequence_parallel,
         reserve_gib=args.reserve_gib,
         gpus_per_node=args.gpus_per_node,
@@ -234,7 +251,21 @@ def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     from octopipe.plans.setting import carried
 
     known = best.setup.as_dict()
-    keys = ("gpu", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients", "recompute")
+    keys = (
+        "gpu",
+        "stack",
+        "states",
+        "tp",
+        "cp",
+        "ep",
+        "dp",
+        "seq",
+        "micro_batch_size",
+        "zero",
+        "precision",
+        "gradients",
+        "recompute",
+    )
     more = ("recompute_layers", "sequence_parallel", "reserve_gib", "gpus_per_node", "nodes")
     setting = {"model": args.model, **{k: known[k] for k in (*keys, *more) if known.get(k) is not None}}
     if "nodes" in setting:
@@ -320,20 +351,32 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
         out.print(sentence, style="dim")
 
 
+def rates_words(setup: Setup) -> str:
+    """Which stack's rates the numbers assume, and how far they were from runs."""
+    from octopipe.costs.analytic.calibration import is_calibrated, stack_named, stacks_on
+
+    stack = stack_named(setup.stack)
+    assert setup.gpu is not None
+    if is_calibrated(setup.gpu, setup.precision, setup.stack):
+        errors = "" if stack.errors is None else f" ({stack.errors.words()})"
+        return f"Rates of {stack.name}{errors}; --stack names another."
+    others = stacks_on(setup.gpu, setup.precision)
+    instead = f" Stacks fitted on it: {', '.join(others)} (--stack)." if others else ""
+    return (
+        f"Rates of {stack.name}, which no run calibrates on {setup.gpu.name} in {setup.precision}: shares of the peak "
+        "are taken over from other GPUs, precisions or single kernels, so absolute numbers may be far off; the order "
+        f"of splits is more certain.{instead}"
+    )
+
+
 def changes(found: Found) -> list[str]:
     """The winner in words, beside what runs today."""
-    from octopipe.costs.analytic.calibration import is_calibrated
-
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
     step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
-    if best.setup.gpu is not None and not is_calibrated(best.setup.gpu, best.setup.precision):
-        out.append(
-            f"No published run calibrates {best.setup.gpu.name} in {best.setup.precision} here. Its shares of the peak "
-            "are taken from Hopper, so absolute numbers may be far off; the order of splits is more certain."
-        )
+    out.append(rates_words(best.setup))
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
         out.append(

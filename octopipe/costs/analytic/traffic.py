@@ -28,7 +28,7 @@ def ring_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, shar
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
-    near, far = cluster.intra_link, cluster.inter_link
+    near, far = cluster.intra_link, cluster.link_across(size * stride)
     per_node = cluster.members_per_node(size, stride)
     nodes = math.ceil(size / per_node)
     inside = (size - 1) / size * nbytes * near.ms_per_byte if per_node > 1 else 0.0
@@ -70,7 +70,7 @@ def exchange_ms(
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
-    near, far = cluster.intra_link, cluster.inter_link
+    near, far = cluster.intra_link, cluster.link_across(size * stride)
     per_node = cluster.members_per_node(size, stride)
     nodes = math.ceil(size / per_node)
     inside = (size - 1) / size * nbytes * near.ms_per_byte if per_node > 1 else 0.0
@@ -87,5 +87,5 @@ def pass_round_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *
     if size <= 1 or nbytes <= 0:
         return 0.0
     whole = cluster.members_per_node(size, stride) >= size
-    link = cluster.intra_link if whole else cluster.inter_link
+    link = cluster.intra_link if whole else cluster.link_across(size * stride)
     return (size - 1) * (link.latency_ms + nbytes * link.ms_per_byte / share)

@@ -19,10 +19,12 @@ from typing import Any, Literal, get_args
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_SIZE, MAX_TIME_MS, finite
-from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
+from octopipe.costs.analytic.calibration import Stack, stack_named, stack_record
+from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu_from, gpu_record
 
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
+States = Literal["fp32", "bf16-moments", "bf16"]
 Recompute = Literal["none", "selective", "full", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
@@ -61,8 +63,12 @@ class Setup:
     """0: every replica holds all state; 1: optimizer state divided (Megatron's distributed optimizer); 2: gradients
     too; 3: weights too (FSDP)."""
     precision: Precision = "bf16"
+    """Of matrix products: fp8 with one scale per tensor, mxfp8 and nvfp4 with one per block."""
     gradients: Gradients | None = None
-    """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is fp8."""
+    """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is not bf16."""
+    states: States = "fp32"
+    """Optimizer state: an fp32 weight and two fp32 moments; fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments
+    alone, where the optimizer updates bf16 weights."""
     recompute: Recompute = "none"
     """selective: outputs of norms, of experts' activation functions and of latent up-projections again (Megatron-LM's
     --recompute-modules layernorm moe_act mla_up_proj); full: whole layers again, one at a time, from their inputs;
@@ -89,6 +95,8 @@ class Setup:
     are relative to."""
     batch: str | None = None
     """How micro-batches are made of them, in words."""
+    stack: Stack | None = None
+    """The training stack whose rates hold; None: the default one's."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size"):
@@ -112,12 +120,14 @@ class Setup:
                 raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
         if self.gradients not in (None, *get_args(Gradients)):
             raise OctoPipeError(f"gradients is {brief(self.gradients)}; one of {', '.join(get_args(Gradients))}")
+        if self.states not in get_args(States):
+            raise OctoPipeError(f"states is {brief(self.states)}; one of {', '.join(get_args(States))}")
         for name in ("reserve_gib", "p2p_ms"):
             value = getattr(self, name)
             if value is not None and not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
                 raise OctoPipeError(f"{name} is {brief(value)}; give a finite number >= 0, at most {MAX_TIME_MS:g}")
-        if self.gpu is not None and self.precision == "fp8":
-            self.gpu.peak_flops_per_ms("fp8")
+        if self.gpu is not None and self.precision != "bf16":
+            self.gpu.peak_flops_per_ms(self.precision)
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
                 f"cp {self.cp} needs a sequence that 2 x cp divides (two slices a GPU); {self.seq} tokens is none"
@@ -152,14 +162,19 @@ class Setup:
     @property
     def gradient_bytes(self) -> float:
         """Bytes of one parameter's gradient."""
-        return 2.0 if (self.gradients or ("bf16" if self.precision == "fp8" else "fp32")) == "bf16" else 4.0
+        return 2.0 if (self.gradients or ("fp32" if self.precision == "bf16" else "bf16")) == "bf16" else 4.0
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of one parameter's optimizer state, its fp32 weight included where there is one."""
+        return {"fp32": 12.0, "bf16-moments": 8.0, "bf16": 4.0}[self.states]
 
     @property
     def peak_flops_per_ms(self) -> float | None:
         """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
         if self.gpu is None:
             return None
-        kinds = [(gpu(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
+        kinds = [(gpu_from(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
         left, total = self.num_gpus, 0.0
         for kind, number in kinds:
             used = min(number, left)
@@ -229,6 +244,8 @@ class Setup:
             how += [self.recompute_words()] * (self.recompute != "none")
             how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
             how += ["vocabulary parallel"] * self.vocab_parallel
+            how += [f"{self.states} optimizer state"] * (self.states != "fp32")
+            how += [] if self.stack is None else [f"{self.stack.name} rates"]
         return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
 
     def recompute_words(self) -> str:
@@ -242,9 +259,10 @@ class Setup:
         out: dict[str, Any] = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name not in ("gpu", "memory_gib", "speeds", "nodes")
+            if name not in ("gpu", "memory_gib", "speeds", "nodes", "stack")
         }
-        out["gpu"] = None if self.gpu is None else self.gpu.name
+        out["gpu"] = None if self.gpu is None else gpu_record(self.gpu)
+        out["stack"] = None if self.stack is None else stack_record(self.stack)
         for name in ("memory_gib", "speeds"):
             out[name] = list(getattr(self, name)) or None
         out["nodes"] = [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in self.nodes] or None
@@ -262,7 +280,9 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
     known = {k: record[k] for k in Setup.__dataclass_fields__ if record.get(k) is not None}
     try:
         if "gpu" in known:
-            known["gpu"] = gpu(str(known["gpu"]))
+            known["gpu"] = gpu_from(known["gpu"])
+        if "stack" in known:
+            known["stack"] = stack_named(known["stack"])
         for name in ("memory_gib", "speeds"):
             if name in known:
                 known[name] = tuple(float(v) for v in known[name])
@@ -335,6 +355,7 @@ __all__ = [
     "Precision",
     "Recompute",
     "Setup",
+    "States",
     "default_reserve_gib",
     "derived_sizes",
     "micro_batches_of",

@@ -89,9 +89,11 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     flags.append("--bf16")
     if setup.gradient_bytes == 2:
         flags.append("--grad-reduce-in-bf16")
-    if setup.precision == "fp8":
+    if setup.precision in ("fp8", "mxfp8"):
         recipe = "mxfp8" if setup.gpu.generation == "blackwell" else "tensorwise"
         flags.append(f"--fp8-format hybrid --fp8-recipe {recipe}")
+    elif setup.precision == "nvfp4":
+        flags.append("--fp4-format e2m1 --fp4-recipe nvfp4")
     return [*flags, *_recompute(candidate, spec)]
 
 

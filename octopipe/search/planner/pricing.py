@@ -93,7 +93,8 @@ class Pricer:
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state alone?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes) < limit
+        state = self.base.state_bytes
+        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, state) < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)

@@ -133,7 +133,9 @@ def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNT
     return [replace(split, vp=v) for v in range(1, max(most, 1) + 1)]
 
 
-def least_state_bytes(split: Split, dense: float, experts: float, gradient_bytes: float) -> float:
+def least_state_bytes(
+    split: Split, dense: float, experts: float, gradient_bytes: float, state_bytes: float = 12.0
+) -> float:
     """State that a GPU of the fullest rank holds at least: an even share of everything, sharded as far as ZeRO may."""
     stage = split.tp * split.cp * split.dp
     # Experts may also be divided by tensor parallelism: counted as if they always were.
@@ -144,10 +146,10 @@ def least_state_bytes(split: Split, dense: float, experts: float, gradient_bytes
     for name, count in counts.items():
         n = copies[name]
         if split.zero == 3:
-            total += count * (gradient_bytes + 12.0) / n
+            total += count * (gradient_bytes + state_bytes) / n
         else:
             total += count * (
-                2.0 + gradient_bytes / (n if split.zero == 2 else 1) + 12.0 / (n if split.zero >= 1 else 1)
+                2.0 + gradient_bytes / (n if split.zero == 2 else 1) + state_bytes / (n if split.zero >= 1 else 1)
             )
     return total
 
