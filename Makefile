@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-torch lint types unit fuzz soak mutate package bench docs reproduce clean
+.PHONY: demo test test-all test-torch lint types unit fuzz soak mutate package bench docs pictures reproduce clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -55,7 +55,12 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/bench_simulate.py
 	$(BIN)/python benchmarks/bench_tune.py
 
-docs: $(VENV)/.test
+# The documentation site in out/site, built without network access once its packages are installed.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs out/site
+	@echo "open out/site/index.html"
+
+pictures: $(VENV)/.test
 	$(BIN)/python scripts/make_pictures.py
 
 # The paper's tables and figures, ours beside theirs; what is finished in out/reproduction is not run again.
@@ -76,6 +81,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
 	$(BIN)/pip install -q --disable-pip-version-check -e ".[torch,exact,hf,train,dev]"
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } || echo "no chromium: browser tests are skipped"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.test
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
 clean:

@@ -239,7 +239,7 @@ def planned(path: Path, number: int, budget_s: float = 30.0) -> list[dict[str, A
     """What the planner finds beside what was published, under the same model."""
     import time
 
-    from octopipe.cli.verbs.plan import changes
+    from octopipe.cli.verbs.plan_answer import changes
     from octopipe.search.planner.search import search
 
     out = []

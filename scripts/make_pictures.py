@@ -1,4 +1,4 @@
-"""The pictures of README and docs, made anew: `make docs`.
+"""The pictures of README and docs, drawn by `make pictures`.
 
 Writes docs/compare.svg and docs/terminal.svg, and with Chromium and Playwright at hand the screenshots
 docs/report.png, report-dark.png, report-what-if.png, report-large.png and serve.png.

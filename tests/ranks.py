@@ -9,13 +9,17 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from typing import Any
 
 PRELOAD = ["octopipe.runtime.training.warm", "octopipe.runtime.nn", "octopipe.huggingface.warm", "pytest"]
 """What ranks import, once for a whole test run: the first to start the server decides what it holds."""
+
+AFTER_FAILURE_S = 15.0
 
 
 def start_server() -> None:
@@ -117,14 +121,25 @@ class Ranks:
             pipe.send((function, args))
 
     def results(self, timeout_s: float = 100.0, first: int | None = None) -> list[tuple[bool, Any]]:
-        """(worked, result or error text) of every rank, or of the first ones; a dead rank's is (False, "dead")."""
-        out: list[tuple[bool, Any]] = []
-        for pipe in self._pipes[:first]:
-            try:
-                out.append(pipe.recv() if pipe.poll(timeout_s) else (False, "no answer"))
-            except (EOFError, OSError):
-                out.append((False, "dead"))
-        return out
+        """(worked, result or error text) of every rank, or of the first ones; a dead rank's is (False, "dead").
+
+        Ranks that wait for one that has failed are given `AFTER_FAILURE_S` to hear of it: what it said is the news.
+        """
+        pipes = self._pipes[:first]
+        out: dict[Any, tuple[bool, Any]] = {}
+        end = time.monotonic() + timeout_s
+        while len(out) < len(pipes):
+            answered = wait([p for p in pipes if p not in out], max(0.0, end - time.monotonic()))
+            if not answered:
+                break
+            for pipe in answered:
+                try:
+                    out[pipe] = pipe.recv()
+                except (EOFError, OSError):
+                    out[pipe] = (False, "dead")
+                if not out[pipe][0]:
+                    end = min(end, time.monotonic() + AFTER_FAILURE_S)
+        return [out.get(pipe, (False, "no answer")) for pipe in pipes]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         self.start(function, *args)

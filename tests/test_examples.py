@@ -50,13 +50,16 @@ def test_the_megatron_example_learns_under_a_tuned_plan(tmp_path: Path) -> None:
     assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
 
 
-def test_every_cell_of_the_notebook_runs_and_its_results_show_themselves(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("name, results", [("planning", 4), ("own_costs", 3)])
+def test_every_cell_of_a_notebook_runs_and_its_results_show_themselves(
+    name: str, results: int, tmp_path: Path, monkeypatch
+) -> None:
     """As a notebook does it: the last line of a cell, where it is a value, is asked for its picture."""
     import ast
     import json
 
     monkeypatch.chdir(tmp_path)
-    book = json.loads((EXAMPLES / "planning.ipynb").read_text())
+    book = json.loads((EXAMPLES / f"{name}.ipynb").read_text())
     names: dict[str, object] = {}
     pictures = []
     for cell in book["cells"]:
@@ -68,7 +71,7 @@ def test_every_cell_of_the_notebook_runs_and_its_results_show_themselves(tmp_pat
         shown = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), names)
         if hasattr(shown, "_repr_html_"):
             pictures.append(shown._repr_html_())
-    assert len(pictures) == 4 and all("<svg" in p or "<table" in p or "<img" in p for p in pictures)
+    assert len(pictures) == results and all("<svg" in p or "<table" in p or "<img" in p for p in pictures)
 
 
 def test_the_planning_example_prints_the_systems_best_first(tmp_path: Path) -> None:

@@ -156,18 +156,23 @@ def test_contention_is_a_number_of_its_own_and_the_same_in_every_verb(capsys: An
     costs = costs.replace(network=Network(intra=link, inter=link, pairs=pairs))
     times = {name: getattr(costs, name) * 0.6 for name in TIMES.values()}
     profile = Profile(costs=costs, partial={1: costs.replace(**times)}, op_overhead_ms=0.05, fused_factor=0.95)
-    path, plan = str(tmp_path / "profile.json"), str(tmp_path / "plan.json")
+    path, plan, published = (str(tmp_path / f"{name}.json") for name in ("profile", "plan", "published"))
     Path(path).write_bytes(profile.to_json())
     flags = ("--pp", "2", "--micro-batches", "4")
     found = said(capsys, "tune", path, *flags, *SEARCH, "-o", plan)
-    again = said(capsys, "simulate", path, "--plan", plan)
-    own = predict(load_plan(plan), octopipe.load_profile(path))
-    assert again["contended_step_ms"] < 0.99 * again["step_ms"]  # a dense plan: ranks rest little
-    for name, value in (("contended_step_ms", own.step_ms), ("contended_makespan_ms", own.makespan_ms)):
-        assert found[name] == pytest.approx(again[name], rel=1e-6) == pytest.approx(value, rel=1e-6)
-    assert main(["simulate", path, "--plan", plan]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert f"with contention as the profile measured it {again['contended_step_ms']:.1f} ms a step" in words
+    made = said(capsys, "simulate", path, *flags, "-o", published)
+    # 1F1B leaves ranks alone while the others wait, so its ops are faster than step_ms counts them. How much a tuned
+    # plan leaves is the search's affair: the tighter it is, the nearer the two numbers are.
+    assert made["contended_step_ms"] < 0.9 * made["step_ms"]
+    for numbers, file in ((found, plan), (made, published)):
+        again = said(capsys, "simulate", path, "--plan", file)
+        own = predict(load_plan(file), octopipe.load_profile(path))
+        assert again["contended_step_ms"] <= again["step_ms"] * (1 + 1e-9)
+        for name, value in (("contended_step_ms", own.step_ms), ("contended_makespan_ms", own.makespan_ms)):
+            assert numbers[name] == pytest.approx(again[name], rel=1e-6) == pytest.approx(value, rel=1e-6)
+        assert main(["simulate", path, "--plan", file]) == 0
+        words = " ".join(capsys.readouterr().out.split())
+        assert f"with contention as the profile measured it {again['contended_step_ms']:.1f} ms a step" in words
 
 
 def _print_table() -> None:

@@ -141,7 +141,7 @@ def test_every_stack_has_rates_for_every_gpu(precision: str) -> None:
 
 
 def test_what_no_run_calibrates_is_said_so() -> None:
-    from octopipe.cli.verbs.plan import rates_words
+    from octopipe.cli.verbs.plan_answer import rates_words
     from octopipe.costs.cluster.setup import Setup
 
     known = rates_words(Setup(gpu=gpu("h100"), stack=stack_named("torchtitan")))

@@ -361,12 +361,12 @@ def test_every_object_with_distinct_keys_is_decoded_as_it_is(value: object) -> N
     assert decode_json(json.dumps(value), "x.json") == json.loads(json.dumps(value))
 
 
-@pytest.mark.parametrize("name", ["plan", "timeline", "profile", "layer-times"])
-def test_formats_carry_a_version_and_a_newer_one_says_so(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, newer", [("plan", 3), ("timeline", 2), ("profile", 2), ("layer-times", 2)])
+def test_formats_carry_a_version_and_a_newer_one_says_so(name: str, newer: int, tmp_path: Path) -> None:
     family = f"octopipe.{name}"
     path = tmp_path / "case.json"
-    path.write_bytes(ALL[name].valid[0].replace(f"{family}/1".encode(), f"{family}/2".encode()))
-    with pytest.raises(OctoPipeError, match=f"{family}/2' is newer.*update octopipe"):
+    path.write_bytes(ALL[name].valid[0].replace(f"{family}/1".encode(), f"{family}/{newer}".encode()))
+    with pytest.raises(OctoPipeError, match=f"{family}/{newer}' is newer.*update octopipe"):
         ALL[name].use(path)
 
 

@@ -237,7 +237,7 @@ def test_flags_overrule_the_setting(files: dict[str, Path]) -> None:
 
 def test_equal_names_get_numbers(files: dict[str, Path]) -> None:
     names = [e.name for e in load_entries([files["one"], files["one"], files["two"]], {})]
-    assert names == ["1f1b", "1f1b (2)", "zb-h2"]
+    assert names == ["1f1b", "1f1b, 2", "zb-h2"]
 
 
 def test_report_verb_writes_the_page(files: dict[str, Path], tmp_path: Path) -> None:

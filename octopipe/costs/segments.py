@@ -86,8 +86,12 @@ class Segments:
                 raise OctoPipeError(f"segments: {name} is {brief(getattr(self, name))}; give 0 to {MAX_SLOWING:g}")
         if len(self.forward) != len(self.input):
             raise OctoPipeError(f"segments: {len(self.forward)} rows of forward, {len(self.input)} of input")
+        seen: set[int] = set()  # most layers are alike, and share their row
         for name in ("forward", "input"):
             for layer, row in enumerate(getattr(self, name)):
+                if id(row) in seen:
+                    continue
+                seen.add(id(row))
                 wrong = _wrong(row) or self._off(row)
                 if wrong:
                     raise OctoPipeError(f"segments: {name} of layer {layer}: {wrong}")
@@ -108,12 +112,14 @@ class Segments:
         """From parts in milliseconds; rows without an exchange become plain compute."""
 
         def shares(rows: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
-            out = []
+            known: dict[int, tuple[Part, ...]] = {}  # layers that are alike share their row
             for row in rows:
-                alone = alone_ms(row, slows_compute, slows_exchange)
-                exchanges = any(lane == "exchange" and amount > 0 for lane, amount in row)
-                out.append(tuple((lane, float(a) / alone) for lane, a in row if a > 0) if exchanges else ())
-            return tuple(out)
+                if id(row) not in known:
+                    alone = alone_ms(row, slows_compute, slows_exchange)
+                    exchanges = any(lane == "exchange" and amount > 0 for lane, amount in row)
+                    kept = tuple((lane, float(a) / alone) for lane, a in row if a > 0)
+                    known[id(row)] = kept if exchanges else ()
+            return tuple(known[id(row)] for row in rows)
 
         return cls(
             forward=shares(forward), input=shares(input), slows_compute=slows_compute, slows_exchange=slows_exchange

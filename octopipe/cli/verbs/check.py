@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plans", nargs="+", metavar="PLAN", help="plan files (octopipe.plan/1)")
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="plan files (octopipe.plan/1 or /2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

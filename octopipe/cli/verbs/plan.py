@@ -1,7 +1,7 @@
 """`octopipe plan MODEL --gpus N --gpu KIND --global-batch B`: how to split a model over a whole cluster.
 
-Knows: the flags, the table, the winner in words beside what runs today. Does not know: how splits are found
-(octopipe/search/planner/).
+Knows: the flags and what is written. Does not know: how splits are found (octopipe/search/planner/) or shown
+(plan_answer.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from octopipe.cli.verbs.common import (
 from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
+    from octopipe.cli.verbs.plan_answer import Reasons
     from octopipe.costs.analytic.calibration import Stack
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
@@ -78,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
     group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
+    parser.add_argument(
+        "--why",
+        nargs="?",
+        const="",
+        metavar="FILE.svg",
+        help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
     parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -110,6 +118,7 @@ def share(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
     from octopipe.base.stop import StopRequest
+    from octopipe.cli.verbs.plan_answer import numbers_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
     from octopipe.plans.file import save_plan
     from octopipe.search.planner.commands import command_lines
@@ -117,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.search.planner.search import search
     from octopipe.search.planner.splits import parse_split
 
-    for path in (args.output, args.page):
+    for path in (args.output, args.page, args.why):
         if path:
             _check_writable(path)
     spec, base, gpus = _base(args)
@@ -160,6 +169,9 @@ def run(args: argparse.Namespace) -> int:
         return run_published(args, spec, base, gpus, fixed, published, found, unfit)
     assert found is not None
     best = found.best
+    reasons = reasons_of(found, spec)
+    if args.why:
+        _write_why(args.why, found, reasons)
     record: dict[str, Any] = {}
     if args.output or args.page:
         record = _record(args, spec, base, found, fixed)
@@ -172,9 +184,9 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.page, page(record).encode())
     lines = command_lines(best, spec=spec, model=args.model, plan_file=args.output, runtime=args.runtime)
     if args.json:
-        print_json(numbers_of(args, found, lines))
+        print_json(numbers_of(args, found, lines, reasons))
     else:
-        _show(args, spec, found, lines)
+        show(args, spec, found, lines, reasons)
     return stop.exit_code(0)
 
 
@@ -235,6 +247,7 @@ def _record(
     args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int]
 ) -> dict[str, Any]:
     """What the panel of a report and the page draw."""
+    from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.runtimes import RUNTIMES
 
@@ -243,7 +256,22 @@ def _record(
     points = scaled(
         spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime], **more
     )
-    return record_of(found, model=spec.name, words=changes(found), scaling=points)
+    words = [*changes(found), *why_words(reasons_of(found, spec))]
+    return record_of(found, spec, words=words, scaling=points)
+
+
+def _write_why(path: str, found: Found, reasons: Reasons) -> None:
+    """The picture of where the time goes."""
+    from octopipe.base.files import write_whole
+    from octopipe.views.report.cluster import short
+    from octopipe.views.report.why_picture import why_svg
+
+    rows = []
+    for name, why in reasons.items():
+        candidate = found.today if name == "today" else found.best
+        if why is not None and candidate is not None:
+            rows.append((f"{name}: {short(candidate.split.words())}", why.as_dict()))
+    write_whole(path, why_svg(rows, alone=True).encode())
 
 
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
@@ -272,134 +300,3 @@ def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
         del setting["gpu"]
     known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
     return {**known_by, "setup": known, "step_ms": best.step_ms}
-
-
-def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str]) -> dict[str, Any]:
-    return {
-        "model": args.model,
-        "gpus": found.best.setup.num_gpus,
-        "global_batch": args.global_batch,
-        "best": found.best.as_dict(),
-        "setup": found.best.setup.as_dict(),
-        "tokens_per_gpu_per_second": found.best.tokens_per_gpu_per_second,
-        "mfu": found.best.mfu,
-        "fits": found.best.fits,
-        "today": None if found.today is None else found.today.as_dict(),
-        "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
-        "changes": changes(found),
-        "commands": lines,
-        "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
-        "splits": found.splits,
-        "judged": found.judged,
-        "cut_short": found.cut_short,
-        "skipped": list(found.skipped),
-        "margin": found.margin,
-        "fastest": None if found.fastest is None else found.fastest.as_dict(),
-        "seconds": found.seconds,
-        "interrupted": found.interrupted,
-    }
-
-
-def _show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[str, str]) -> None:
-    out, best = console(), found.best
-    out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
-    show_table(args, found)
-    for sentence in changes(found):
-        out.print(sentence)
-    if found.interrupted:
-        out.print("interrupted: this is the best split so far")
-    for name, line in lines.items():
-        out.print(f"[bold]{name}[/]:", end=" ")
-        out.print(line, markup=False, soft_wrap=True)
-    if args.page:
-        out.print(f"page written to {args.page}")
-    if args.output:
-        out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
-
-
-def show_table(args: argparse.Namespace, found: Found) -> None:
-    """The splits, best first, and how much of the space was looked at."""
-    from rich.table import Table
-
-    out, best = console(), found.best
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    titles = ("tp", "cp", "ep", "pp", "vp", "dp", "mb", "Z", "recompute", "tok/s", "MFU%", "bub%", "GiB", "fits", "by")
-    for title in titles:
-        left = title in ("recompute", "by")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    rows = [*([found.today] if found.today else []), *found.ranked[: args.rows]]
-    for c in rows:
-        s = c.split
-        style = "bold green" if c is best else "yellow" if c is found.today else None
-        table.add_row(
-            *map(str, (s.tp, s.cp, s.ep, s.pp, s.vp, s.dp, s.micro_batch_size, s.zero)),
-            c.recompute,
-            f"{c.tokens_per_gpu_per_second:.0f}",
-            "" if c.mfu is None else f"{100 * c.mfu:.1f}",
-            f"{100 * c.bubble:.1f}",
-            f"{c.peak_gib:.0f}/{c.limit_gib:.0f}",
-            "yes" if c.fits else "no",
-            "today" if c is found.today else {"estimated": "est.", "interleaved": "inter"}.get(c.how, c.how),
-            style=style,
-        )
-    out.print(table)
-    out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
-    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
-    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
-    out.print(seen, style="dim")
-    for sentence in found.skipped:
-        out.print(sentence, style="dim")
-
-
-def rates_words(setup: Setup) -> str:
-    """Which stack's rates the numbers assume, and how far they were from runs."""
-    from octopipe.costs.analytic.calibration import is_calibrated, stack_named, stacks_on
-
-    stack = stack_named(setup.stack)
-    assert setup.gpu is not None
-    if is_calibrated(setup.gpu, setup.precision, setup.stack):
-        errors = "" if stack.errors is None else f" ({stack.errors.words()})"
-        return f"Rates of {stack.name}{errors}; --stack names another."
-    others = stacks_on(setup.gpu, setup.precision)
-    instead = f" Stacks fitted on it: {', '.join(others)} (--stack)." if others else ""
-    return (
-        f"Rates of {stack.name}, which no run calibrates on {setup.gpu.name} in {setup.precision}: shares of the peak "
-        "are taken over from other GPUs, precisions or single kernels, so absolute numbers may be far off; the order "
-        f"of splits is more certain.{instead}"
-    )
-
-
-def changes(found: Found) -> list[str]:
-    """The winner in words, beside what runs today."""
-    best, today = found.best, found.today
-    speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
-    share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
-    step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
-    out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
-    out.append(rates_words(best.setup))
-    if found.fastest is not None:
-        gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
-        out.append(
-            f"{found.fastest.split.words()} ({found.fastest.how}) is {gain:.1f} % faster by this model, less than its "
-            "error; the simpler split with memory to spare is chosen (--margin 0 takes the fastest)."
-        )
-    if today is None:
-        return out
-    fits = "" if today.fits else f", and needs {today.peak_gib:.0f} of {today.limit_gib:.0f} GiB: it does not fit"
-    gain = today.step_ms / best.step_ms - 1.0
-    verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
-    out.append(f"{verdict} {today.split.words()} ({today.tokens_per_gpu_per_second:.0f} tokens/GPU/s{fits}).")
-    names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
-    names |= {"pp": "pipeline ranks", "vp": "stages per rank", "dp": "data parallelism"}
-    names |= {"micro_batch_size": "micro-batch size", "zero": "ZeRO"}
-    moved = [
-        f"{words} {getattr(today.split, name)} -> {getattr(best.split, name)}"
-        for name, words in names.items()
-        if getattr(today.split, name) != getattr(best.split, name)
-    ]
-    if today.recompute != best.recompute:
-        moved.append(f"recomputation {today.recompute} -> {best.recompute}")
-    if best.how == "tuned":
-        moved.append("partition, placement and order tuned")
-    out.append("what changed: " + (", ".join(moved) if moved else "nothing") + ".")
-    return out

@@ -125,7 +125,7 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    from octopipe.cli.verbs.plan import changes, show_table
+    from octopipe.cli.verbs.plan_answer import changes, show_table
 
     out = console()
     out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: who plans what")

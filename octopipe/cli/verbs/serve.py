@@ -50,7 +50,8 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
-    from octopipe.cli.verbs.plan import changes, provenance_of
+    from octopipe.cli.verbs.plan import provenance_of
+    from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.resolve import resolve_spec
@@ -88,7 +89,8 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
         stop=stop,
     )
     points = [] if found.interrupted else scaled(spec, base, found, global_batch=batch)
-    record = record_of(found, model=spec.name, words=changes(found), scaling=points)
+    words = [*changes(found), *why_words(reasons_of(found, spec))]
+    record = record_of(found, spec, words=words, scaling=points)
     if found.best.plan is None:
         return record
     about = provenance_of(argparse.Namespace(model=str(asked["model"])), found.best)

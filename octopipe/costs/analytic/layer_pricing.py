@@ -91,6 +91,8 @@ class Pricing:
     """Rates of what stays in bf16."""
     exchange: Exchange = field(default_factory=Exchange)
     """How experts exchange tokens."""
+    free: frozenset[str] = frozenset()
+    """What is priced as if it took no time, of `shares.RESOURCES`: how one finds out what a resource costs."""
 
     @classmethod
     def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
@@ -103,6 +105,10 @@ class Pricing:
             plain=found["bf16"],
             exchange=exchange or Exchange(),
         )
+
+    def unless_free(self, what: str, took_ms: float) -> float:
+        """A time, nothing where its kind is free."""
+        return 0.0 if what in self.free else took_ms
 
     @property
     def bytes_per_ms(self) -> float:
@@ -189,7 +195,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     # Collectives of the stream, in F and in I: an all-gather and a reduce-scatter (or an all-reduce, which moves as
     # much). W's own all-gather overlaps with the product of I that precedes it and is not charged.
     stream_bytes = 2.0 * tokens * part.hidden
-    tp_ms = 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link)
+    tp_ms = pricing.unless_free("tp", 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link))
     match part:
         case Embedding():
             lookup_ms = 2 * stream_bytes * stream_share(setup) / pricing.bytes_per_ms
@@ -203,7 +209,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
 
     scan = SCAN_SHARE.get(part.kind)
     core = pricing.plain.core * _narrow(part) if scan is None else scan * pricing.plain.scan
-    core_ms = work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core)
+    core_ms = pricing.unless_free("cores", work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core))
     # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
@@ -216,7 +222,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
             routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
         routed_ms += rates.moe_passes * routed / pricing.bytes_per_ms
         size = cluster.ep * cluster.expert_tp
-        if cluster.ep > 1:
+        if cluster.ep > 1 and "ep" not in pricing.free:
             how = pricing.exchange
             dispatch_ms, combine_ms = (
                 rates.exchange
@@ -231,7 +237,9 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
                 for width in (how.dispatch_bytes, 2.0)
             )
             routed_ms += dispatch_ms + combine_ms
-    ring = pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    ring = pricing.unless_free(
+        "cp", pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    )
     forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
     backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
     backward += tp_ms + routed_ms + launch_ms
@@ -253,7 +261,7 @@ def _gather_ms(weights: Weights, pricing: Pricing) -> tuple[float, float]:
     """Per micro-batch: gathering a layer's weights (ZeRO-3), and dividing its gradient (ZeRO-2, ZeRO-3: a gradient that
     is held in parts cannot wait for the next micro-batch's)."""
     setup, cluster = pricing.setup, pricing.cluster
-    if setup.zero < 2:
+    if setup.zero < 2 or "dp" in pricing.free:
         return 0.0, 0.0
     gather = reduce = 0.0
     strides = (cluster.tp, cluster.ep * cluster.expert_tp)

@@ -58,22 +58,27 @@ def layer_cost(
 
 def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
     """Raise unless the set-up can divide every layer."""
-    kinds, number = _kinds(spec.layers)
-    for k, layer in enumerate(kinds):
-        i = number.index(k)
+    for i, symbol, name, size in _divided_sizes(spec.layers):
+        by, word = (ep, "ep") if name == "experts" else (tp, "tp")
+        if size % by:
+            raise OctoPipeError(
+                f"{spec.name}: {word} {by} does not divide the {size} {name} of layer {i} ({symbol}); "
+                f"give a divisor of {size}"
+            )
+
+
+@lru_cache(maxsize=64)
+def _divided_sizes(layers: tuple[Layer, ...]) -> tuple[tuple[int, str, str, int], ...]:
+    """(layer, symbol, name, size) of whatever is divided, each size where it is first met."""
+    found: dict[tuple[str, int], tuple[int, str]] = {}
+    for i, layer in enumerate(layers):
         for part in layer.parts:
-            for name in ("heads", "value_heads", "inner", "ffn", "shared_ffn"):
+            names = ("heads", "value_heads", "inner", "ffn", "shared_ffn", *(["experts"] * isinstance(part, Moe)))
+            for name in names:
                 size = getattr(part, name, None)
-                if isinstance(size, int) and size % tp:
-                    raise OctoPipeError(
-                        f"{spec.name}: tp {tp} does not divide the {size} {name} of layer {i} "
-                        f"({layer.symbol}); give a divisor of {size}"
-                    )
-            if isinstance(part, Moe) and part.experts % ep:
-                raise OctoPipeError(
-                    f"{spec.name}: ep {ep} does not divide the {part.experts} experts of layer {i} ({layer.symbol}); "
-                    f"give a divisor of {part.experts}"
-                )
+                if isinstance(size, int):
+                    found.setdefault((name, size), (i, layer.symbol))
+    return tuple((i, symbol, name, size) for (name, size), (i, symbol) in found.items())
 
 
 def _setup_of(
@@ -146,7 +151,7 @@ def setup_costs(
     if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
         raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
     pricing = Pricing.of(setup, rates, exchange)
-    costs, weights = _price_recomputing(spec, pricing)
+    costs, weights = price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}
     exposed_ms = _exposed_reduction_ms(columns, weights, pricing)
     reduction, total = Link(), float(columns["gradient_bytes"].sum())
@@ -224,7 +229,7 @@ def _micro_batch_factor(
         length = -(-length // (2 * setup.cp)) * 2 * setup.cp if setup.cp > 1 else length
         if (count, length) not in known:
             mine = replace(setup, seq=length, micro_batch_size=count)
-            known[count, length] = _total_ms(_price_recomputing(spec, replace(pricing, setup=mine))[0])
+            known[count, length] = _total_ms(price_recomputing(spec, replace(pricing, setup=mine))[0])
         return known[count, length]
 
     base, rows, tokens = _total_ms(reference), [], []
@@ -271,7 +276,7 @@ def _model_flops(layers: tuple[Layer, ...], seq: int) -> float:
     return model_flops(layers, seq=seq)
 
 
-def _price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
+def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
     """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
     setup, inner = pricing.setup, spec.num_layers - 2
     if setup.recompute != "full":
@@ -280,9 +285,13 @@ def _price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCos
     whole, weights = price_layers(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
     rest = replace(setup, recompute="none" if count == inner else "selective", recompute_layers=None)
     costs, _ = price_layers(spec, replace(pricing, setup=rest))
+    known: dict[tuple[int, float], LayerCost] = {}  # layers that are alike share their costs
     for i in range(1, inner + 1):
         if i * count // inner > (i - 1) * count // inner:
-            costs[i] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
+            key = id(whole[i]), whole[i - 1].boundary_bytes
+            if key not in known:
+                known[key] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
+            costs[i] = known[key]
     return costs, weights
 
 

@@ -15,21 +15,22 @@ from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.search import Found, judge, modes_of
 from octopipe.search.planner.splits import splits
+from octopipe.search.planner.why import why
 
 MOST_ROWS = 12
 STEPS = (0.25, 0.5, 2.0, 4.0)
 """Numbers of GPUs beside the one that was asked for, as shares of it."""
 
 
-def record_of(found: Found, *, model: str, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
+def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
     """The record that a plan carries and that the panel draws, best first."""
     rows = [*found.ranked[: MOST_ROWS - 1]]
-    out = [row_of(c) for c in rows]
+    out = [row_of(c, spec) for c in rows]
     if found.today is not None:
-        out.append(row_of(found.today, "today"))
+        out.append(row_of(found.today, spec, "today"))
     setup = found.best.setup
     return {
-        "title": f"{model} on {setup.words()}",
+        "title": f"{spec.name} on {setup.words()}",
         "gpus": setup.num_gpus,
         "global_batch": setup.global_batch,
         "words": words,
@@ -38,13 +39,16 @@ def record_of(found: Found, *, model: str, words: list[str], scaling: list[dict[
     }
 
 
-def row_of(candidate: Candidate, how: str = "") -> dict[str, Any]:
+def row_of(candidate: Candidate, spec: ModelSpec, how: str = "") -> dict[str, Any]:
+    """A split's numbers, and where its time goes if it was simulated."""
+    parts = why(candidate, spec)
     names = ("tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits", "recompute")
     return {
         "split": candidate.split.words(),
         "zero": candidate.split.zero,
         "how": how or candidate.how,
         **{name: getattr(candidate, name) for name in names},
+        **({} if parts is None else {"why": parts.as_dict()}),
     }
 
 

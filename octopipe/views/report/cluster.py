@@ -17,12 +17,15 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_GPUS
 from octopipe.views.report.page import asset, fill
+from octopipe.views.report.why_picture import why_svg
 
 KEY = "cluster_plan"
 """Of a plan's `extra`."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 18
 MOST_ROWS = 12
 MOST_POINTS = 64
+MOST_WHY = 6
+"""Splits whose time is drawn in parts."""
 STYLE = """
 .plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
@@ -36,6 +39,8 @@ STYLE = """
 .plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; }
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
+.plan-why { margin-top: 14px; max-width: 980px; }
+.plan-why svg { width: 100%; height: auto; display: block; }
 .plan-scroll { overflow-x: auto; }
 .plan-scroll .note { margin: 8px 0 0; }
 .cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
@@ -59,16 +64,32 @@ def panel(record: object) -> str:
         scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)][:MOST_POINTS]
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
-        table = _table(rows)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        table, parts = _table(rows), _why(rows)
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
         raise OctoPipeError(f"the plan's {KEY} cannot be drawn ({why}); plan again, or remove the key") from None
     title = html.escape(str(record.get("title", "The cluster")))
     said = "".join(f'<p class="note">{html.escape(w)}</p>' for w in words)
     return (
         f'<section class="card" id="cluster" aria-labelledby="cluster-title"><h2 id="cluster-title">{title}</h2>{said}'
-        f'<div class="plan-charts">{"".join(charts)}</div><div class="plan-scroll">{table}</div></section>'
+        f'<div class="plan-charts">{"".join(charts)}</div>{parts}<div class="plan-scroll">{table}</div></section>'
     )
+
+
+def _why(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where the time goes, of the winner, of today's and of those next to the winner."""
+    known = [r for r in rows if isinstance(r.get("why"), Mapping)]
+    today = [r for r in known if r.get("how") == "today"]
+    shown = [*known[:1], *today, *(r for r in known[1:] if r.get("how") != "today")][:MOST_WHY]
+    if not shown:
+        return ""
+    bars = why_svg([(_label(r, i), r["why"]) for i, r in enumerate(shown)])
+    return f'<div class="plan-why">{bars}</div>'
+
+
+def _label(row: Mapping[str, Any], number: int) -> str:
+    name = "today" if row.get("how") == "today" else "chosen" if number == 0 else ""
+    return f"{name}: {short(str(row['split']))}" if name else short(str(row["split"]))
 
 
 def page(record: Mapping[str, Any]) -> str:

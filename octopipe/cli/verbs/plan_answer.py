@@ -1,0 +1,198 @@
+"""How the answer of `octopipe plan` is shown: the table, the winner in words, why it wins, the commands; and as JSON.
+
+Knows: what is printed and in which words. Does not know: flags (plan.py) or how splits are found
+(octopipe/search/planner/).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from octopipe.cli.verbs.common import console
+
+if TYPE_CHECKING:
+    from octopipe.costs.cluster.setup import Setup
+    from octopipe.models.spec import ModelSpec
+    from octopipe.search.planner.search import Found
+    from octopipe.search.planner.why import Why
+
+    Reasons = dict[str, Why | None]
+
+
+def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], reasons: Reasons) -> dict[str, Any]:
+    """The answer as one JSON object."""
+    return {
+        "model": args.model,
+        "gpus": found.best.setup.num_gpus,
+        "global_batch": args.global_batch,
+        "best": found.best.as_dict(),
+        "why": {name: None if why is None else why.as_dict() for name, why in reasons.items()},
+        "setup": found.best.setup.as_dict(),
+        "tokens_per_gpu_per_second": found.best.tokens_per_gpu_per_second,
+        "mfu": found.best.mfu,
+        "fits": found.best.fits,
+        "today": None if found.today is None else found.today.as_dict(),
+        "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
+        "changes": [*changes(found), *why_words(reasons)],
+        "commands": lines,
+        "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
+        "splits": found.splits,
+        "judged": found.judged,
+        "cut_short": found.cut_short,
+        "skipped": list(found.skipped),
+        "margin": found.margin,
+        "fastest": None if found.fastest is None else found.fastest.as_dict(),
+        "seconds": found.seconds,
+        "interrupted": found.interrupted,
+    }
+
+
+def show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[str, str], reasons: Reasons) -> None:
+    """Print the answer."""
+    out, best = console(), found.best
+    out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
+    show_table(args, found)
+    for sentence in (*changes(found), *why_words(reasons)):
+        out.print(sentence)
+    if args.why is not None:
+        show_why(reasons)
+    if found.interrupted:
+        out.print("interrupted: this is the best split so far")
+    for name, line in lines.items():
+        out.print(f"[bold]{name}[/]:", end=" ")
+        out.print(line, markup=False, soft_wrap=True)
+    if args.page:
+        out.print(f"page written to {args.page}")
+    if args.output:
+        out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
+
+
+def reasons_of(found: Found, spec: ModelSpec) -> Reasons:
+    """Where the winner's time goes, and today's."""
+    from octopipe.search.planner.why import why
+
+    found_today = {} if found.today is None else {"today": why(found.today, spec)}
+    return {"best": why(found.best, spec), **found_today}
+
+
+def why_words(reasons: Reasons) -> list[str]:
+    """Where the time of a step goes, and what the winner saves."""
+    from octopipe.search.planner.why import difference_words
+
+    best, today = reasons.get("best"), reasons.get("today")
+    out = [] if best is None else [f"why: of every GPU's time {best.words()}."]
+    if best is not None and today is not None:
+        out.append(f"{difference_words(best, today)}.")
+    return out
+
+
+def show_why(reasons: Reasons) -> None:
+    """The parts of a step as a table, the winner beside today's."""
+    from rich.table import Table
+
+    known = {name: why for name, why in reasons.items() if why is not None}
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("where the time goes")
+    for name in known:
+        for title in (name, "%", "hidden"):
+            table.add_column(title, justify="right", no_wrap=True)
+    first = next(iter(known.values()), None)
+    for share in () if first is None else first.shares:
+        row = [share.title]
+        for why in known.values():
+            part = why.of(share.name)
+            hidden = f"{part.hidden_ms:.1f}" if part.hidden_ms > 0.05 else ""
+            row += [f"{part.ms:.1f} ms", f"{100 * part.ms / why.step_ms:.1f}", hidden]
+        table.add_row(*row)
+    if first is not None:
+        table.add_row("a step", *(text for why in known.values() for text in (f"{why.step_ms:.1f} ms", "100.0", "")))
+    console().print(table)
+
+
+def show_table(args: argparse.Namespace, found: Found) -> None:
+    """The splits, best first, and how much of the space was looked at."""
+    from rich.table import Table
+
+    out, best = console(), found.best
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    titles = ("tp", "cp", "ep", "pp", "vp", "dp", "mb", "Z", "recompute", "tok/s", "MFU%", "bub%", "GiB", "fits", "by")
+    for title in titles:
+        left = title in ("recompute", "by")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    rows = [*([found.today] if found.today else []), *found.ranked[: args.rows]]
+    for c in rows:
+        s = c.split
+        style = "bold green" if c is best else "yellow" if c is found.today else None
+        table.add_row(
+            *map(str, (s.tp, s.cp, s.ep, s.pp, s.vp, s.dp, s.micro_batch_size, s.zero)),
+            c.recompute,
+            f"{c.tokens_per_gpu_per_second:.0f}",
+            "" if c.mfu is None else f"{100 * c.mfu:.1f}",
+            f"{100 * c.bubble:.1f}",
+            f"{c.peak_gib:.0f}/{c.limit_gib:.0f}",
+            "yes" if c.fits else "no",
+            "today" if c is found.today else {"estimated": "est.", "interleaved": "inter"}.get(c.how, c.how),
+            style=style,
+        )
+    out.print(table)
+    out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
+    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
+    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
+    out.print(seen, style="dim")
+    for sentence in found.skipped:
+        out.print(sentence, style="dim")
+
+
+def rates_words(setup: Setup) -> str:
+    """Which stack's rates the numbers assume, and how far they were from runs."""
+    from octopipe.costs.analytic.calibration import is_calibrated, stack_named, stacks_on
+
+    stack = stack_named(setup.stack)
+    assert setup.gpu is not None
+    if is_calibrated(setup.gpu, setup.precision, setup.stack):
+        errors = "" if stack.errors is None else f" ({stack.errors.words()})"
+        return f"Rates of {stack.name}{errors}; --stack names another."
+    others = stacks_on(setup.gpu, setup.precision)
+    instead = f" Stacks fitted on it: {', '.join(others)} (--stack)." if others else ""
+    return (
+        f"Rates of {stack.name}, which no run calibrates on {setup.gpu.name} in {setup.precision}: shares of the peak "
+        "are taken over from other GPUs, precisions or single kernels, so absolute numbers may be far off; the order "
+        f"of splits is more certain.{instead}"
+    )
+
+
+def changes(found: Found) -> list[str]:
+    """The winner in words, beside what runs today."""
+    best, today = found.best, found.today
+    speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
+    share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
+    step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
+    out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
+    out.append(rates_words(best.setup))
+    if found.fastest is not None:
+        gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
+        out.append(
+            f"{found.fastest.split.words()} ({found.fastest.how}) is {gain:.1f} % faster by this model, less than its "
+            "error; the simpler split with memory to spare is chosen (--margin 0 takes the fastest)."
+        )
+    if today is None:
+        return out
+    fits = "" if today.fits else f", and needs {today.peak_gib:.0f} of {today.limit_gib:.0f} GiB: it does not fit"
+    gain = today.step_ms / best.step_ms - 1.0
+    verdict = f"{100 * gain:.1f} % faster than today's" if gain > 0.0005 else "no faster than today's"
+    out.append(f"{verdict} {today.split.words()} ({today.tokens_per_gpu_per_second:.0f} tokens/GPU/s{fits}).")
+    names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
+    names |= {"pp": "pipeline ranks", "vp": "stages per rank", "dp": "data parallelism"}
+    names |= {"micro_batch_size": "micro-batch size", "zero": "ZeRO"}
+    moved = [
+        f"{words} {getattr(today.split, name)} -> {getattr(best.split, name)}"
+        for name, words in names.items()
+        if getattr(today.split, name) != getattr(best.split, name)
+    ]
+    if today.recompute != best.recompute:
+        moved.append(f"recomputation {today.recompute} -> {best.recompute}")
+    if best.how == "tuned":
+        moved.append("partition, placement and order tuned")
+    out.append("what changed: " + (", ".join(moved) if moved else "nothing") + ".")
+    return out

@@ -1,0 +1,177 @@
+"""Where the time of a step goes: what a split spends on products, memory, each kind of parallelism and waiting.
+
+Knows: how a simulated step divides into parts that add up to it, what of the communication is hidden, and how two
+splits differ. Does not know: what a layer's time is made of (`costs/analytic/shares.py`) or how the parts are shown.
+
+Every rank's step is its ops, its gradient reductions, its optimizer and the rest, which is waiting. Ops are divided by
+the shares of their layers. The parts are means over the pipeline's ranks, so that they are also shares of all GPU time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.shares import COLLECTIVES, NAMES, LayerShares, layer_shares
+from octopipe.costs.analytic.table import price_layers, reduction_ms
+from octopipe.models.spec import ModelSpec
+from octopipe.plans.plan import KINDS, Plan
+from octopipe.search.planner.pricing import Candidate
+from octopipe.simulation.timeline import Timeline
+
+TITLES: Mapping[str, str] = MappingProxyType(
+    {
+        "products": "matrix products",
+        "cores": "attention and scans",
+        "memory": "memory passes",
+        "launches": "kernel launches",
+        "recomputation": "recomputation",
+        "tp": "tensor parallelism",
+        "cp": "context parallelism",
+        "ep": "expert parallelism",
+        "dp": "data parallelism",
+        "bubble": "pipeline bubble",
+        "optimizer": "optimizer",
+    }
+)
+"""The parts in the order in which they are shown."""
+ROUNDING = 1e-9
+LEAST = 0.005
+"""Parts below this share are not worth a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One part of a step."""
+
+    name: str
+    ms: float
+    """What shows of it, mean over the ranks."""
+    hidden_ms: float = 0.0
+    """What runs behind other parts."""
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """A step in parts that add up to it."""
+
+    step_ms: float
+    shares: tuple[Share, ...]
+    waits: Mapping[str, float]
+    """The bubble by cause, in ms: filling and draining, transfers, uneven ranks, the rest."""
+
+    def of(self, name: str) -> Share:
+        return next(share for share in self.shares if share.name == name)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "step_ms": self.step_ms,
+            "parts": {
+                s.name: {"title": s.title, "ms": s.ms, "share": s.ms / self.step_ms, "hidden_ms": s.hidden_ms}
+                for s in self.shares
+            },
+            "bubble_by_cause_ms": dict(self.waits),
+        }
+
+    def words(self) -> str:
+        """The parts that matter, largest first, in one sentence."""
+        told = []
+        for share in sorted(self.shares, key=lambda s: -s.ms):
+            part, hidden = share.ms / self.step_ms, share.hidden_ms / self.step_ms
+            if part >= LEAST or hidden >= LEAST:
+                more = f" (and {100 * hidden:.1f} % hidden)" if hidden >= LEAST else ""
+                told.append(f"{share.title} {100 * part:.1f} %{more}")
+        return ", ".join(told)
+
+
+def why(candidate: Candidate, spec: ModelSpec) -> Why | None:
+    """The parts of a simulated split's step; None where it was only estimated."""
+    plan, costs, timeline = candidate.plan, candidate.costs, candidate.timeline
+    if plan is None or costs is None or timeline is None or costs.setup is None or costs.setup.gpu is None:
+        return None
+    shares, pricing = layer_shares(spec, costs.setup), Pricing.of(costs.setup)
+    layers, weights = price_layers(spec, pricing)
+    ranks, step = timeline.num_ranks, float(timeline.step_ms)
+    ms, alone = (dict(zip(NAMES, values / ranks, strict=True)) for values in _by_layers(plan, timeline, shares))
+    if timeline.lanes is not None:
+        # Ops that run together take less than one after the other: what is saved is exchange behind compute.
+        took = timeline.spans.end_ms - timeline.spans.start_ms
+        ms["ep"] -= (float(took.sum()) - float(timeline.busy_ms.sum())) / ranks
+    reduced = sum(e.end_ms - e.start_ms for e in timeline.extras if e.name != "optimizer") / ranks
+    updated = sum(e.end_ms - e.start_ms for e in timeline.extras if e.name == "optimizer") / ranks
+    # Of one pipeline, context-parallel GPUs reduce gradients among themselves, and the costs count that as update.
+    update = float(costs.optimizer_ms.sum())
+    own = min(1.0, sum(layer.optimizer_ms for layer in layers) / update) if update > 0 else 1.0
+    ms["dp"] += reduced + (1.0 - own) * updated
+    alone["dp"] += sum(reduction_ms(weights, pricing)) / ranks
+    updated *= own
+    waiting = step - sum(ms.values()) - updated
+    parts = {**ms, "bubble": waiting, "optimizer": updated}
+    parts = {name: 0.0 if abs(value) < ROUNDING * step else value for name, value in parts.items()}
+    behind = {name: float(alone[name] - ms[name]) for name in COLLECTIVES}
+    hidden = {name: value if value > ROUNDING * step else 0.0 for name, value in behind.items()}
+    return Why(
+        step_ms=step,
+        shares=tuple(Share(name=n, ms=float(parts[n]), hidden_ms=hidden.get(n, 0.0)) for n in TITLES),
+        waits=_waits(timeline, waiting),
+    )
+
+
+def _by_layers(plan: Plan, timeline: Timeline, shares: LayerShares) -> tuple[np.ndarray, np.ndarray]:
+    """Milliseconds by name, summed over all ops of all ranks, each divided as its layers are: what shows, and what
+    collectives take alone."""
+    spans, kinds = timeline.spans, len(KINDS)
+    took = np.bincount(
+        spans.stage * kinds + spans.kind, weights=spans.end_ms - spans.start_ms, minlength=len(plan.stages) * kinds
+    ).reshape(len(plan.stages), kinds)
+    shown, alone = np.zeros(len(NAMES)), np.zeros(len(NAMES))
+    for number, k in zip(*np.nonzero(took), strict=True):
+        stage = plan.stages[number]
+        shown += took[number, k] * shares.per_ms(KINDS[k], stage.first, stage.stop)
+        alone += took[number, k] * shares.per_ms(KINDS[k], stage.first, stage.stop, alone=True)
+    return shown, alone
+
+
+def _waits(timeline: Timeline, waiting: float) -> dict[str, float]:
+    """The bubble by cause; what the timeline's own causes leave over is waiting for the slowest reduction."""
+    b = timeline.bubbles
+    causes = {
+        "filling and draining": float(b.boundary_ms.mean()),
+        "transfers": float(b.communication_ms.mean()),
+        "uneven ranks": float(b.imbalance_ms.mean()),
+    }
+    total = sum(causes.values())
+    if total > waiting > 0:  # a rank reduces while it waits for the others: that part is not waiting
+        causes["filling and draining"] = max(causes["filling and draining"] - (total - waiting), 0.0)
+        total = sum(causes.values())
+    return {**causes, "other": float(max(waiting - total, 0.0))}
+
+
+def difference(best: Why, today: Why) -> list[tuple[str, float]]:
+    """(part, ms that the first saves per step), largest first; negative where it spends more."""
+    moved = [(s.title, today.of(s.name).ms - s.ms) for s in best.shares]
+    return sorted(moved, key=lambda pair: -abs(pair[1]))
+
+
+def difference_words(best: Why, today: Why) -> str:
+    """What the time saved over today's split comes from."""
+    saved = today.step_ms - best.step_ms
+    told = [
+        f"{title} {'-' if ms > 0 else '+'}{_seconds(abs(ms))}"
+        for title, ms in difference(best, today)
+        if abs(ms) >= LEAST * today.step_ms
+    ]
+    verb = "saves" if saved >= 0 else "costs"
+    return f"It {verb} {_seconds(abs(saved))} a step: {', '.join(told) or 'nothing that matters'}"
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.1f} ms"

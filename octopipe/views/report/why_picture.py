@@ -1,0 +1,110 @@
+"""Where the time of a step goes, as a picture: one bar per split, its parts in colours, hidden communication beneath.
+
+Knows: how the parts that `search/planner/why.py` writes down are drawn as SVG. Does not know: how they are found, or
+the page around the picture (cluster.py).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLOURS: Mapping[str, str] = {
+    "products": "#3b6fb5",
+    "cores": "#6fa3dd",
+    "memory": "#8f7cc0",
+    "launches": "#b9a9dc",
+    "recomputation": "#5f8f8b",
+    "tp": "#d98b2b",
+    "cp": "#e6b35a",
+    "ep": "#c9543f",
+    "dp": "#e58a7a",
+    "bubble": "#9aa3ad",
+    "optimizer": "#5c9e57",
+}
+OTHER = "#777777"
+WIDTH, LEFT, RIGHT = 860, 200, 86
+BAR, HIDDEN, GAP, TOP = 26, 7, 14, 26
+MOST_ROWS = 12
+
+
+def why_svg(rows: Sequence[tuple[str, Mapping[str, Any]]], *, alone: bool = False) -> str:
+    """Bars of (label, parts), as long as their steps; `alone`: as a file of its own, with its own colours of text."""
+    rows = list(rows)[:MOST_ROWS]
+    steps = [_time(why["step_ms"]) for _, why in rows]
+    longest = max(steps, default=1.0)
+    names = _names(rows)
+    per_line = 4
+    height = TOP + len(rows) * (BAR + HIDDEN + GAP) + 16 + 20 * math.ceil(len(names) / per_line)
+    text, quiet = ("#1c2430", "#5b6672") if alone else ("var(--text)", "var(--quiet)")
+    space = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"' if alone else ""
+    bars = [(label, why, step) for (label, why), step in zip(rows, steps, strict=True)]
+    said = "Where the time of a step goes: " + "; ".join(f"{label} {step / 1e3:.2f} s" for label, _, step in bars)
+    out = [f'<svg{space} viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(said)}">']
+    if alone:
+        out.append(f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>')
+    out.append(_text(0, 14, "Where the time of a step goes (thin: hidden behind other work)", quiet, "start"))
+    wide = WIDTH - LEFT - RIGHT
+    for i, (label, why, step) in enumerate(bars):
+        top = TOP + i * (BAR + HIDDEN + GAP)
+        out.append(_text(LEFT - 10, top + BAR / 2 + 5, label, text, "end"))
+        at = hidden_at = float(LEFT)
+        for name, part in _parts(why):
+            ms, hidden = _time(part["ms"]), _time(part.get("hidden_ms", 0.0))
+            title = f"{label}: {part.get('title', name)} {_seconds(ms)}, {100 * ms / step:.1f} % of the step"
+            if hidden > 0:
+                title += f"; {_seconds(hidden)} more is hidden"
+            at = _bar(out, at, top, BAR, ms / longest * wide, name, title)
+            hidden_at = _bar(
+                out, hidden_at, top + BAR + 1, HIDDEN - 1, min(hidden / longest * wide, WIDTH - hidden_at), name, title
+            )
+        out.append(_text(at + 8, top + BAR / 2 + 5, f"{step / 1e3:.2f} s", text, "start"))
+    base = TOP + len(rows) * (BAR + HIDDEN + GAP) + 8
+    for k, (name, title) in enumerate(names):
+        x, y = LEFT * (k % per_line) * 1.06, base + 20 * (k // per_line)
+        out.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{COLOURS.get(name, OTHER)}"/>')
+        out.append(_text(x + 18, y + 11, title, quiet, "start"))
+    return "".join(out) + "</svg>"
+
+
+def _bar(out: list[str], x: float, y: float, height: float, width: float, name: str, title: str) -> float:
+    """Draw one part, and say where the next begins."""
+    if width > 0.2:
+        out.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{COLOURS.get(name, OTHER)}">'
+            f"<title>{html.escape(title)}</title></rect>"
+        )
+    return x + max(width, 0.0)
+
+
+def _parts(why: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(str(name), part) for name, part in why["parts"].items()]
+
+
+def _names(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, str]]:
+    """The parts that show or are hidden somewhere, with their titles."""
+    seen: dict[str, str] = {}
+    for _, why in rows:
+        for name, part in _parts(why):
+            if _time(part["ms"]) + _time(part.get("hidden_ms", 0.0)) > 1e-3 * _time(why["step_ms"]):
+                seen.setdefault(name, str(part.get("title", name)))
+    return list(seen.items())
+
+
+def _time(value: object) -> float:
+    ms = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(ms):
+        raise ValueError(f"a part of {ms} ms")
+    return max(ms, 0.0)
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.1f} ms"
+
+
+def _text(x: float, y: float, words: str, fill: str, anchor: str) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" fill="{fill}" text-anchor="{anchor}">{html.escape(words)}</text>'
+    )
