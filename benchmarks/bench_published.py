@@ -192,20 +192,20 @@ def fit(path: Path = CSV, only: str | None = None) -> dict[str, Any]:
     mine = {name: [r for r in rows if r.stack == name] for name in ABOUT if only in (None, name)}
     mine = dict(sorted(((n, r) for n, r in mine.items() if r), key=lambda item: -len(item[1])))
     written = {entry["name"]: entry for entry in json.loads(STACKS_FILE.read_text())["stacks"]}
-    left_out: dict[str, list[float]] = {}
-    by_row: dict[str, Any] = {}
+    before = json.loads(RESULTS.read_text()).get("left_out_rows", {}) if RESULTS.exists() else {}
+    by_row: dict[str, Any] = {} if only is None else dict(before)
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         for name, found, seconds in pool.map(_fitted, mine, mine.values()):
             entry = found.stack.as_dict()
             del entry["format"]
             written[name] = entry
             if found.left_out:
-                left_out[name] = list(found.left_out)
                 by_row[name] = [[r.name, r.setup.words(), e] for r, e in zip(mine[name], found.left_out, strict=True)]
             print(f"{name}: {len(mine[name])} runs fitted in {seconds:.0f} s", flush=True)
     order = [DEFAULT_STACK, *ABOUT, *written]
     stacks = [written[name] for name in dict.fromkeys(order) if name in written]
     STACKS_FILE.write_text(json.dumps({"format": FORMAT_OF_ALL, "stacks": stacks}, indent=1) + "\n")
+    left_out = {name: [error for *_, error in by_row[name]] for name in ABOUT if name in by_row}
     return {"left_out": show_left_out(left_out), "left_out_rows": by_row}
 
 
@@ -289,7 +289,7 @@ def main() -> None:
     kept = {name: before[name] for name in ("plans", "held_out", "left_out", "left_out_rows") if name in before}
     if args.fit:
         found = fit(args.csv, args.stack)
-        if args.csv == CSV and args.stack is None:
+        if args.csv == CSV:
             RESULTS.write_text(json.dumps({**before, **found}, indent=1) + "\n")
         return
     result = run(args.csv, args.stack)

@@ -150,6 +150,7 @@ def resolve_costs(
     stack: str | Path | Stack | Mapping[str, object] | None = None,
     tp: int | None = None,
     cp: int = 1,
+    cp_kind: str = "ring",
     ep: int = 1,
     dp: int = 1,
     seq: int | None = None,
@@ -210,6 +211,7 @@ def resolve_costs(
         gpu=named,
         tp=tp or 1,
         cp=cp,
+        cp_kind=cp_kind,  # type: ignore[arg-type]
         ep=ep,
         pp=pp,
         dp=dp,

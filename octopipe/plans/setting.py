@@ -23,8 +23,8 @@ from octopipe.plans.plan import Plan
 
 SETTING, COST_TABLE, COSTS, MODE = "setting", "cost_table", "costs", "mode"
 KEYS = (
-    "gpu", "stack", "states", "tp", "cp", "ep", "dp", "seq", "micro_batch_size", "zero", "precision", "gradients",
-    "recompute",
+    "gpu", "stack", "states", "tp", "cp", "cp_kind", "ep", "dp", "seq", "micro_batch_size", "zero", "precision",
+    "gradients", "recompute",
     "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",
     "rank_speed", "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
     "micro_batch_lengths", "packed", "tokens_per_pipeline",

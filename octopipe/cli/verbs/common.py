@@ -110,6 +110,12 @@ def add_training_arguments(parser: Any) -> None:
         help="precision of gradients (default: fp32; bf16 with fp8)",
     )
     parser.add_argument(
+        "--cp-kind",
+        choices=("ring", "all-gather", "ulysses", "hierarchical"),
+        help="with cp: keys and values handed round (ring, default), gathered first (all-gather), heads divided "
+        "instead (ulysses), or that inside a node and a ring between nodes (hierarchical)",
+    )
+    parser.add_argument(
         "--states",
         choices=("fp32", "bf16-moments", "bf16"),
         help="optimizer state: fp32 weight and moments (default), bf16 moments, or moments alone, in bf16",
@@ -173,6 +179,7 @@ SETUP_FLAGS = {
     "gpu": "gpu",
     "tp": "tp",
     "cp": "cp",
+    "cp_kind": "cp_kind",
     "ep": "ep",
     "dp": "dp",
     "seq": "seq",
@@ -199,6 +206,7 @@ SETUP_FLAGS = {
 OF_A_MODEL = (
     "tp",
     "cp",
+    "cp_kind",
     "ep",
     "micro_batch_size",
     "zero",

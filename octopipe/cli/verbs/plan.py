@@ -17,6 +17,7 @@ from octopipe.cli.verbs.common import (
     add_training_arguments,
     console,
     gpu_asked,
+    non_negative,
     print_json,
     seed_number,
     whole_number,
@@ -86,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.svg",
         help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
     )
+    group = parser.add_argument_group("failures, cost and energy of the winner (default: not asked)")
+    group.add_argument("--mtbf", type=positive, metavar="HOURS", help="between failures of one GPU, e.g. 50000")
+    group.add_argument("--checkpoint-s", type=non_negative, default=60.0, help="to write one (default: 60)")
+    group.add_argument("--restart-s", type=non_negative, default=600.0, help="after a failure (default: 600)")
+    group.add_argument("--price-per-gpu-hour", type=positive, metavar="PRICE", help="in any currency")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
     parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -102,6 +108,14 @@ def _systems(text: str) -> tuple[str, ...]:
         if name not in known:
             raise argparse.ArgumentTypeError(f"{name[:40]!r} plans no cluster; one of {', '.join(known)}, or all")
     return names
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    value = non_negative(text)
+    if value < 1e-6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too small; give a number > 0")
+    return value
 
 
 def share(text: str) -> float:
@@ -234,6 +248,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         precision=args.precision or "bf16",
         gradients=args.gradients,
         states=args.states or "fp32",
+        cp_kind=args.cp_kind or "ring",
         stack=stack_for(args.stack, args.runtime),
         sequence_parallel=True if args.sequence_parallel is None else args.sequence_parallel,
         reserve_gib=args.reserve_gib,

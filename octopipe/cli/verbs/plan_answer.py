@@ -34,7 +34,8 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], re
         "fits": found.best.fits,
         "today": None if found.today is None else found.today.as_dict(),
         "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
-        "changes": [*changes(found), *why_words(reasons)],
+        "changes": [*changes(found), *why_words(reasons), *economy_words(args, found)],
+        "economy": economy_of(args, found),
         "commands": lines,
         "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
         "splits": found.splits,
@@ -53,7 +54,7 @@ def show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[st
     out, best = console(), found.best
     out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
     show_table(args, found)
-    for sentence in (*changes(found), *why_words(reasons)):
+    for sentence in (*changes(found), *why_words(reasons), *economy_words(args, found)):
         out.print(sentence)
     if args.why is not None:
         show_why(reasons)
@@ -66,6 +67,25 @@ def show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[st
         out.print(f"page written to {args.page}")
     if args.output:
         out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
+
+
+def economy_of(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """Failures, money and energy of the winner, as far as they were asked for."""
+    from octopipe.search.planner.economy import Economy
+
+    best = found.best
+    asked = Economy(
+        mtbf_hours=args.mtbf, checkpoint_s=args.checkpoint_s, restart_s=args.restart_s, price=args.price_per_gpu_hour
+    )
+    watts = None if best.setup.gpu is None else best.setup.gpu.watts
+    speed = best.tokens_per_gpu_per_second
+    return asked.numbers(gpus=best.setup.num_gpus, tokens_per_gpu_per_second=speed, watts=watts)
+
+
+def economy_words(args: argparse.Namespace, found: Found) -> list[str]:
+    from octopipe.search.planner.economy import words_of
+
+    return words_of(economy_of(args, found)) if (args.mtbf, args.price_per_gpu_hour) != (None, None) else []
 
 
 def reasons_of(found: Found, spec: ModelSpec) -> Reasons:

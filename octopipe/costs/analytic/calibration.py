@@ -117,11 +117,14 @@ class Stack:
     about: str = ""
     rates: tuple[tuple[str, str, Rates], ...]
     """(generation, precision, rates)."""
+    derived: tuple[tuple[str, str], ...] = ()
+    """Of those (generation, precision), the ones that no run was measured in: bf16 beside runs in fp8."""
     errors: Errors | None = None
     """None: too few runs to leave one out."""
 
     def fitted(self, generation: str, precision: str) -> bool:
-        return any(g == generation and p == precision for g, p, _ in self.rates)
+        pair = generation, precision
+        return pair not in self.derived and any((g, p) == pair for g, p, _ in self.rates)
 
     def rates_of(self, generation: str, precision: str) -> Rates:
         """The rates fitted for a GPU generation, or what stands in where none were."""
@@ -130,7 +133,8 @@ class Stack:
     def as_dict(self) -> dict[str, Any]:
         """The record as a stack file holds it."""
         rates = [
-            {"generation": g, "precision": p, **{f.name: getattr(r, f.name) for f in fields(Rates)}}
+            {"generation": g, "precision": p, "measured": (g, p) not in self.derived}
+            | {f.name: getattr(r, f.name) for f in fields(Rates)}
             for g, p, r in self.rates
         ]
         errors = {} if self.errors is None else {"errors": self.errors._asdict()}
@@ -228,11 +232,13 @@ def stack_from(raw: object, where: str) -> Stack:
         if rates[-1][:2] in seen:
             raise OctoPipeError(f"{where}: rates of {rates[-1][0]} in {rates[-1][1]} stand twice; keep one")
         seen.add(rates[-1][:2])
+    derived = [pair[:2] for pair, entry in zip(rates, raw["rates"], strict=True) if entry.get("measured") is False]
     about = raw.get("about")
     return Stack(
         name=name,
         about=about[:400] if isinstance(about, str) else "",
         rates=tuple(rates),
+        derived=tuple(derived),
         errors=_errors(raw.get("errors"), where),
     )
 
@@ -250,7 +256,7 @@ def _entry(entry: object, where: str) -> tuple[str, str, Rates]:
     if not isinstance(entry, Mapping):
         raise OctoPipeError(f"{where} is no table; give generation, precision, gemm, half, core, ...")
     known = {f.name for f in fields(Rates)}
-    unknown = sorted(str(key) for key in set(entry) - known - {"generation", "precision"})
+    unknown = sorted(str(key) for key in set(entry) - known - {"generation", "precision", "measured"})
     if unknown:
         raise OctoPipeError(f"{where}: unknown key {brief(unknown[0])}; one of {', '.join(sorted(known))}")
     generation, precision = entry.get("generation"), entry.get("precision")
@@ -258,6 +264,8 @@ def _entry(entry: object, where: str) -> tuple[str, str, Rates]:
         raise OctoPipeError(f"{where}: generation is {brief(generation)}; one of {', '.join(GENERATIONS)}")
     if precision not in ("bf16", "fp8", "mxfp8", "nvfp4"):
         raise OctoPipeError(f"{where}: precision is {brief(precision)}; one of bf16, fp8, mxfp8, nvfp4")
+    if not isinstance(entry.get("measured", True), bool):
+        raise OctoPipeError(f"{where}: measured is {brief(entry['measured'])}; give true or false")
     for name in ("gemm", "half", "core"):
         if name not in entry:
             raise OctoPipeError(f"{where}: {name} is missing; give gemm, half and core at least")

@@ -26,7 +26,7 @@ from octopipe.costs.analytic.footprint import (
     weights_of,
     workspace_bytes,
 )
-from octopipe.costs.analytic.traffic import Exchange, exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.analytic.traffic import Exchange, context_traffic, exchange_ms, ring_ms
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.segments import Part
@@ -237,11 +237,19 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
                 for width in (how.dispatch_bytes, 2.0)
             )
             routed_ms += dispatch_ms + combine_ms
-    ring = pricing.unless_free(
-        "cp", pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    context = context_traffic(
+        cluster,
+        setup.cp_kind,
+        kv_bytes=2.0 * tokens * work.ring_width / tp,
+        heads_bytes=2.0 * tokens * work.heads_width / tp,
+        size=cp,
+        stride=tp,
+        share=rates.link,
     )
-    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
+    ring, dealt = (pricing.unless_free("cp", ms) for ms in (context.behind_ms, context.shown_ms))
+    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms + dealt
     backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
+    backward += context.backward * dealt
     backward += tp_ms + routed_ms + launch_ms
     if setup.recompute == "selective":
         again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)

@@ -24,6 +24,7 @@ from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu_from, gpu_rec
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
+CpKind = Literal["ring", "all-gather", "ulysses", "hierarchical"]
 States = Literal["fp32", "bf16-moments", "bf16"]
 Recompute = Literal["none", "selective", "full", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -48,6 +49,9 @@ class Setup:
     """GPUs a layer's matrices are split over."""
     cp: int = 1
     """GPUs a sequence is split over."""
+    cp_kind: CpKind = "ring"
+    """How they see each other's keys and values: handed round behind the attention core; gathered before it; heads
+    instead of tokens divided around it (all-to-all); or all-to-all inside a node and a ring between nodes."""
     ep: int = 1
     """GPUs the experts of a layer are dealt to, inside tp * cp * dp."""
     pp: int = 1
@@ -120,6 +124,8 @@ class Setup:
                 raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
         if self.gradients not in (None, *get_args(Gradients)):
             raise OctoPipeError(f"gradients is {brief(self.gradients)}; one of {', '.join(get_args(Gradients))}")
+        if self.cp_kind not in get_args(CpKind):
+            raise OctoPipeError(f"cp_kind is {brief(self.cp_kind)}; one of {', '.join(get_args(CpKind))}")
         if self.states not in get_args(States):
             raise OctoPipeError(f"states is {brief(self.states)}; one of {', '.join(get_args(States))}")
         for name in ("reserve_gib", "p2p_ms"):
@@ -244,6 +250,7 @@ class Setup:
             how += [self.recompute_words()] * (self.recompute != "none")
             how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
             how += ["vocabulary parallel"] * self.vocab_parallel
+            how += [f"{self.cp_kind} context parallelism"] * (self.cp > 1 and self.cp_kind != "ring")
             how += [f"{self.states} optimizer state"] * (self.states != "fp32")
             how += [] if self.stack is None else [f"{self.stack.name} rates"]
         return "; ".join(part for part in (where, batch, ", ".join(how)) if part)

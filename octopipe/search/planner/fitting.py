@@ -34,6 +34,8 @@ NOISE, ODD = 0.08, 0.15
 ROUNDS, AGAIN = 9, 20
 """Steps of a fit, and of one that begins at the fit of nearly the same runs."""
 FEWEST_TO_LEAVE_OUT = 4
+MOST_DERIVED = 1.15
+"""How far above its prior a share of the bf16 peak may be taken that no run was measured in."""
 PRIOR: Mapping[tuple[str, str], Rates] = {
     ("ampere", "bf16"): Rates(gemm=0.80, half=120.0, core=0.50),
     ("hopper", "bf16"): Rates(gemm=0.72, half=250.0, core=0.45),
@@ -63,7 +65,7 @@ SPREAD: Mapping[str, float] = {
 }
 """How far a rate may lie from its prior without much penalty, as a logarithm."""
 BOUNDS: Mapping[str, tuple[float, float]] = {
-    "gemm": (0.1, 0.95),
+    "gemm": (0.1, 0.88),
     "half": (30.0, 4000.0),
     "core": (0.02, 0.95),
     "launch_ms": (0.001, 0.3),
@@ -243,8 +245,8 @@ class Fit:
                 # Nothing but heads and cores runs in bf16 there: as far from its prior as the other precision is.
                 moved = [x[i] for i, r in enumerate(self.rates) if r.name == "gemm" and r.generation == generation]
                 plain = out[generation, "bf16"]
-                top = min(BOUNDS["gemm"][1], plain.gemm * math.exp(float(np.mean(moved))))
-                out[generation, "bf16"] = replace(plain, gemm=top)
+                factor = min(MOST_DERIVED, math.exp(float(np.mean(moved))))
+                out[generation, "bf16"] = replace(plain, gemm=min(BOUNDS["gemm"][1], plain.gemm * factor))
         return out
 
     def residual(self, i: int, rates: Mapping[tuple[str, str], Rates]) -> float:
@@ -325,7 +327,8 @@ class Fit:
     def stack(self, x: np.ndarray, name: str, about: str, errors: Errors | None) -> Stack:
         found = self.rates_at(x)
         rates = tuple((g, p, _rounded(r)) for (g, p), r in sorted(found.items()) if (g, p) in self.pairs or p == "bf16")
-        return Stack(name=name, about=about, rates=rates, errors=errors)
+        derived = tuple((g, p) for g, p, _ in rates if (g, p) not in self.pairs)
+        return Stack(name=name, about=about, rates=rates, derived=derived, errors=errors)
 
 
 def _rounded(rates: Rates) -> Rates:
