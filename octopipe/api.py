@@ -42,7 +42,8 @@ ALIASES = {"speeds": "rank_speed", "cluster": "nodes", "budget": "budget_s"}
 SETUP = "setup"
 """Where a plan and a timeline carry their set-up as every verb prints it."""
 DEFAULTS: dict[str, Any] = {
-    "cp": 1, "ep": 1, "dp": 1, "micro_batch_size": 1, "zero": 1, "precision": "bf16", "recompute": "none",
+    "cp": 1, "cp_kind": "ring", "ep": 1, "dp": 1, "micro_batch_size": 1, "zero": 1, "precision": "bf16",
+    "states": "fp32", "recompute": "none",
     "sequence_parallel": True, "vocab_parallel": False, "rank_speed": (), "packed": False, "budget_s": 30.0, "seed": 0,
     "method": "best", "robust": False, "phases": ("partition", "placement", "schedule"), "target": "octopipe",
 }  # fmt: skip
@@ -55,9 +56,11 @@ Model = str | os.PathLike[str] | ModelSpec | CostTable
 class Setup(TypedDict, total=False):
     """What surrounds a model that is named: the keywords of `resolve_costs` (a CostTable has them in it already)."""
 
-    gpu: str | None
+    gpu: str | Mapping[str, object] | None
+    stack: str | Path | Mapping[str, object] | None
     tp: int | None
     cp: int
+    cp_kind: str
     ep: int
     dp: int
     seq: int | None
@@ -65,6 +68,7 @@ class Setup(TypedDict, total=False):
     zero: int
     precision: str
     gradients: str | None
+    states: str
     recompute: str
     recompute_layers: int | None
     sequence_parallel: bool

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.calibration import stack_names
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
@@ -51,7 +52,10 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
 
 def _names_files(setting: Mapping[str, Any]) -> bool:
     """Whether a setting can only be priced where some file is."""
-    return str(setting.get("model")) not in PRESETS or isinstance(setting.get("nodes"), str | os.PathLike)
+    stack = setting.get("stack")
+    own_stack = isinstance(stack, os.PathLike) or (isinstance(stack, str) and stack not in stack_names())
+    files = own_stack or isinstance(setting.get("nodes"), str | os.PathLike)
+    return files or str(setting.get("model")) not in PRESETS
 
 
 def lowering_costs(plan: Plan) -> CostTable:
