@@ -1,24 +1,41 @@
 """How much of the experts' exchange plans hide, and what that is worth: large models, and random settings.
 
-    python benchmarks/bench_pairs.py models [--budget 60] [--only deepseek-v3]
+    python benchmarks/bench_pairs.py models [--budget 60] [--only deepseek-v3] [--again]
     python benchmarks/bench_pairs.py random [--budget 10] [--settings 20]
+    python benchmarks/bench_pairs.py dense --against CHECKOUT [--budget 5]
 
 `models`: step time, tokens per GPU and second, share of the exchange behind computation and whether the plan fits, for
-1F1B, ZB-V, Megatron's combined interleaved 1F1B, DualPipe, DualPipeV and the tuned plan. Costs are analytic; how tokens
-are exchanged is what DeepSeek published for its own run: fp8 to the experts and bf16 back, a token on at most 4 nodes,
-20 of 132 multiprocessors, and links at 0.9 of 50 GB/s (our choice).
-DeepSeek-V3's published throughput is 14.8 T tokens in 2.664 M GPU hours: 1,543 tokens per GPU and second.
+1F1B, ZB-V, Megatron's combined interleaved 1F1B, DualPipe, DualPipeV and the tuned plan. A system that does not fit is
+shown as it is and with as many layers recomputed as let it fit; only what fits is compared with the tuned plan. Every
+model's rows are written to benchmarks/results/pairs.jsonl when they are there, and a model that has its rows for these
+sizes and this budget is not run again (`--again`: it is).
+
+Costs are analytic; how tokens are exchanged is what DeepSeek published for its own run: fp8 to the experts and bf16
+back, a token on at most 4 nodes, 20 of 132 multiprocessors, and links at 0.9 of 50 GB/s (our choice).
+DeepSeek-V3: its own set-up (2,048 H800; 128 micro-batches where its 15,360 sequences a step made 120, because the
+interleaved schedule wants a multiple of pp), whose
+published throughput is 14.8 T tokens in 2.664 M GPU hours: 1,543 tokens per GPU and second. The other models' sizes are
+our choice; on 80 GB GLM-4.5 and Qwen3-235B would have to recompute most of their layers under every plan, so they are
+given H200.
 
 `random`: random models of which 10 to 60 % is exchange, tuned plan against every system, with the gap to the bound.
+
+`dense`: models without experts, searched by this checkout and by another one (the commit before pairs) in turns, so
+that both meet the same machine: moves per second and step times.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
+import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.table import setup_costs
@@ -27,7 +44,9 @@ from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.table import CostTable
 from octopipe.models.zoo import preset
+from octopipe.plans.plan import Plan
 from octopipe.search.comparison import compare
+from octopipe.search.recompute import plan_under
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
@@ -35,52 +54,118 @@ from octopipe.simulation.simulator import simulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from moe_settings import moe_setting
 
+HERE = Path(__file__).resolve().parent
+
 SYSTEMS = ("1f1b", "zb-v", "interleaved-overlap", "dualpipe", "dualpipev")
 EXCHANGE = Exchange(link_share=0.9, dispatch_bytes=1.03, most_nodes=4)
 CASES = {
-    # model: (pp, ep, dp, micro-batches, precision)
-    "deepseek-v3": (16, 64, 128, 128, "fp8"),
-    "kimi-k2": (16, 64, 64, 128, "fp8"),
-    "glm-4.5": (8, 32, 32, 64, "bf16"),
-    "qwen3-235b-a22b": (8, 32, 32, 64, "bf16"),
+    # model: (gpu, pp, ep, dp, micro-batches, precision)
+    "deepseek-v3": ("h800", 16, 64, 128, 128, "fp8"),
+    "kimi-k2": ("h800", 16, 64, 64, 128, "fp8"),
+    "glm-4.5": ("h200", 8, 32, 32, 64, "bf16"),
+    "qwen3-235b-a22b": ("h200", 8, 32, 32, 64, "bf16"),
 }
+RESULTS = HERE / "results" / "pairs.jsonl"
+DENSE = (("nemotron-h-8b", 4, 16), ("jamba-52b", 8, 16), ("llama3-70b", 8, 16))
 
 
-def model_costs(name: str) -> tuple[CostTable, int, int]:
-    pp, ep, dp, count, precision = CASES[name]
+def model_costs(name: str, recompute: str = "selective", layers: int | None = None) -> tuple[CostTable, int, int]:
+    device, pp, ep, dp, count, precision = CASES[name]
     setup = Setup(
-        gpu=gpu("h800"), tp=1, pp=pp, ep=ep, dp=dp, seq=4096, zero=1, precision=precision, recompute="selective"
-    )
+        gpu=gpu(device), tp=1, pp=pp, ep=ep, dp=dp, seq=4096, zero=1, precision=precision, recompute=recompute,
+        recompute_layers=layers,
+    )  # fmt: skip
     return setup_costs(preset(name), setup, exchange=EXCHANGE), pp, count
 
 
-def models(budget_s: float, only: str) -> None:
-    print(
-        "| model | pp x micro-batches | plan | step, ms | tokens/GPU/s | exchange hidden | peak, GiB | fits | over it |"
-    )
-    print("|---|---|---|--:|--:|--:|--:|---|--:|")
-    for name in CASES if not only else [only]:
-        costs, pp, count = model_costs(name)
-        rows = []
-        for system in SYSTEMS:
-            try:
-                rows.append((system, simulate(build_plan(system, costs, pp, count), costs)))
-            except OctoPipeError as error:
-                print(f"| {name} | {pp} x {count} | {system} | {error} |")
-        found = tune(costs, pp, count, budget_s=budget_s)
-        rows.append(("tuned", simulate(found.plan, costs)))
-        for system, timeline in rows:
-            rate = costs.throughput(pp, count, timeline.step_ms)["tokens_per_gpu_per_second"] or 0.0
-            print(
-                f"| {name} | {pp} x {count} | {system} | {timeline.step_ms:.0f} | {rate:.0f} "
-                f"| {timeline.exchange.share:.3f} | {max(timeline.peak_gib):.0f} | {'yes' if timeline.fits else 'no'} "
-                f"| {timeline.step_ms / rows[-1][1].step_ms:.3f} |",
-                flush=True,
-            )
+def row_of(plan: Plan, costs: CostTable, recomputed: str = "") -> dict[str, Any]:
+    timeline = simulate(plan, costs)
+    rates = costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms)
+    return {
+        "step_ms": timeline.step_ms,
+        "tokens_per_gpu_per_second": rates["tokens_per_gpu_per_second"],
+        "hidden": timeline.exchange.share,
+        "peak_gib": max(timeline.peak_gib),
+        "fits": bool(timeline.fits),
+        "recomputed": recomputed,
+    }
+
+
+def recomputed_to_fit(system: str, name: str) -> dict[str, Any] | None:
+    """The system with as few layers recomputed as let it fit; None where nothing does."""
+    _, pp, count = model_costs(name)
+
+    def price(mode: str, layers: int | None = None) -> CostTable:
+        return model_costs(name, mode, layers)[0]
+
+    plan, costs = plan_under("auto", lambda table: build_plan(system, table, pp, count), price)
+    assert costs.setup is not None
+    row = row_of(plan, costs, costs.setup.recompute_words())
+    return row if row["fits"] else None
+
+
+def model_rows(name: str, budget_s: float) -> dict[str, Any]:
+    costs, pp, count = model_costs(name)
+    rows: dict[str, dict[str, Any]] = {}
+    for system in SYSTEMS:
+        try:
+            rows[system] = row_of(build_plan(system, costs, pp, count), costs)
+            if not rows[system]["fits"]:
+                again = recomputed_to_fit(system, name)
+                if again is not None:
+                    rows[f"{system}, {again['recomputed']}"] = again
+        except OctoPipeError as error:
+            rows[system] = {"refused": str(error)}
+    began = time.monotonic()
+    found = tune(costs, pp, count, budget_s=budget_s)
+    rows["tuned"] = row_of(found.plan, costs)
+    others = {key: row["step_ms"] for key, row in rows.items() if key != "tuned" and row.get("fits")}
+    best = min(others, key=lambda key: others[key]) if others else None
+    return {
+        "model": name,
+        "sizes": list(CASES[name]),
+        "budget_s": budget_s,
+        "seconds": round(time.monotonic() - began, 1),
+        "rows": rows,
+        "bound_ms": found.lower_bound_ms,
+        "bound": found.bound_name,
+        "best_other": best,
+        "over_best_other": others[best] / rows["tuned"]["step_ms"] if best else None,
+    }
+
+
+def models(budget_s: float, only: str, again: bool) -> None:
+    known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    for name in [only] if only else list(CASES):
+        kept = [r for r in known if (r["model"], r["sizes"], r["budget_s"]) == (name, list(CASES[name]), budget_s)]
+        if kept and not again:
+            result = kept[-1]
+        else:
+            result = model_rows(name, budget_s)
+            known = [r for r in known if r not in kept] + [result]
+            RESULTS.parent.mkdir(exist_ok=True)
+            RESULTS.write_text("".join(json.dumps(r) + "\n" for r in known))
+        show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    device, pp, ep, dp, count, precision = result["sizes"]
+    print(f"\n{result['model']}: {pp * dp} {device}, pp {pp}, ep {ep}, {count} micro-batches, {precision}\n")
+    print("| plan | step, ms | tokens/GPU/s | exchange hidden | peak, GiB | fits | over tuned |")
+    print("|---|--:|--:|--:|--:|---|--:|")
+    tuned = result["rows"]["tuned"]
+    for key, row in result["rows"].items():
+        if "refused" in row:
+            print(f"| {key} | {row['refused']} | | | | | |")
+            continue
         print(
-            f"| {name} | {pp} x {count} | bound ({found.bound_name}) | {found.lower_bound_ms:.0f} | | | | | |",
-            flush=True,
+            f"| {key} | {row['step_ms']:.0f} | {row['tokens_per_gpu_per_second']:.0f} | {row['hidden']:.3f} "
+            f"| {row['peak_gib']:.0f} | {'yes' if row['fits'] else 'no'} | {row['step_ms'] / tuned['step_ms']:.3f} |"
         )
+    print(f"| bound ({result['bound']}) | {result['bound_ms']:.0f} | | | | | |")
+    if result["best_other"]:
+        print(f"\ntuned is {result['over_best_other']:.3f} x {result['best_other']}, the best of the others that fit")
+    sys.stdout.flush()
 
 
 def settings(budget_s: float, number: int) -> None:
@@ -105,16 +190,60 @@ def settings(budget_s: float, number: int) -> None:
     print(f"\ntuned ahead of every system in {ahead} of {number}")
 
 
+ONE_SEARCH = """
+import json, sys, time
+import octopipe
+from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.zoo import preset
+from octopipe.search.tuner import tune
+name, pp, count, budget, seed = json.loads(sys.argv[1])
+costs = setup_costs(preset(name), Setup(gpu=gpu("h800"), tp=8, pp=pp, seq=4096))
+tune(costs, pp, count, iterations=2)
+found = tune(costs, pp, count, budget_s=budget, seed=seed)
+print(json.dumps([found.step_ms, found.iterations, found.seconds]))
+"""
+
+
+def dense(against: Path, budget_s: float, repeats: int = 3) -> None:
+    """Both checkouts in turns, each in a process of its own."""
+    print("| model | pp x micro-batches | step, ms: before | now | now / before | moves per second, now / before |")
+    print("|---|---|--:|--:|--:|--:|")
+    for name, pp, count in DENSE:
+        took: dict[str, list[list[float]]] = {"before": [], "now": []}
+        for seed in range(repeats):
+            for which, root in (("before", against), ("now", HERE.parent)):
+                done = subprocess.run(
+                    [sys.executable, "-c", ONE_SEARCH, json.dumps([name, pp, count, budget_s, seed])],
+                    env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True, check=True,
+                )  # fmt: skip
+                took[which].append(json.loads(done.stdout.splitlines()[-1]))
+        ms = {which: statistics.median(row[0] for row in rows) for which, rows in took.items()}
+        rate = {which: statistics.median(row[1] / row[2] for row in rows) for which, rows in took.items()}
+        print(
+            f"| {name} | {pp} x {count} | {ms['before']:.1f} | {ms['now']:.1f} | {ms['now'] / ms['before']:.4f} "
+            f"| {rate['now'] / rate['before']:.2f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("models", "random"))
+    parser.add_argument("what", choices=("models", "random", "dense"))
     parser.add_argument("--budget", type=float, default=None, help="seconds of every search")
     parser.add_argument("--settings", type=int, default=20)
-    parser.add_argument("--only", default="", help="one model")
+    parser.add_argument("--only", default="", choices=("", *CASES), help="one model")
+    parser.add_argument("--again", action="store_true", help="also models whose rows are kept")
+    parser.add_argument("--against", type=Path, help="another checkout, for dense")
     args = parser.parse_args()
     began = time.monotonic()
     if args.what == "models":
-        models(args.budget or 60.0, args.only)
+        models(args.budget or 60.0, args.only, args.again)
+    elif args.what == "dense":
+        if args.against is None:
+            parser.error("dense: give the checkout to compare with, --against PATH")
+        dense(args.against.resolve(), args.budget or 5.0)
     else:
         settings(args.budget or 10.0, args.settings)
     print(f"\n{time.monotonic() - began:.0f} s")

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
+from octopipe.costs.cluster.setup import Setup, keyword_fields, keywords
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
@@ -32,95 +33,39 @@ from octopipe.simulation.timeline import Timeline
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from octopipe.costs.cluster.keywords import SetupKeywords
     from octopipe.search.comparison import Comparison
     from octopipe.search.comparison import Progress as CompareProgress
     from octopipe.search.result import Callback
     from octopipe.search.tuner import Method, TuneResult
 
-ALIASES = {"speeds": "rank_speed", "cluster": "nodes", "budget": "budget_s"}
-"""Names of the command line's flags that are accepted for keywords here, as the flags accept the keywords' names."""
 SETUP = "setup"
 """Where a plan and a timeline carry their set-up as every verb prints it."""
-DEFAULTS: dict[str, Any] = {
-    "cp": 1, "cp_kind": "ring", "ep": 1, "dp": 1, "micro_batch_size": 1, "zero": 1, "precision": "bf16",
-    "states": "fp32", "recompute": "none",
-    "sequence_parallel": True, "vocab_parallel": False, "rank_speed": (), "packed": False, "budget_s": 30.0, "seed": 0,
-    "method": "best", "robust": False, "phases": ("partition", "placement", "schedule"), "target": "octopipe",
-}  # fmt: skip
-"""What a keyword that is left out stands for; None: it follows from the model, the GPU or the others."""
+BUDGET_S = 30.0
+"""How long `tune` searches unless told otherwise."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Model = str | os.PathLike[str] | ModelSpec | CostTable
 """A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
 
 
-class Setup(TypedDict, total=False):
-    """What surrounds a model that is named: the keywords of `resolve_costs` (a CostTable has them in it already)."""
+def _spelled_out(**defaults: Any) -> Callable[[_Function], _Function]:
+    """Shows the set-up's keywords behind a function's `**` one by one in `help()` and in a notebook's completion.
 
-    gpu: str | Mapping[str, object] | None
-    stack: str | Path | Mapping[str, object] | None
-    tp: int | None
-    cp: int
-    cp_kind: str
-    ep: int
-    dp: int
-    seq: int | None
-    micro_batch_size: int
-    zero: int
-    precision: str
-    gradients: str | None
-    states: str
-    recompute: str
-    recompute_layers: int | None
-    sequence_parallel: bool
-    vocab_parallel: bool
-    reserve_gib: float | None
-    p2p_ms: float | None
-    memory_gib: float | Sequence[float] | None
-    rank_speed: Sequence[float]
-    gpus_per_node: int | None
-    nodes: str | Path | Sequence[Mapping[str, object]] | None
-    distributed_optimizer: bool | None
-    micro_batch_tokens: Sequence[int] | None
-    micro_batch_lengths: Sequence[Sequence[int]] | None
-    packed: bool
-    tokens_per_pipeline: int | None
-
-
-class TuneKeywords(Setup, total=False):
-    """What `tune` takes beside the model and its size."""
-
-    budget_s: float
-    seed: int
-    method: Method
-    start: Plan | str | os.PathLike[str] | None
-    robust: bool
-    workers: int | None
-    iterations: int | None
-    progress: Callback | None
-    copies: bool | None
-    phases: Sequence[str]
-    target: Literal["octopipe", "torch", "megatron"]
-
-
-def _spelled_out(keywords: type) -> Callable[[_Function], _Function]:
-    """Shows the keywords behind a function's `**` one by one in `help()` and in a notebook's completion."""
+    A default of None means that the value follows from the model, the GPU or the others. `defaults`: those that differ
+    from the set-up's own."""
 
     def shown(function: _Function) -> _Function:
         own = inspect.signature(function)
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        taken = {p.name for p in named}
-        # A verb's own keywords come before those of the set-up.
-        order = sorted(keywords.__annotations__, key=lambda name: name in Setup.__annotations__)
-        kinds = {name: keywords.__annotations__[name] for name in order if name not in taken}
-        defaults = DEFAULTS | ({"recompute": "auto"} if "budget_s" in kinds else {})
+        default = {f.name: f.default for f in fields(Setup)} | defaults
         more = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(name),
-                annotation=getattr(kind, "__forward_arg__", kind),
+                default=None if how.follows else default[name],
+                annotation=f"{how.kind.accepts} | None",
             )
-            for name, kind in kinds.items()
+            for name, how in keyword_fields().items()
         ]
         function.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
         return function
@@ -128,7 +73,7 @@ def _spelled_out(keywords: type) -> Callable[[_Function], _Function]:
     return shown
 
 
-@_spelled_out(Setup)
+@_spelled_out()
 def build_plan(
     system: str,
     model: Model,
@@ -137,7 +82,7 @@ def build_plan(
     *,
     split_backward: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    **setup: Unpack[Setup],
+    **setup: Unpack[SetupKeywords],
 ) -> Plan:
     """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
 
@@ -151,7 +96,7 @@ def build_plan(
     return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
 
 
-@_spelled_out(Setup)
+@_spelled_out()
 def simulate(
     plan: Plan | Program | str | os.PathLike[str],
     model: Model | None = None,
@@ -163,7 +108,7 @@ def simulate(
     check: bool = True,
     split_backward: bool | None = None,
     options: Mapping[str, Any] | None = None,
-    **setup: Unpack[Setup],
+    **setup: Unpack[SetupKeywords],
 ) -> Timeline:
     """The predicted timeline of a plan, a program, a plan file, or a system by name.
 
@@ -197,34 +142,66 @@ def simulate(
     return _of(run(given, costs, channel=channel, label=label, check=check), known)
 
 
-@_spelled_out(TuneKeywords)
+@_spelled_out(recompute="auto")
 def tune(
-    model: Model, num_ranks: int, num_micro_batches: int | None = None, **keywords: Unpack[TuneKeywords]
+    model: Model,
+    num_ranks: int,
+    num_micro_batches: int | None = None,
+    *,
+    budget_s: float = BUDGET_S,
+    seed: int = 0,
+    method: Method = "best",
+    start: Plan | str | os.PathLike[str] | None = None,
+    robust: bool = False,
+    workers: int | None = None,
+    iterations: int | None = None,
+    progress: Callback | None = None,
+    copies: bool | None = None,
+    cut_head: bool = False,
+    phases: Sequence[str] = ("partition", "placement", "schedule"),
+    target: Literal["octopipe", "torch", "megatron"] = "octopipe",
+    **setup: Unpack[SetupKeywords],
 ) -> TuneResult:
     """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
 
     `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
-    search. The result's plan carries the set-up or the costs it was found for.
+    search. The result's plan carries the set-up or the costs it was found for. `budget` is another word for `budget_s`.
     """
     from octopipe.search.tuner import tune as search
 
-    own, all_keywords = set(Setup.__annotations__), _by_their_names(keywords, TuneKeywords)
-    setup = {name: value for name, value in all_keywords.items() if name in own}
-    given: dict[str, Any] = {name: value for name, value in all_keywords.items() if name not in own}
-    if isinstance(given.get("start"), str | os.PathLike):
-        given["start"] = load_plan(given["start"])
+    asked: dict[str, Any] = dict(setup)
+    if "budget" in asked:
+        if budget_s != BUDGET_S:
+            raise OctoPipeError("budget_s and budget are the same keyword; give one of them")
+        budget_s = asked.pop("budget")
     # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
-    recompute = setup.pop("recompute", "auto")
-    given["recompute"] = recompute in ("auto", True)
+    recompute: Any = asked.pop("recompute", "auto")
     if recompute not in ("auto", "none", True, False):
-        setup["recompute"] = recompute
+        asked["recompute"] = recompute
     count = _micro_batches(num_ranks, num_micro_batches)
-    costs, known = _costs(model, num_ranks, count, setup)
-    result = search(costs, num_ranks, count, **given)
+    costs, known = _costs(model, num_ranks, count, asked, _words_of(tune))
+    result = search(
+        costs,
+        num_ranks,
+        count,
+        budget_s=budget_s,
+        seed=seed,
+        method=method,
+        start=load_plan(start) if isinstance(start, str | os.PathLike) else start,
+        robust=robust,
+        workers=workers,
+        iterations=iterations,
+        progress=progress,
+        copies=copies,
+        cut_head=cut_head,
+        phases=phases,
+        target=target,
+        recompute=recompute in ("auto", True),
+    )
     return replace(result, plan=_carrying(result.plan, known))
 
 
-@_spelled_out(Setup)
+@_spelled_out()
 def compare(
     model: Model,
     num_ranks: int,
@@ -236,7 +213,7 @@ def compare(
     channel: Channel = "directed",
     processes: int | None = None,
     progress: CompareProgress | None = None,
-    **setup: Unpack[Setup],
+    **setup: Unpack[SetupKeywords],
 ) -> Comparison:
     """Every published system (or those in `names`) on one model, best first; each result has its plan.
 
@@ -280,10 +257,11 @@ class _PriceOf:
 
 
 def _costs(
-    model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any]
+    model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[CostTable, dict[str, Any]]:
-    """The costs behind `model`, and what a plan made with them has to carry."""
-    setup = _by_their_names(setup, Setup)
+    """The costs behind `model`, and what a plan made with them has to carry. `others`: keywords that the caller has
+    beside the set-up's, for an error that names the nearest."""
+    setup = keywords(setup, others=others)
     if isinstance(model, CostTable):
         if setup:
             name = next(iter(setup))
@@ -297,21 +275,9 @@ def _costs(
     return costs, {**carried(costs, setting), **_facts(costs)}
 
 
-def _by_their_names(given: Mapping[str, Any], keywords: type) -> dict[str, Any]:
-    """The keywords with aliases resolved; an unknown one is an error that names the nearest."""
-    out: dict[str, Any] = {}
-    for name, value in given.items():
-        known = ALIASES.get(name, name)
-        if known not in keywords.__annotations__:
-            import difflib
-
-            close = difflib.get_close_matches(name, [*keywords.__annotations__, *ALIASES], 1)
-            raise OctoPipeError(f"unknown keyword {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
-        if known in out:
-            same = next(other for other in given if ALIASES.get(other, other) == known)
-            raise OctoPipeError(f"{same} and {name} are the same keyword; give one of them")
-        out[known] = value
-    return out
+def _words_of(function: Callable[..., Any]) -> list[str]:
+    """The keywords that a function is shown to have."""
+    return list(inspect.signature(function).parameters)
 
 
 def _facts(costs: CostTable) -> dict[str, Any]:
@@ -343,4 +309,4 @@ def _is_file(what: str | os.PathLike[str]) -> bool:
     return not isinstance(what, str) or text.endswith(".json") or os.sep in text or Path(text).is_file()
 
 
-__all__ = ["Model", "Setup", "TuneKeywords", "build_plan", "compare", "simulate", "tune"]
+__all__ = ["Model", "Setup", "build_plan", "compare", "simulate", "tune"]

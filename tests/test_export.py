@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import os
+import random
 import re
 import struct
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moe_settings import moe_setting
 from plans import from_csv
 
 from octopipe.base.errors import OctoPipeError
@@ -511,6 +513,31 @@ def test_compute_slices_are_the_timeline(trace: tuple[Timeline, list[dict]]) -> 
         start, length = found[str(timeline.op(i))]
         assert start == pytest.approx(1000 * timeline.spans.start_ms[i])
         assert length == pytest.approx(1000 * (timeline.spans.end_ms[i] - timeline.spans.start_ms[i]))
+
+
+def test_exchanges_have_a_thread_of_their_own_and_pairs_are_one_slice() -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(4), 0.4)
+    plan = build_plan("interleaved-overlap", costs, ranks, micro_batches)
+    timeline = simulate(plan, costs)
+    events = trace_events(timeline, plan)["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    exchanged = [e for e in events if e["ph"] == "X" and e["cat"] == "exchange"]
+    assert {names[e["tid"]] for e in exchanged} == {"exchange"}
+    assert sum(e["dur"] for e in exchanged) == pytest.approx(1000 * timeline.exchange.total_ms)
+    slices = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and "+" in e["name"]}
+    assert set(slices) == {"+".join(map(str, pair)) for pair in plan.pairs}
+    # Slices of one thread lie within each other or apart: viewers nest them.
+    threads: dict[int, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            threads.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"]))
+    for rows in threads.values():
+        open_until: list[float] = []
+        for start, end in sorted(rows, key=lambda row: (row[0], -row[1])):
+            while open_until and open_until[-1] <= start + 1e-3:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-3
+            open_until.append(end)
 
 
 def test_overlapping_measured_transfers_get_rows_of_their_own() -> None:

@@ -175,34 +175,89 @@ def test_contention_is_a_number_of_its_own_and_the_same_in_every_verb(capsys: An
         assert f"with contention as the profile measured it {again['contended_step_ms']:.1f} ms a step" in words
 
 
+RUN = ("nemotron-h-4b", "--scale", "0.02", "--layers", "4", "--seq", "16")
+RUN_NUMBERS = ("step_ms", "makespan_ms", "contended_step_ms", "contended_makespan_ms")
+
+
+def run_rows(capsys: Any, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The same of the verbs that run a plan, on measured times: what `train` and `validate` predict is what the verbs
+    that only plan say about that plan."""
+    from octopipe.plans.file import load_plan
+    from octopipe.simulation.contention import predict
+
+    profile, tuned, published = (str(folder / f"{name}.json") for name in ("profile", "tuned", "published"))
+    assert main(["profile", *RUN, "--nproc", "2", "--repeats", "3", "-o", profile]) == 0
+    capsys.readouterr()
+    flags = (profile, "--pp", "2", "--micro-batches", "4")
+    out: dict[str, dict[str, dict[str, Any]]] = {}
+    said_first = {
+        "tuned": ("tune", said(capsys, "tune", *flags, *SEARCH, "-o", tuned)),
+        "1F1B": ("simulate", said(capsys, "simulate", *flags, "-o", published)),
+    }
+    for plan, path in (("tuned", tuned), ("1F1B", published)):
+        verb, numbers = said_first[plan]
+        once = octopipe.simulate(path)
+        shared = predict(load_plan(path), octopipe.load_profile(profile))
+        by_verb = {
+            verb: numbers,
+            "simulate of the file": said(capsys, "simulate", profile, "--plan", path),
+            "validate": said(capsys, "validate", path, "--profile", profile, "--steps", "1", "--warmup", "1"),
+            "train": said(capsys, "train", *RUN, "--plan", path, "--profile", profile, "--steps", "2")["predicted"],
+            "octopipe.simulate of the file": {"step_ms": once.step_ms, "makespan_ms": once.makespan_ms},
+            "predict": {"contended_step_ms": shared.step_ms, "contended_makespan_ms": shared.makespan_ms},
+        }
+        for who, found in by_verb.items():
+            for name in RUN_NUMBERS:
+                if found.get(name) is not None:
+                    out.setdefault(plan, {}).setdefault(name, {})[who] = found[name]
+    return out
+
+
+@pytest.mark.slow
+def test_what_train_and_validate_predict_is_what_the_verbs_that_plan_say(capsys: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for plan, table in run_rows(capsys, tmp_path).items():
+        for number, by_verb in table.items():
+            assert {"train", "validate", "simulate of the file"} <= set(by_verb), (plan, number)
+            (first, value), *others = by_verb.items()
+            for verb, other in others:
+                assert other == pytest.approx(value, rel=1e-6), (plan, number, first, verb)
+
+
 def _print_table() -> None:
     """The table in Markdown, for people."""
     import contextlib
     import io
     import tempfile
+    from functools import partial
     from types import SimpleNamespace
 
     class Capture:
         """What pytest's `capsys` does, outside pytest."""
 
-        out, err = io.StringIO(), io.StringIO()
+        def __init__(self) -> None:
+            # Some verbs write bytes: there must be a buffer below.
+            self.out, self.err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
 
         def readouterr(self) -> SimpleNamespace:
-            found = SimpleNamespace(out=self.out.getvalue(), err=self.err.getvalue())
-            for stream in (self.out, self.err):
-                stream.seek(0)
-                stream.truncate(0)
-            return found
+            found = {}
+            for name, stream in (("out", self.out), ("err", self.err)):
+                found[name] = stream.buffer.getvalue().decode()
+                stream.buffer.seek(0)
+                stream.buffer.truncate(0)
+            return SimpleNamespace(**found)
 
-    for case, (model, flags, _) in CASES.items():
+    runs = " ".join((*RUN, "--nproc 2, measured"))
+    cases = {f"{model} {' '.join(flags)}": partial(rows_of, case=case) for case, (model, flags, _) in CASES.items()}
+    for title, rows in {**cases, runs: run_rows}.items():
         capture = Capture()
         with (
             tempfile.TemporaryDirectory() as folder,
             contextlib.redirect_stdout(capture.out),
             contextlib.redirect_stderr(capture.err),
         ):
-            table = rows_of(capture, case, Path(folder))
-        print(f"\n{model} {' '.join(flags)}\n\n| plan | number | value | said by |\n|---|---|---|---|")
+            table = rows(capture, folder=Path(folder))
+        print(f"\n{title}\n\n| plan | number | value | said by |\n|---|---|---|---|")
         for plan, numbers in table.items():
             for number, by_verb in numbers.items():
                 value = max(flat(next(iter(by_verb.values()))))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from moe_settings import moe_setting
 
+from octopipe.costs.segments import Segments
 from octopipe.costs.table import CostTable
 from octopipe.plans.file import plan_to_json
 from octopipe.plans.pair_price import PairPrices
@@ -47,14 +48,14 @@ def test_the_schedule_takes_as_long_as_the_simulator_says(seed: int) -> None:
     assert found is not None
     plan, timeline = found
     assert plan.problems() == [] and plan.pairs
-    state = search._of_plan(plan)
-    assert state is not None
+    assert search._drawing.of_plan(plan) is not None
     # Pairs that hide nothing are taken apart, so the plan may only be faster than the schedule it came from.
     for _ in range(20):
-        drawn = search._drawn(1, False, varied=True)
-        ms = search._ms(drawn)
-        if ms < np.inf:
-            assert simulate(search._plan(drawn), costs).makespan_ms <= ms + 1e-6
+        drawn = search._drawing.drawn(1, False, varied=True)
+        for state in (drawn, search._drawing.steady(drawn, ranks)):
+            ms = search._ms(state)
+            if ms < np.inf:
+                assert simulate(search._plan(state), costs).makespan_ms <= ms + 1e-6
     assert timeline.makespan_ms > 0
 
 
@@ -94,3 +95,53 @@ def test_polishing_only_makes_plans_faster(seed: int) -> None:
     before = simulate(plan, costs)
     better, timeline = Polisher(plan, costs, seed).run(budget_s=None, moves=300)
     assert better.problems() == [] and timeline.step_ms <= before.step_ms
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.5])
+def test_a_steady_rhythm_holds_as_many_micro_batches_as_its_rotation_says(share: float) -> None:
+    """Equal layers in a V: every pair is one of F and I, and a rank holds two micro-batches of half its layers for each
+    of the rotation, one more while a pair runs."""
+    ranks, micro_batches = 4, 24
+    costs = equal_layers(2 * ranks)
+    search = PairSearch(costs=costs, num_ranks=ranks, num_micro_batches=micro_batches, budget_s=60, moves=10)
+    rotation = round(share * ranks)
+    state = search._drawing.steady(search._drawing.drawn(2, True, varied=False), rotation)
+    assert search._ms(state) < np.inf
+    plan = search._plan(state)
+    for rank in range(ranks):
+        held = most = 0
+        for slot in plan.slots(rank):
+            held += sum(op.kind == "F" for op in slot)
+            most = max(most, held)
+            held -= sum(op.kind in "IB" for op in slot)
+        assert held == 0 and most <= 2 * rotation + 1
+    both = sum({op.kind for op in pair} == {"F", "B"} for pair in plan.pairs)
+    assert both >= ranks * (2 * micro_batches - 2 * rotation - 1)
+
+
+def test_memory_beyond_the_limit_is_balanced_away() -> None:
+    """A first layer that holds much is given to a stage with few others."""
+    costs = equal_layers(16).replace(activation_bytes=np.array([6.0] + [1.0] * 15), rank_memory_bytes=(26.0,))
+    search = PairSearch(costs=costs, num_ranks=4, num_micro_batches=24, budget_s=60, moves=10)
+    drawn = search._drawing.drawn(2, True, varied=False)
+    steady = search._drawing.steady(drawn, 3)
+    search._ms(steady)
+    before = float(search._over_by.max())
+    search._ms(search._balanced(steady))
+    assert float(search._over_by.max()) < before
+    found = search.run()
+    assert found is not None and found[1].fits
+
+
+def equal_layers(number: int) -> CostTable:
+    row = [("compute", 1.0), ("exchange", 0.5), ("compute", 1.0), ("exchange", 0.5)]
+    return CostTable(
+        model="equal",
+        symbols="X" * number,
+        forward_ms=np.full(number, 3.0),
+        input_ms=np.full(number, 3.0),
+        weight_ms=np.full(number, 0.5),
+        activation_bytes=np.ones(number),
+        stash_bytes=np.full(number, 0.6),
+        segments=Segments.from_ms([row] * number, [row[::-1]] * number),
+    )

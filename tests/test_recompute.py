@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from octopipe.costs.profile_file import Profile
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan
+from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
 
@@ -72,3 +75,52 @@ def test_layer_by_layer_keeps_every_layers_input_and_restores_one_layer() -> Non
     assert full.forward_ms == pytest.approx(plain.forward_ms)
     for end in (0, -1):
         assert full.input_ms[end] == plain.input_ms[end]
+
+
+@pytest.mark.parametrize("count", [None, 1, 3, 7, 50])
+def test_the_layers_that_a_run_checkpoints_are_those_that_were_priced(count: int | None) -> None:
+    numbers = {"recompute": "full"} | ({} if count is None else {"recompute_layers": count})
+    kept = resolve_costs("nemotron-h-4b", pp=2, micro_batches=4)
+    costs = resolve_costs("nemotron-h-4b", pp=2, micro_batches=4, **numbers)
+    plan = build_plan("zb-h1", costs, 2, 4).with_extra(setting={"model": "nemotron-h-4b", **numbers})
+    assert checkpointed_by_prices(plan) == tuple(
+        np.flatnonzero(costs.input_ms - kept.input_ms > 0.99 * kept.forward_ms)
+    )
+    profile = Profile(costs=kept, partial={1: kept}).checkpointing(checkpointed_by_prices(plan))
+    for table in (profile.costs, profile.partial[1]):
+        again = list(checkpointed_by_prices(plan))
+        assert table.input_ms[again] == pytest.approx(costs.input_ms[again])
+    if count is None:  # of some layers, the price takes the others as recomputed selectively
+        for name in ("activation_bytes", "stash_bytes", "workspace_bytes"):
+            assert getattr(profile.costs, name) == pytest.approx(getattr(costs, name)), name
+
+
+def test_checkpointed_layers_give_the_same_gradients_and_keep_their_input_alone() -> None:
+    torch = pytest.importorskip("torch")
+    from octopipe.models.zoo import PRESETS
+    from octopipe.runtime.measure.workload import Workload
+
+    spec = PRESETS["nemotron-h-4b"]().scaled(0.02)
+    plain = Workload(spec=spec, tokens=16)
+    again = Workload(spec=spec, tokens=16, checkpointed=(1, 2))
+    assert len({g for k, g in enumerate(again.groups) if k in (1, 2)} & {again.groups[k] for k in (0, 3, 4)}) == 0
+    found = []
+    for work in (plain, again):
+        saved = 0
+
+        def pack(x: Any) -> Any:
+            nonlocal saved
+            saved += x.numel()
+            return x
+
+        modules = [make() if not isinstance(make, torch.nn.Module) else make for make in work.layers("cpu")[:3]]
+        value = work.batch("cpu", 1)[0]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            for module in modules:
+                value = module(value)
+        value.square().sum().backward()
+        names = [name for module in modules for name, _ in module.named_parameters()]
+        found.append((saved, names, [p.grad for module in modules for p in module.parameters()]))
+    (much, names, wanted), (little, same, got) = found
+    assert names == same and little < 0.2 * much
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import re
 import threading
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moe_settings import moe_setting
 from report_cases import costs_of, hundred_thousand, noisy
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
@@ -85,6 +87,32 @@ def test_the_page_gets_the_timeline_to_nine_digits() -> None:
     moved = {name: columns[number] for name, number in data["transfers"].items()}
     assert moved["producer"].tolist() == entry.timeline.transfers.producer.tolist()
     assert moved["sizes"][moved["size"]].tolist() == entry.timeline.transfers.nbytes.tolist()
+
+
+def test_the_page_gets_both_lanes_and_the_pairs_of_a_plan_with_an_exchange() -> None:
+    costs, ranks, micro_batches = moe_setting(random.Random(4), 0.4)
+    plan = build_plan("interleaved-overlap", costs, ranks, micro_batches)
+    entry = Entry(timeline=simulate(plan, costs), plan=plan, costs=costs)
+    pack = Packer()
+    data = entry_data(entry, pack)
+    columns = unpack(pack.columns, pack.text())
+    lanes, spans = data["lanes"], entry.timeline.lanes
+    assert spans is not None and sum(lanes["pieces_of_rank"]) == spans.span.size
+    tick = data["tick_ms"]
+    got = sorted(
+        zip(*(columns[lanes[name]].tolist() for name in ("span", "lane", "start", "duration")), strict=True),
+    )
+    expected = sorted(zip(*(column.tolist() for column in spans), strict=True))
+    for (op, lane, start, took), (own_op, own_lane, begin, end) in zip(got, expected, strict=True):
+        assert (op, lane) == (own_op, own_lane)
+        assert start * tick == pytest.approx(begin, abs=tick) and took * tick == pytest.approx(
+            end - begin, abs=2 * tick
+        )
+    seconds = {plan.op(int(k)) for k in columns[data["pairs"]]}
+    assert seconds == {second for _, second in plan.pairs}
+    # The page's own simulator knows single ops; it is not offered where it would say something else.
+    assert "what_if" not in data
+    assert entry_data(_entry(), Packer())["lanes"] is None
 
 
 @pytest.mark.parametrize("limit", [64, 1000])

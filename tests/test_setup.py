@@ -16,7 +16,8 @@ from octopipe.costs.analytic.footprint import megatron_activation_bytes
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.analytic.traffic import exchange_ms, pass_round_ms, ring_ms
 from octopipe.costs.cluster.hardware import gpu
-from octopipe.costs.cluster.setup import Setup, default_reserve_gib, derived_sizes, micro_batches_of, setup_from
+from octopipe.costs.cluster.setup import Setup, default_reserve_gib, setup_from
+from octopipe.costs.cluster.sizes import derived_sizes, micro_batches_of
 from octopipe.costs.resolve import resolve_costs
 from octopipe.models.zoo import preset
 from octopipe.plans.file import load_plan
@@ -326,7 +327,6 @@ def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, words: str) -
         ("--precision", "fp8"),
         ("--recompute", "full"),
         ("--micro-batch-size", "2"),
-        ("--vocab-parallel",),
         ("--reserve-gib", "3"),
         ("--gpus-per-node", "4"),
         ("--gpus", "8"),

@@ -207,8 +207,8 @@ def test_hardware_reaches_every_verb(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert main(words) == 0, words
         told = json.loads(capsys.readouterr().out)
         assert told["setup"]["gpu"]["name"] == "mine", words[0]
-    assert main(["plan", *common, "--gpus", "8", "--global-batch", "16", "--gpu", "h100"]) == 2
-    assert "leave --gpu out" in capsys.readouterr().err
+    assert main(["plan", *common, "--gpus", "8", "--global-batch", "16", "--cluster", str(file)]) == 2
+    assert "leave --gpu" in capsys.readouterr().err
 
 
 def test_nvfp4_is_faster_where_the_card_has_it_and_refused_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

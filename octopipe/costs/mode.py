@@ -56,10 +56,13 @@ class Mode:
     def __str__(self) -> str:
         return self.precision + (" with CUDA graphs" if self.graphs else "")
 
-    def bytes_per_parameter(self, *, state_factor: float) -> float:
-        """Weight, gradient, and the optimizer's state of so many moments (0: no optimizer, so no master weight)."""
+    def bytes_per_parameter(self, *, state_factor: float, shards: int = 1) -> float:
+        """Weight, gradient, and the optimizer's state of so many moments (0: no optimizer, so no master weight).
+
+        `shards`: data-parallel replicas that divide master weights and moments among themselves.
+        """
         weight, gradient, master, moment = _BYTES[self.precision]
-        return weight + gradient + (master + state_factor * moment if state_factor else 0.0)
+        return weight + gradient + ((master + state_factor * moment) / shards if state_factor else 0.0)
 
     def record(self) -> dict[str, object]:
         """As it stands in a file."""

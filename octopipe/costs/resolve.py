@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief, letters, read_json_object, shown, stem_of
-from octopipe.base.limits import MAX_TIME_MS, finite
-from octopipe.costs.analytic.calibration import Stack, stack_named
+from octopipe.base.files import letters, read_json_object, shown, stem_of
 from octopipe.costs.analytic.table import setup_costs
-from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, nodes_from_object, ranks_on, read_cluster
-from octopipe.costs.cluster.hardware import GIB, Gpu, Network, gpu_from
+from octopipe.costs.cluster.fields import fields_of
+from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, ranks_on
+from octopipe.costs.cluster.hardware import GIB, Network
 from octopipe.costs.cluster.hardware import gpu as gpu_preset
-from octopipe.costs.cluster.setup import DEFAULT_SEQ, Setup, default_reserve_gib
+from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib, keywords
 from octopipe.costs.foreign_times import foreign_costs
 from octopipe.costs.layer_times import costs_of_layer_times
 from octopipe.costs.measured import measured_file, measured_models
@@ -35,7 +35,11 @@ from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
 from octopipe.models.zoo import PRESETS, names, preset, suggestion
 
-DEFAULT_GPU = "h800"
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from octopipe.costs.cluster.keywords import SetupKeywords
+
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
 
 
@@ -97,7 +101,9 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         reader = FORMATS.get(tag.split("/")[0])
         if reader is None:
             known = ", ".join(sorted(FORMATS))
-            raise OctoPipeError(f"{where}: format {tag[:60]!r} is no model; give a file of format {known}, or a preset")
+            raise OctoPipeError(
+                f"{where}: format {tag[:60]!r} is not a model; give a file of format {known}, or a preset"
+            )
         return reader(file, stem_of(path), where)
     if "pattern" in file or "forward_ms" in file:
         return _layer_times(file, stem_of(path), where)
@@ -125,78 +131,26 @@ def tensor_parallel(spec: ModelSpec, setup: Setup) -> int:
     return best
 
 
-def _memory(memory_gib: float | Sequence[float] | None, pp: int) -> tuple[float, ...]:
-    if memory_gib is None:
-        return ()
-    values = (memory_gib,) if isinstance(memory_gib, int | float) else tuple(memory_gib)
-    if len(values) not in (1, pp):
-        raise OctoPipeError(f"memory_gib has {len(values)} entries for {pp} ranks; give one, or one per rank")
-    return tuple(_positive("memory_gib", value) for value in values)
-
-
-def _positive(name: str, value: object, *, zero: bool = False) -> float:
-    number = finite(value)
-    if number is None or not 0 <= number <= MAX_TIME_MS or (number == 0 and not zero):
-        sign = ">= 0" if zero else "> 0"
-        raise OctoPipeError(f"{name} is {brief(value)}; give a finite number {sign}, at most {MAX_TIME_MS:g}")
-    return number
-
-
 def resolve_costs(
-    model: str | Path | ModelSpec,
-    *,
-    pp: int,
-    gpu: str | Gpu | Mapping[str, object] | None = None,
-    stack: str | Path | Stack | Mapping[str, object] | None = None,
-    tp: int | None = None,
-    cp: int = 1,
-    cp_kind: str = "ring",
-    ep: int = 1,
-    dp: int = 1,
-    seq: int | None = None,
-    micro_batch_size: int = 1,
-    micro_batches: int | None = None,
-    zero: int = 1,
-    precision: str = "bf16",
-    gradients: str | None = None,
-    states: str = "fp32",
-    recompute: str = "none",
-    recompute_layers: int | None = None,
-    sequence_parallel: bool = True,
-    vocab_parallel: bool = False,
-    reserve_gib: float | None = None,
-    p2p_ms: float | None = None,
-    memory_gib: float | Sequence[float] | None = None,
-    rank_speed: Sequence[float] = (),
-    gpus_per_node: int | None = None,
-    nodes: str | Path | Nodes | Sequence[Mapping[str, object]] | None = None,
-    distributed_optimizer: bool | None = None,
-    micro_batch_tokens: Sequence[int] | None = None,
-    micro_batch_lengths: Sequence[Sequence[int]] | None = None,
-    packed: bool = False,
-    tokens_per_pipeline: int | None = None,
+    model: str | Path | ModelSpec, *, pp: int, micro_batches: int | None = None, **given: Unpack[SetupKeywords]
 ) -> CostTable:
     """The costs of MODEL on `pp` pipeline ranks; `CostTable.setup` says what they are for.
 
-    `gpu` left out: an h800; else a preset's name or a GPU of one's own. `stack`: whose rates hold
-    (`analytic/calibration.py`); left out: the default.
-    `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times,
-    whose times already hold it. `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every
-    transfer cost that much. `memory_gib` left out: the GPU's less a reserve (see `setup.py`), or no limit for a file
-    of times. `nodes` is a cluster file, or what is in one. `distributed_optimizer` is an older word for `zero`.
-    `micro_batch_lengths` holds the lengths of every micro-batch's sequences, padded to the longest or `packed`; where
-    other pipelines have fewer, `tokens_per_pipeline` is what they all have on average, for tokens per second.
+    Keywords are the fields of `Setup` (costs/cluster/setup.py); None is the same as left out. `gpu` left out: an h800.
+    `tp` left out: the smallest that fits (see `tensor_parallel`); 1 for a file of times, whose times already hold it.
+    `seq` left out: 4096 tokens, or what the file of times says. `p2p_ms` makes every transfer cost that much.
+    `memory_gib` left out: the GPU's less a reserve, or no limit for a file of times. `nodes` is a cluster file, or what
+    is in one.
     """
-    whole = {"seq": seq, "pp": pp, "tp": tp, "dp": dp, "cp": cp, "ep": ep}
-    for name, value in whole.items():
-        optional = value is None and name in ("seq", "tp")
-        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise OctoPipeError(f"{name} is {brief(value)}; give a whole number >= 1")
-    if p2p_ms is not None:
-        _positive("p2p_ms", p2p_ms, zero=True)
-    memory = _memory(memory_gib, pp)
-    groups = _nodes(nodes)
-    if groups and (gpu is not None or rank_speed or memory or gpus_per_node is not None):
+    asked, spelled = _read({"pp": pp, "micro_batches": micro_batches, **given})
+    for name, counts in (("memory_gib", (0, 1, pp)), ("speeds", (0, pp))):
+        entries = len(asked.get(name, ()))
+        if entries not in counts:
+            allowed = "one, or one per rank" if 1 in counts else "one per rank"
+            raise OctoPipeError(f"{spelled[name]} has {entries} entries for {pp} ranks; give {allowed}")
+    groups: Nodes = asked.get("nodes", ())
+    gpu_given = "gpu" in asked or bool(groups)
+    if groups and any(asked.get(name) for name in ("gpu", "speeds", "memory_gib", "gpus_per_node")):
         raise OctoPipeError("the cluster file says which GPUs there are; leave gpu, speeds and memory_gib out")
     found = _find(model)
     if found.num_layers < pp:
@@ -204,55 +158,48 @@ def resolve_costs(
             f"pp {pp} is more than the {found.num_layers} layers of {shown(str(model)[:80])}; "
             f"give at most {found.num_layers}"
         )
-    named = gpu if isinstance(gpu, Gpu) else gpu_from(gpu or DEFAULT_GPU)
     if groups:
-        named = max((gpu_preset(name) for name, _, _ in groups), key=lambda g: g.bf16_tflops * g.clock)
-    setup = Setup(
-        gpu=named,
-        tp=tp or 1,
-        cp=cp,
-        cp_kind=cp_kind,  # type: ignore[arg-type]
-        ep=ep,
-        pp=pp,
-        dp=dp,
-        micro_batch_size=micro_batch_size,
-        micro_batches=micro_batches,
-        seq=seq,
-        zero=zero if distributed_optimizer is None else int(distributed_optimizer),
-        precision=precision,  # type: ignore[arg-type]
-        gradients=gradients,  # type: ignore[arg-type]
-        states=states,  # type: ignore[arg-type]
-        stack=None if stack is None else stack_named(stack),
-        recompute=recompute,  # type: ignore[arg-type]
-        recompute_layers=recompute_layers,
-        sequence_parallel=sequence_parallel,
-        vocab_parallel=vocab_parallel,
-        reserve_gib=reserve_gib,
-        memory_gib=memory,
-        speeds=tuple(rank_speed),
-        p2p_ms=p2p_ms,
-        gpus_per_node=gpus_per_node,
-        nodes=groups,
-    )
+        kinds = (gpu_preset(name) for name, _, _ in groups)
+        asked["gpu"] = max(kinds, key=lambda g: g.bf16_tflops * g.clock)
+    setup = Setup(**{"gpu": gpu_preset(DEFAULT_GPU), "seq": None, **asked})
     batch = None
-    if micro_batch_lengths is not None:
-        batch = Batch(groups=tuple(tuple(group) for group in micro_batch_lengths), packed=packed)
+    if setup.micro_batch_lengths:
+        batch = Batch(groups=setup.micro_batch_lengths, packed=setup.packed)
         setup = _with_batch(setup, batch)
-    if isinstance(found, ModelSpec):
-        setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
-        if tp is None:
-            setup = replace(setup, tp=tensor_parallel(found, setup))
-        table = costs_of_setup(found, setup, micro_batch_tokens=micro_batch_tokens, batch=batch)
-        if batch is None or tokens_per_pipeline is None:
-            return table
-        share = _positive("tokens_per_pipeline", tokens_per_pipeline) / batch.tokens
-        return table.replace(
-            tokens_per_micro_batch=max(1, round(tokens_per_pipeline / len(batch.groups))),
-            model_flops=None if table.model_flops is None else share * table.model_flops,
-        )
-    if batch is not None:
-        raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
-    return _measured(found, setup, gpu_given=gpu is not None or bool(groups), lengths=micro_batch_tokens)
+    if isinstance(found, CostTable):
+        if batch is not None:
+            raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
+        return _measured(found, setup, gpu_given=gpu_given)
+    setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
+    if "tp" not in asked:
+        setup = replace(setup, tp=tensor_parallel(found, setup))
+    table = costs_of_setup(found, setup, micro_batch_tokens=setup.micro_batch_tokens or None, batch=batch)
+    if batch is None or setup.tokens_per_pipeline is None:
+        return table
+    share = setup.tokens_per_pipeline / batch.tokens
+    return table.replace(
+        tokens_per_micro_batch=max(1, round(setup.tokens_per_pipeline / len(batch.groups))),
+        model_flops=None if table.model_flops is None else share * table.model_flops,
+    )
+
+
+def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What was asked for as the set-up holds it, and the word that each field was given under."""
+    asked: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for word, value in given.items():
+        if value is None:
+            if word == "pp":
+                raise OctoPipeError("pp is None; give a whole number >= 1")
+            continue
+        [(name, value)] = ({word: value} if word in ("pp", "micro_batches") else keywords({word: value})).items()
+        if name in asked:
+            raise OctoPipeError(f"{spelled[name]} and {word} are the same keyword; give one of them")
+        asked[name] = fields_of(Setup)[name].read(word, value)
+        if asked[name] == () != value and word.startswith("micro_batch_"):
+            raise OctoPipeError(f"{word} is empty; give one entry per micro-batch")
+        spelled[name] = word
+    return asked, spelled
 
 
 def _with_batch(setup: Setup, batch: Batch) -> Setup:
@@ -296,19 +243,9 @@ def costs_of_setup(
     return table if setup.p2p_ms is None else table.replace(network=Network.constant(setup.p2p_ms))
 
 
-def _nodes(nodes: object) -> Nodes:
-    if nodes is None or nodes == ():
-        return ()
-    if isinstance(nodes, str | Path):
-        return read_cluster(nodes)
-    if isinstance(nodes, Sequence) and nodes and isinstance(nodes[0], Mapping):
-        return nodes_from_object({"nodes": list(nodes)})
-    return tuple(nodes)  # type: ignore[arg-type]
-
-
-def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, lengths: Sequence[int] | None) -> CostTable:
+def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
     """A file's times with the run's numbers around them."""
-    if lengths is not None:
+    if setup.micro_batch_tokens:
         raise OctoPipeError(
             f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times knows one length"
         )
@@ -323,18 +260,10 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool, lengths: Seque
         network = table.network
     if setup.p2p_ms is not None:
         network = Network.constant(setup.p2p_ms)
-    # What the file holds was measured with whatever tp, precision and length it was: the set-up names none of them.
-    known = Setup(
-        tp=setup.tp,
-        pp=setup.pp,
-        dp=setup.dp,
-        micro_batches=setup.micro_batches,
-        seq=tokens,
-        memory_gib=setup.memory_gib,
-        speeds=setup.speeds,
-        reserve_gib=setup.reserve_gib if setup.memory_gib else None,
-        p2p_ms=setup.p2p_ms,
-    )
+    # What the file holds was measured with whatever precision and length it was: the set-up names none of them.
+    fields = {name: getattr(setup, name) for name, how in fields_of(Setup).items() if not how.of_a_model}
+    reserve = setup.reserve_gib if setup.memory_gib else None
+    known = Setup(**{**fields, "gpu": None, "tp": setup.tp, "seq": tokens, "reserve_gib": reserve})
     limits = known.rank_memory_bytes() if setup.memory_gib else table.rank_memory_bytes
     if setup.reserve_gib and limits and not setup.memory_gib:
         limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)

@@ -17,20 +17,14 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import stack_names
+from octopipe.costs.cluster.hardware import GPUS
+from octopipe.costs.cluster.setup import checkpointed_layers, keywords
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.plan import Plan
 
 SETTING, COST_TABLE, COSTS, MODE = "setting", "cost_table", "costs", "mode"
-KEYS = (
-    "gpu", "stack", "states", "tp", "cp", "cp_kind", "ep", "dp", "seq", "micro_batch_size", "zero", "precision",
-    "gradients", "recompute",
-    "recompute_layers", "sequence_parallel", "vocab_parallel", "reserve_gib", "p2p_ms", "memory_gib", "speeds",
-    "rank_speed", "gpus_per_node", "nodes", "micro_batch_tokens", "distributed_optimizer",
-    "micro_batch_lengths", "packed", "tokens_per_pipeline",
-)  # fmt: skip
-"""Keys of a setting, beside its model, that price a plan; others are ignored."""
 log = logging.getLogger("octopipe.plan")
 
 
@@ -50,12 +44,24 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
     return out
 
 
+def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
+    """Layers that the plan's prices run again inside the backward, one at a time (`--recompute full`).
+
+    No op of the plan says so: whoever runs it has to checkpoint these layers, or it holds more than was priced.
+    """
+    setting = plan.extra.get(SETTING)
+    if not isinstance(setting, Mapping) or setting.get("recompute") != "full":
+        return ()
+    count = setting.get("recompute_layers")
+    return checkpointed_layers(plan.num_layers, count if isinstance(count, int) else None)
+
+
 def _names_files(setting: Mapping[str, Any]) -> bool:
     """Whether a setting can only be priced where some file is."""
-    stack = setting.get("stack")
-    own_stack = isinstance(stack, os.PathLike) or (isinstance(stack, str) and stack not in stack_names())
-    files = own_stack or isinstance(setting.get("nodes"), str | os.PathLike)
-    return files or str(setting.get("model")) not in PRESETS
+    gpu, stack = setting.get("gpu"), setting.get("stack")
+    own = isinstance(gpu, str) and gpu not in GPUS, isinstance(stack, str) and stack not in stack_names()
+    files = any(own) or any(isinstance(setting.get(name), os.PathLike) for name in ("gpu", "stack", "nodes"))
+    return files or isinstance(setting.get("nodes"), str) or str(setting.get("model")) not in PRESETS
 
 
 def lowering_costs(plan: Plan) -> CostTable:
@@ -96,12 +102,12 @@ def costs_of_plan(
         raise OctoPipeError(
             f"{where}: does not say for which model and set-up it was made; give {naming} (and the GPU, the sizes, ...)"
         )
-    known = {**(own if isinstance(own, Mapping) else {}), **asked}
-    model = known.get("model") or plan.model
+    own = own if isinstance(own, Mapping) else {}
+    model = asked.get("model") or own.get("model") or plan.model
     if not model:
         raise OctoPipeError(f"{where}: does not say which model it is about; give {naming}")
     try:
-        costs = _fitting(plan, _resolved(str(model), plan, known, where), where)
+        costs = _fitting(plan, _resolved(str(model), plan, own, asked, where), where)
     except OctoPipeError as error:
         if table is None or asked.get("model"):
             raise
@@ -116,25 +122,20 @@ def costs_of_plan(
     return costs
 
 
-def _resolved(model: str, plan: Plan, known: Mapping[str, Any], where: str) -> CostTable:
+def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> CostTable:
+    """The costs of a plan's own setting, overruled by what is asked for; keys that are no field's are ignored."""
     from octopipe.costs.resolve import resolve_costs
 
-    numbers = {key: known[key] for key in KEYS if known.get(key) is not None}
-    speeds = numbers.pop("speeds", None) or numbers.pop("rank_speed", None)
-    if numbers.get("recompute") == "auto":
-        del numbers["recompute"]  # which layers are computed again stands in the plan itself
     try:
-        if speeds:
-            numbers["rank_speed"] = tuple(float(s) for s in speeds)
-        memory = numbers.get("memory_gib")
-        if isinstance(memory, list | tuple):
-            numbers["memory_gib"] = memory[0] if len(memory) == 1 else tuple(memory)
+        numbers = {**keywords(own, lenient=True), **keywords(asked, lenient=True)}
+        if numbers.get("recompute") == "auto":
+            del numbers["recompute"]  # which layers are computed again stands in the plan itself
         return resolve_costs(model, pp=plan.num_ranks, micro_batches=plan.num_micro_batches, **numbers)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); mend it or give --model') from None
+        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it or give --model') from None
 
 
 def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
@@ -148,5 +149,5 @@ def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise OctoPipeError(f'{where}: "{COST_TABLE}" is no object; write the plan again or give --model')
+        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again or give --model')
     return value

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.plans.plan import B, F, R, W
+from octopipe.plans.plan import B, F, Plan, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.paired_ops import Given, PairedOps
-from octopipe.runtime.ranks.pending_board import PATIENCE_S, Board, Place
+from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Place
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
@@ -33,6 +33,9 @@ from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
+
+PENDING = "pending ops: "
+"""What comes before the lines of all ranks in an error."""
 
 
 class Executor:
@@ -60,9 +63,9 @@ class Executor:
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
         self._timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
-        firsts = {route[0] for route in plan.routes}
+        firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
-        self.chains = {s: StageChain.of_plan(plan, s, layers, first=s in firsts, side_inputs=side_inputs) for s in mine}
+        self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
         self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast)
         self.at: Step | None = None
         """The instruction that runs now."""
@@ -74,6 +77,9 @@ class Executor:
         self._seeds: dict[Any, Tensor] = {}
         self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
+
+    def _chain(self, number: int, layers: dict[int, nn.Module], *, first: bool, side: Sequence[str]) -> StageChain:
+        return StageChain.of_plan(self.program.plan, number, layers, first=first, side_inputs=side)
 
     def run(
         self,
@@ -196,7 +202,7 @@ class Executor:
         except BaseException as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             note_op(error, self.program, self.at)
-            self.board.write(f"failed in {self._place()}: {why}", last=True)
+            self.board.write(f"{FAILED} in {self._place()}: {why}", last=True)
             self._give_up()
             raise
         finally:
@@ -378,14 +384,37 @@ class Executor:
             return Place((self.steps_run, id(at), device_at), line, peer)
         return Place((self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else "")
 
+    def last_words(self, error: BaseException) -> str:
+        """Tell the other ranks what went wrong beside this rank's program (in an exchange after it, or in a check).
+
+        Where the error is another rank's, what the others have told; "" where the error says so already.
+        """
+        if not isinstance(error, PeerError):
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            self.board.write(f"{FAILED}: {why}", last=True)
+            return ""
+        if PENDING in str(error):
+            return ""
+        self.board.write(" ".join(str(error).split())[:200], last=True)
+        elsewhere = self.board.failed_elsewhere()
+        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
+        return f"{PENDING}{'; '.join(lines)}"
+
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
         self.board.write(line, last=True)
         lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
-        return (
-            f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; pending ops: {'; '.join(lines)}"
-        )
+        return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
+
+
+def first_stages(plan: Plan) -> set[int]:
+    """Stages that take the batch on some path."""
+    if not plan.edges:
+        return {route[0] for route in plan.routes}
+    return {
+        s for route, arrows in zip(plan.routes, plan.edges, strict=True) for s in set(route) - {b for _, b in arrows}
+    }
 
 
 def _output(value: Any) -> Any:

@@ -1,22 +1,25 @@
 """A step that broke off: it leaves the ranks at different places, and nothing may follow it unnoticed.
 
 Knows: whether a pipeline's last step was whole, what to say where it was not, and which op and layer an error came
-from. Does not know: how to recover.
+from, and which parameters a first step has left out. Does not know: how to recover.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 import torch
+from torch import nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import KINDS
 from octopipe.runtime.slots import SEND, RankProgram, Step
 from octopipe.runtime.stages.stage import Stage
+from octopipe.runtime.wire.telling import PeerError
 
 _WORDS = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward", "R": "recomputation"}
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
@@ -37,10 +40,17 @@ class Failures:
             )
 
     @contextmanager
-    def watched(self, step: int, begun: Callable[[], int], *give_up: Callable[[], None]) -> Iterator[None]:
+    def watched(
+        self,
+        step: int,
+        begun: Callable[[], int],
+        last_words: Callable[[BaseException], str],
+        *give_up: Callable[[], None],
+    ) -> Iterator[None]:
         """A step; where it raises, what it leaves behind is given up.
 
         `begun` counts what was begun: a mistake that is found before anything is sent leaves everything as it was.
+        `last_words` tells the other ranks of an error, and says what they have told of theirs.
         """
         before = begun()
         try:
@@ -48,15 +58,30 @@ class Failures:
         except BaseException as error:
             if begun() == before:
                 raise
+            others = last_words(error)
             why = " ".join(str(error).split())[:160] or type(error).__name__
             self._broken = f"step {step} broke off ({why})"
             for one in give_up:
                 one()
+            if others:
+                raise PeerError(f"{error}; {others}") from error
             raise
 
     def forget(self) -> None:
         """The pipeline is usable again."""
         self._broken = ""
+
+
+def warn_of_missing(rank: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """A word about trainable parameters that got no gradient in the first step."""
+    silent = [name for name, p in named if p.requires_grad and p.grad is None]
+    if silent:
+        more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+        warnings.warn(
+            f"rank {rank}: {silent[0]}{more} got no gradient in the first step; "
+            "Pipeline(..., verify=True) tells whether plain torch gives one",
+            stacklevel=3,
+        )
 
 
 def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None:

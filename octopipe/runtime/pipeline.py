@@ -17,7 +17,6 @@ The gradients are those of one device running the same micro-batches: of the mea
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,8 +33,8 @@ from octopipe.plans.plan import Plan
 from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.agreement import agreed_program
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
-from octopipe.runtime.executor import Executor
-from octopipe.runtime.failures import Failures
+from octopipe.runtime.failures import Failures, warn_of_missing
+from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.precision import Autocast, autocast_context, keep_main_gradients
@@ -46,7 +45,7 @@ from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
 from octopipe.runtime.ranks.reduce import Reducer, Shared
 from octopipe.runtime.ranks.replicas import Replicas
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.slots import rank_program
+from octopipe.runtime.stages.crossing import keep_apart, known_layers, warn_of_copies
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
@@ -111,11 +110,11 @@ class Pipeline:
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
-        self.world = world = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
+        given = World.make(group, dp_group, mesh, pp_dim=pp_dim, dp_dims=dp_dims, model_dims=model_dims)
         program = plan if isinstance(plan, Program) else None
         self.plan = plan = plan.plan if isinstance(plan, Program) else plan.check()
-        if plan.num_ranks != world.size:
-            raise OctoPipeError(f"the plan has {plan.num_ranks} ranks, the process group {world.size}; use as many")
+        if plan.num_ranks != given.size:
+            raise OctoPipeError(f"the plan has {plan.num_ranks} ranks, the process group {given.size}; use as many")
         if len(layers) != plan.num_layers:
             raise OctoPipeError(f"{len(layers)} layers for a plan of {plan.num_layers}; use the plan's own model")
         self.costs = costs
@@ -123,11 +122,12 @@ class Pipeline:
         if program is None:
             times = lowering_costs(plan) if costs is None else costs
             program = lower(plan, times, channel=channel, check=False)
+        self.device = torch.device(device) if device is not None else given.default_device()
+        self.world = world = given.for_steps(on_host=self.device.type != "cuda")
         # The strict transport exists to show what deadlocks do.
         self.program = program = agreed_program(world, program, lowered_here=lowered_here, prove=transport != "strict")
         self.failures = Failures()
         self.rank = world.rank
-        self.device = torch.device(device) if device is not None else world.default_device()
         self.timeout_s = timeout_s
         self.loss_scale = 1.0
         """Multiplies the loss's gradient (for float16); divide it out of the gradients before the optimizer."""
@@ -143,7 +143,7 @@ class Pipeline:
         self.replicas = Replicas(self.layers, plan, world, sharded=sharded or {}, timeout_s=timeout_s)
         self.replicas.make_equal()
         self._buffers = self.replicas.shared_buffers()
-        self._names_elsewhere = names_by_id(layers)
+        self._names_elsewhere, self._given_layers = names_by_id(layers), known_layers(layers)
         self._replaced: list[Shared] = []
         self._transport_wanted, self._loss_fn, self._seed = transport, loss_fn, seed
         self._autocast = autocast_context(autocast, self.device)
@@ -167,8 +167,9 @@ class Pipeline:
         self.board = Board(world.store(), board_name(world), self.rank, world.size)
         self.recorder = Recorder(len(self.plan.orders[self.rank]), self.device)
         self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
-        self.executor = Executor(
-            rank_program(self.program, self.rank),
+        self.executor = make_executor(
+            self.program,
+            self.rank,
             self.layers.modules,
             self._loss_fn,
             self.transport,
@@ -189,6 +190,9 @@ class Pipeline:
                 stage.always_check, stage.may_step_inside = self._verify, alone
                 if recomputes:
                     stage.check_repeatable()
+        keep_apart(
+            self.plan, self.executor.chains, self._given_layers | known_layers(self.layers.modules), self._loss_fn
+        )
         self._leaves: LeafWatch | None = None
         if world.size > 1 or world.num_replicas > 1:
             own = {id(p): name for name, p in self.layers.named.items()}
@@ -260,7 +264,9 @@ class Pipeline:
                 self.recorder.extras.append(("reduce", begin, self.recorder.now()))
             self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
-                self._tell_missing()
+                warn_of_missing(self.rank, self.named_parameters())
+            if first:
+                warn_of_copies(self.executor.chains, self.layers.ranks_of)
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:
@@ -333,9 +339,8 @@ class Pipeline:
     def predict(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
         """`forward` with all layers in eval mode, which are left as they were."""
         flags = [(m, m.training) for module in self.layers.modules.values() for m in module.modules()]
-        self.eval()
         try:
-            return self.forward(batch, side=side, to=to)
+            return self.eval().forward(batch, side=side, to=to)
         finally:
             for module, training in flags:
                 module.training = training
@@ -344,31 +349,21 @@ class Pipeline:
 
     def _whole(self) -> AbstractContextManager[None]:
         begun = lambda: self.executor.begun  # noqa: E731
-        return self.failures.watched(self.step_number, begun, self.reducer.give_up, self.transport.abandon)
+        give_up = self.reducer.give_up, self.transport.abandon, self.world.break_off
+        return self.failures.watched(self.step_number, begun, self.executor.last_words, *give_up)
 
     def recover(self) -> None:
         """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
 
-        Parameters and optimizer stay as they are; gradients of the step that broke off are partial: call `zero_grad`.
-        On a GPU a device may wait for ever for what was never sent: start the ranks anew there.
+        Parameters and optimizer stay as they are; call `zero_grad`: gradients of the step that broke off are partial.
         """
         if self.device.type == "cuda":
+            # It may wait for ever for what was never sent.
             raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
         self.close()
         self.world.renew(self.timeout_s)
         self._assemble()
         self.failures.forget()
-
-    def _tell_missing(self) -> None:
-        """A word about trainable parameters that got no gradient in the first step."""
-        silent = [name for name, p in self.named_parameters() if p.requires_grad and p.grad is None]
-        if silent:
-            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-            warnings.warn(
-                f"rank {self.rank}: {silent[0]}{more} got no gradient in the first step; "
-                "Pipeline(..., verify=True) tells whether plain torch gives one",
-                stacklevel=3,
-            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their global norm (`grad_norm`) is at most `max_norm`; returns it."""

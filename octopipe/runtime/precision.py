@@ -12,6 +12,9 @@ or what a precision costs (`costs/mode.py`).
         optimizer.step()                                                  # masters updated, weights rounded from them
         optimizer.zero_grad()
 
+With `shard=True` every data-parallel pipeline keeps masters and optimizer state of its share of the parameters only. It
+updates those and gives the others the new values (ZeRO-1); `step` is then collective over the pipelines.
+
 bfloat16 has float32's range, so no loss scaling is needed. A checkpoint holds the master weights in the place of the
 rounded ones: it resumes exactly, in this precision or another one.
 """
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import Mode
+from octopipe.runtime.ranks.owners import Owners
 
 PARAMETER_DTYPES = {
     "bf16-main-fp32": torch.bfloat16,
@@ -94,22 +98,35 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     groups by name. Learning-rate schedulers, hooks and `param_groups` are the inner optimizer's. `state` is by the
     model's own parameters.
 
+    `shard`: divide masters and state over the data-parallel twins of `model`, which must be a `Pipeline`; `make` then
+    gets this replica's share. Float32 parameters are divided just so.
+
     Weights that somebody changes between two steps (loads, resets) are taken over: a master follows its parameter where
     the parameter is not the master's rounded value any more.
     """
 
-    def __init__(self, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], model: Trained):
+    def __init__(
+        self,
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        model: Trained,
+        *,
+        shard: bool = False,
+    ):
         # Not torch's own constructor: groups, state and hooks are those of `inner`.
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        """What is updated, by the model's parameter: a master, or the parameter itself."""
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if hasattr(parameter, "device_mesh") and parameter.dtype in LOW:
+        """What is updated here, by the model's parameter: a master, or the parameter itself."""
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._trained = [p for _, p in trained]
+        self.owners = _owners(model, self._trained) if shard else None
+        """Who updates what, where state is sharded."""
+        for name, parameter in trained:
+            if hasattr(parameter, "device_mesh") and (shard or parameter.dtype in LOW):
                 raise OctoPipeError(
                     f"{name} is sharded (a DTensor): its mixed precision is fully_shard's; "
                     "give that a MixedPrecisionPolicy, and a plain optimizer here"
                 )
+            if not self.owns(parameter):
+                continue
             master = parameter
             if parameter.dtype in LOW:
                 master = nn.Parameter(parameter.detach().float())
@@ -119,9 +136,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._pairs = [(p, m) for p, m in self._masters.items() if p is not m]
         self._versions: dict[nn.Parameter, int] = {}
         self._note_versions()
-        self.inner = make(list(self._masters.values()))
+        # torch's optimizers refuse an empty list, which a share of very few parameters may be.
+        updated = list(self._masters.values()) or [_nothing()]
+        self.inner = make(updated)
         """The optimizer that `make` made."""
-        known = {id(m) for m in self._masters.values()}
+        known = {id(m) for m in updated}
         if any(id(p) not in known for group in self.inner.param_groups for p in group["params"]):
             raise OctoPipeError("the optimizer has parameters that it was not given; build it on what it is passed")
 
@@ -141,6 +160,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state(self) -> _State:  # type: ignore[override]
         return _State(self)
 
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether this replica updates the parameter; all of them do where state is not sharded."""
+        return self.owners is None or self.owners.owns(parameter)
+
     def master(self, parameter: nn.Parameter) -> Tensor | None:
         """The float32 master of one of the model's parameters; None where it has none."""
         found = self._masters.get(parameter)
@@ -151,7 +174,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def parameter_of(self, updated: Tensor) -> Tensor:
         """The model's parameter behind one of the groups' tensors."""
-        return self._models[id(updated)]
+        return self._models.get(id(updated), updated)
 
     def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Give a parameter's master these values, and the parameter what they round to."""
@@ -172,10 +195,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._round()
         for _, master in self._pairs:
             master.grad = None
+        if self.owners is not None:
+            self.owners.spread()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self._masters:
+        for parameter in self._trained:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
@@ -232,6 +257,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 changed = parameter != master.to(parameter.dtype)
                 master.copy_(torch.where(changed, parameter.float(), master))
             self._versions[parameter] = parameter._version
+
+
+def _owners(model: Trained, parameters: list[nn.Parameter]) -> Owners | None:
+    world = getattr(model, "world", None)
+    if world is None:
+        raise OctoPipeError("shard=True divides state over a Pipeline's data-parallel twins; give the Pipeline")
+    return None if world.dp_group is None else Owners(parameters, world)
+
+
+def _nothing() -> nn.Parameter:
+    empty = nn.Parameter(torch.zeros(0))
+    empty.layer_name = ""  # type: ignore[attr-defined]
+    return empty
 
 
 class _State(MutableMapping[nn.Parameter, dict[str, Any]]):

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.runtime.stages.wgrad import SplitMode, WeightQueue
 from octopipe.torch_engine.torch_private import run_backward
 
@@ -192,7 +193,7 @@ def make_stages(
         for k in range(stage.first, stage.stop):
             layer = layers[k]
             modules[k] = built[k] = (layer if isinstance(layer, nn.Module) else layer()).to(place)
-        sequence = LayerSequence(modules, stage.recomputed_layers)
+        sequence = LayerSequence(modules, (*stage.recomputed_layers, *checkpointed_by_prices(plan)))
         stages.append(PlanStage(sequence, index, len(route), place, group=group))
     for tie in ties:
         tie.join(built)

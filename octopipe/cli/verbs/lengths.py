@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from octopipe.cli.verbs.common import flag_of, setting_from
+from octopipe.cli.verbs.flags import flag_of, setting_from
 
 
 def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from octopipe.costs.profile_file import Profile
     from octopipe.costs.table import CostTable
     from octopipe.plans.plan import Plan
     from octopipe.simulation.bounds.bounds import PlanClass
@@ -87,6 +88,25 @@ def contended_numbers(timeline: Timeline | None) -> dict[str, float]:
     if timeline is None:
         return {}
     return {"contended_step_ms": timeline.step_ms, "contended_makespan_ms": timeline.makespan_ms}
+
+
+def predicted_numbers(plan: Plan, profile: Profile, predicted: Timeline) -> dict[str, float]:
+    """A run's prediction by the names that `simulate` gives it: with contention, and with all ranks always at work."""
+    from octopipe.simulation.simulator import simulate
+
+    plain = simulate(plan, profile.costs)
+    return {"step_ms": plain.step_ms, "makespan_ms": plain.makespan_ms, **contended_numbers(predicted)}
+
+
+def without_contention_words(numbers: Mapping[str, float]) -> str:
+    """What tells a prediction with contention from the number that `simulate` prints first; empty where they agree."""
+    plain = numbers["makespan_ms"]
+    if abs(plain / numbers["contended_makespan_ms"] - 1) <= 1e-6:
+        return ""
+    return (
+        f"the prediction is with contention; with every op as long as while all ranks work, which `simulate` and "
+        f"`tune` call the pipeline, it would be {milliseconds(plain)}"
+    )
 
 
 def contended_words(timeline: Timeline) -> str:

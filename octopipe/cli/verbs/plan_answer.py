@@ -14,6 +14,7 @@ from octopipe.cli.verbs.common import console
 if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
+    from octopipe.search.planner.pricing import Candidate
     from octopipe.search.planner.search import Found
     from octopipe.search.planner.why import Why
 
@@ -216,3 +217,16 @@ def changes(found: Found) -> list[str]:
         moved.append("partition, placement and order tuned")
     out.append("what changed: " + (", ".join(moved) if moved else "nothing") + ".")
     return out
+
+
+def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
+    """The plan's set-up, and the keywords that price it again."""
+    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.plans.setting import carried
+
+    known = best.setup.as_dict()
+    setting = {"model": args.model, **{k: known[k] for k in keyword_fields() if known.get(k) is not None}}
+    if "nodes" in setting:
+        del setting["gpu"]
+    known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
+    return {**known_by, "setup": known, "step_ms": best.step_ms}

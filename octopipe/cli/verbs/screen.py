@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.status import Status
 from rich.text import Text
 
-from octopipe.cli.verbs.common import BRACKET
+from octopipe.cli.verbs.text import BRACKET
 
 TAGS = frozenset(
     f"{weight}{colour}".strip()

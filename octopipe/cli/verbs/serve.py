@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import console
-from octopipe.cli.verbs.hardware_flags import add_stack_argument
 
 if TYPE_CHECKING:
     from octopipe.costs.analytic.calibration import Stack
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page for whole clusters plans for this GPU and network (docs/cluster.md)",
     )
-    add_stack_argument(parser)
+    parser.add_argument("--stack", metavar="NAME", help="the page for whole clusters assumes this stack's rates")
 
 
 def _port(text: str) -> int:
@@ -49,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
     out = console(stderr=True)
     card = None if args.hardware is None else read_hardware(args.hardware)
     stack = None if args.stack is None else stack_named(args.stack)
-    answer = partial(planned, card=card, stack=stack)
-    with make_server(args.host, args.port, files=args.files, planner=answer) as server:
-        if card is not None:
-            out.print(f"Whole clusters are planned for {card.name}, whatever GPU the page names.", soft_wrap=True)
+    if card is not None:
+        out.print(f"Whole clusters are planned for {card.name}, whatever GPU the page names.", soft_wrap=True)
+    with make_server(
+        args.host, args.port, files=args.files, planner=partial(planned, card=card, stack=stack)
+    ) as server:
         out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
         if server.hosts is None:
             out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
@@ -75,10 +76,9 @@ def planned(
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
-    from octopipe.cli.verbs.plan import provenance_of
-    from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
-    from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import Setup
+    from octopipe.cli.verbs.plan_answer import changes, provenance_of, reasons_of, why_words
+    from octopipe.costs.cluster.fields import of_text
+    from octopipe.costs.cluster.setup import Setup, form_fields
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.record import record_of, scaled
@@ -100,8 +100,11 @@ def planned(
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
         raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
-    precision: Any = asked.get("precision") or "bf16"
-    base = Setup(gpu=card or gpu(str(asked.get("gpu"))), seq=whole("seq"), precision=precision, stack=stack)
+    given = {name: str(asked[name]) for name in form_fields() if asked.get(name) not in (None, "")}
+    base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
+    base = replace(base, gpu=card or base.gpu, stack=stack or base.stack)
+    if base.gpu is None:
+        raise OctoPipeError("which GPU? choose one of the list")
     today = str(asked.get("today") or "").strip()
     gpus, batch = whole("gpus"), whole("global_batch")
     found = search(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import (
     DOES_NOT_FIT,
-    SETUP_FLAGS,
     PriceFrom,
     add_model_arguments,
     add_setting_arguments,
@@ -157,7 +156,7 @@ def _plan_of_file(args: argparse.Namespace) -> tuple[Plan, CostTable]:
     if args.model or args.profile:
         refuse_idle_flags(args, model_from(args))
         given["model"] = args.model
-    given |= {k: v for k, v in setting_from(args).items() if k in SETUP_FLAGS.values()}
+    given |= {k: v for k, v in setting_from(args).items() if k != "model"}
     return plan, costs_of_plan(plan, given, args.plan, naming=f"MODEL: octopipe simulate MODEL --plan {args.plan}")
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
     size.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
     size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
-    size.add_argument("--layers", type=whole_number, help="keep so many layers, embedding and head included")
+    size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
     size.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's own layers of its sizes")
     size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
     size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("--eps", type=non_negative, default=1e-8, help="of Adam (default: 1e-8)")
     run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
+    run_.add_argument(
+        "--shard-optimizer",
+        action="store_true",
+        help="divide optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
+    )
     add_precision_arguments(run_)
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     run_.add_argument(
@@ -243,6 +248,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         refuse_other_precision(profile.mode, precision, args.profile)
     if plan is not None:
         _tell_other_precision(plan, precision, args.plan)
+        _tell_recomputation(plan, args.plan)
     return TrainJob(
         spec=spec,
         nproc=nproc,
@@ -269,6 +275,7 @@ def job_from(args: argparse.Namespace) -> TrainJob:
         eps=args.eps,
         optimizer=args.optimizer,
         clip=args.clip or None,
+        shard_optimizer=args.shard_optimizer,
         precision=args.precision,
         dtype=args.dtype,
         device=args.device,
@@ -313,6 +320,26 @@ def _tell_other_precision(plan: Plan, precision: str, where: str) -> None:
             style="yellow",
             soft_wrap=True,
         )
+
+
+def _tell_recomputation(plan: Plan, where: str) -> None:
+    """A word where a plan's prices recompute inside the backward, which no op of the plan shows."""
+    from octopipe.cli.verbs.common import console, named
+    from octopipe.plans.setting import SETTING, checkpointed_by_prices
+
+    setting = plan.extra.get(SETTING)
+    if again := checkpointed_by_prices(plan):
+        text = f"{where} was made with --recompute full: {len(again)} layers are recomputed in their backward"
+        style = ""
+    elif isinstance(setting, dict) and setting.get("recompute") == "selective":
+        text = (
+            f"{where} was made with --recompute selective, which `octopipe train` cannot do: this run keeps all "
+            "activations and needs more memory than the plan says; use --recompute none or full when planning for it"
+        )
+        style = "yellow"
+    else:
+        return
+    console(stderr=True).print(named(text), style=style, soft_wrap=True)
 
 
 def reading_from(args: argparse.Namespace) -> Reading:
@@ -365,7 +392,7 @@ def lengths_from(
             raise OctoPipeError(f"--{args.batching} says what is made of sequences of different length; give --lengths")
         return (), ()
     if args.batching == "pack" or (isinstance(setting, dict) and setting.get("packed")):
-        raise OctoPipeError("train pads: its layers know no borders between packed sequences; give --pad or --dynamic")
+        raise OctoPipeError("train pads sequences: its layers cannot keep packed ones apart; give --pad or --dynamic")
     for name in ("seq", "micro_batches", *(["micro_batch_size"] if planned or args.batching == "dynamic" else [])):
         if getattr(args, name) is not None:
             raise OctoPipeError(f"--{name.replace('_', '-')}: the lengths say it; leave it out")
@@ -388,8 +415,7 @@ def lengths_from(
 def _dynamic(spec: Any, pp: int, lengths: tuple[int, ...]) -> Groups:
     """DynaPipe's micro-batches, by the prices of our own layers; of other people's, by tokens."""
     from octopipe.costs.cluster.hardware import gpu
-    from octopipe.costs.cluster.setup import Setup
-    from octopipe.costs.resolve import DEFAULT_GPU
+    from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.batching import dynamic_groups
     from octopipe.search.systems.dynapipe import micro_batch_samples

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import console, named
+from octopipe.cli.verbs.numbers import predicted_numbers, without_contention_words
 from octopipe.cli.verbs.runnable import told
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def summary(job: TrainJob, result: TrainResult) -> dict[str, Any]:
         "pipeline_ms": _finite(result.pipeline_ms),
         "predicted_ms": result.predicted_ms,
         "bubble_ratio": _finite(result.bubble_ratio),
+        "predicted": _predicted(result),
         "predicted_bubble_ratio": None if predicted is None else predicted.bubble_ratio,
         "tokens_per_s": result.reports[-1].tokens_per_s if result.reports else None,
         "memory_gib": [b / GIB for b in result.reports[-1].memory_bytes] if result.reports else [],
@@ -144,6 +146,9 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
         predicted_ms, idle = result.predicted.makespan_ms, result.predicted.bubble_ratio
         off = predicted_ms / result.pipeline_ms - 1
         out.print(f"         predicted {predicted_ms:.1f} ms, bubble {idle:.1%} ({off:+.1%})")
+        numbers = _predicted(result)
+        if numbers is not None and (note := without_contention_words(numbers)):
+            out.print(note, style="dim", soft_wrap=True)
     speed = 1e3 * job.tokens_per_step / result.step_ms
     out.print(f"whole step {result.step_ms:.1f} ms, {speed:,.0f} tokens/s (medians)")
     for text, path in (
@@ -153,6 +158,13 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     ):
         if path:
             out.print(f"{text}: {named(path)}", soft_wrap=True)
+
+
+def _predicted(result: TrainResult) -> dict[str, float] | None:
+    """The prediction by the names that `simulate`, `tune` and `validate` give its parts."""
+    if result.predicted is None or result.profile is None:
+        return None
+    return predicted_numbers(result.plan, result.profile, result.predicted)
 
 
 def _finite(value: float) -> float | None:

@@ -7,17 +7,17 @@ Knows: its flags, whether a profile is the plan's own, and how errors are shown.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octopipe.cli.verbs.common import console, named, print_json, whole_number
-from octopipe.cli.verbs.numbers import contended_numbers, milliseconds
+from octopipe.cli.verbs.numbers import milliseconds, predicted_numbers, without_contention_words
 from octopipe.costs.mode import PRECISIONS, refuse_other_precision
 
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
     from octopipe.plans.plan import Plan
     from octopipe.simulation.fidelity import Fidelity
-    from octopipe.simulation.timeline import Timeline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.cli.verbs.profile import workload_of
     from octopipe.costs.profile_file import load_profile
     from octopipe.plans.file import load_plan
+    from octopipe.plans.setting import checkpointed_by_prices
     from octopipe.simulation.contention import predict
 
     plan, profile = load_plan(args.plan), load_profile(args.profile)
@@ -55,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
     work = workload_of({**recipe, "dtype": None, "precision": args.precision} if args.precision else recipe)
+    work = replace(work, checkpointed=checkpointed_by_prices(plan))
     if not args.fresh:
+        profile = profile.checkpointing(work.checkpointed)
         measured = profile.mode or workload_of(recipe).mode
         refuse_other_precision(measured, work.precision, args.profile)
 
@@ -98,14 +101,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def predicted_numbers(plan: Plan, profile: Profile, predicted: Timeline) -> dict[str, float]:
-    """The prediction under the names that `simulate` gives it: with contention, and with all ranks always at work."""
-    from octopipe.simulation.simulator import simulate
-
-    plain = simulate(plan, profile.costs)
-    return {"step_ms": plain.step_ms, "makespan_ms": plain.makespan_ms, **contended_numbers(predicted)}
-
-
 def is_own_profile(plan: Plan, plan_name: str, profile: Profile, profile_name: str) -> bool:
     """Was the plan made with this profile, as far as it says? One of another model is refused."""
     from octopipe.base.errors import OctoPipeError
@@ -138,11 +133,9 @@ def _show(found: Fidelity, name: str, spread: float, numbers: dict[str, float]) 
         f"[bold]{name}[/]: pipeline measured [bold]{milliseconds(found.measured_ms)}[/] (spread {100 * spread:.1f} %), "
         f"predicted {milliseconds(found.predicted_ms)}: error [bold]{signed(found.step_error, 2)}[/]"
     )
-    plain = numbers["makespan_ms"]
-    if abs(plain / found.predicted_ms - 1) > 1e-6:
+    if note := without_contention_words(numbers):
         out.print(
-            f"the prediction is with contention; with every op as long as while all ranks work, which `simulate` and "
-            f"`tune` call the pipeline, it would be {milliseconds(plain)}",
+            note,
             style="dim",
         )
     kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())

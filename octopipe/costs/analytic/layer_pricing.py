@@ -165,18 +165,18 @@ class _PartTimes(NamedTuple):
     """To the experts, in F and (gradients) in I."""
     combine_ms: float = 0.0
     """And back."""
-    experts_ms: float = 0.0
-    """Between dispatch and combine, in F and again in I."""
+    between_ms: float = 0.0
+    """Between dispatch and combine, in F and again in I: the experts, and tokens sorted for them and back."""
 
     def parts(self, kind: str) -> list[Part]:
         """F or I as segments: routing, dispatch, experts, combine, and the other way round."""
         whole = self.forward_ms if kind == "F" else self.input_ms
         if self.combine_ms <= 0:
             return [("compute", whole)]
-        rest = max(whole - self.dispatch_ms - self.combine_ms - self.experts_ms, 0.0)
+        rest = max(whole - self.dispatch_ms - self.combine_ms - self.between_ms, 0.0)
         middle: list[Part] = [
             ("exchange", self.dispatch_ms),
-            ("compute", self.experts_ms),
+            ("compute", self.between_ms),
             ("exchange", self.combine_ms),
         ]
         return [("compute", rest), *middle] if kind == "F" else [*middle, ("compute", rest)]
@@ -213,14 +213,17 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
     stream_ms = rates.passes * (2.0 * tokens * width + work.state_bytes / (tp * cp)) / pricing.bytes_per_ms
-    routed_ms = dispatch_ms = combine_ms = 0.0
+    routed_ms = dispatch_ms = combine_ms = between_ms = 0.0
     if isinstance(part, Moe):
         routed = 2.0 * tokens * work.routed_width * stream_share(setup)
         if part.bias:
             # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
             outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / tp
             routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
-        routed_ms += rates.moe_passes * routed / pricing.bytes_per_ms
+        passes_ms = rates.moe_passes * routed / pricing.bytes_per_ms
+        # Tokens are sorted by rank before they leave, by expert when they arrive, and both again on the way back.
+        between_ms = products.experts_ms + routed_ms + passes_ms / 2
+        routed_ms += passes_ms
         size = cluster.ep * cluster.expert_tp
         if cluster.ep > 1 and "ep" not in pricing.free:
             how = pricing.exchange
@@ -256,7 +259,7 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
         backward += 2 * again / pricing.bytes_per_ms
         backward += work.cheap_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * pricing.plain.gemm)
     weight = products.weight_ms + rates.launch_ms * len(work.products)
-    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, products.experts_ms)
+    return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms)
 
 
 def _narrow(part: Layer) -> float:

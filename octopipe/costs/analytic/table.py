@@ -29,7 +29,7 @@ from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights
 from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
 from octopipe.costs.analytic.traffic import Exchange, ring_ms
 from octopipe.costs.cluster.hardware import Cluster, Link
-from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.setup import Setup, checkpointed_layers
 from octopipe.costs.segments import Segments
 from octopipe.costs.table import PER_LAYER, CostTable
 from octopipe.models.lengths import Batch
@@ -281,17 +281,16 @@ def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost
     setup, inner = pricing.setup, spec.num_layers - 2
     if setup.recompute != "full":
         return price_layers(spec, pricing)
-    count = inner if setup.recompute_layers is None else min(setup.recompute_layers, inner)
+    again = checkpointed_layers(spec.num_layers, setup.recompute_layers)
     whole, weights = price_layers(spec, replace(pricing, setup=replace(setup, recompute="none", recompute_layers=None)))
-    rest = replace(setup, recompute="none" if count == inner else "selective", recompute_layers=None)
+    rest = replace(setup, recompute="none" if len(again) == inner else "selective", recompute_layers=None)
     costs, _ = price_layers(spec, replace(pricing, setup=rest))
     known: dict[tuple[int, float], LayerCost] = {}  # layers that are alike share their costs
-    for i in range(1, inner + 1):
-        if i * count // inner > (i - 1) * count // inner:
-            key = id(whole[i]), whole[i - 1].boundary_bytes
-            if key not in known:
-                known[key] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
-            costs[i] = known[key]
+    for i in again:
+        key = id(whole[i]), whole[i - 1].boundary_bytes
+        if key not in known:
+            known[key] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
+        costs[i] = known[key]
     return costs, weights
 
 

@@ -11,16 +11,32 @@ they follow from each other, and how they read in one line and in JSON. Does not
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
-from octopipe.base.limits import MAX_SIZE, MAX_TIME_MS, finite
-from octopipe.costs.analytic.calibration import Stack, stack_named, stack_record
-from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu_from, gpu_record
+from octopipe.costs.analytic.calibration import Stack
+from octopipe.costs.cluster.fields import (
+    Asked,
+    Choice,
+    GpuName,
+    Lengths,
+    NodeGroups,
+    Number,
+    Numbers,
+    Part,
+    StackName,
+    Whole,
+    Words,
+    YesNo,
+    asked,
+    fields_of,
+)
+from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
@@ -33,6 +49,7 @@ RESERVE_SHARE, RESERVE_LEAST_GIB = 0.06, 1.5
 """Memory kept free on every GPU for the CUDA context, NCCL's buffers and fragmentation: 6 % of the card and at
 least 1.5 GiB (our choice: a context and communicators take 1.5 to 3 GiB, the rest is what allocators lose)."""
 DEFAULT_SEQ = 4096
+DEFAULT_GPU = "h800"
 
 
 def default_reserve_gib(memory_gib: float) -> float:
@@ -41,97 +58,156 @@ def default_reserve_gib(memory_gib: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything a predicted number depends on besides the model and the plan."""
+    """Everything a predicted number depends on besides the model and the plan.
 
-    gpu: Gpu | None = None
+    A field is declared once, here. The flags of the command line, the keywords of `octopipe.tune` and its siblings, the
+    keys of JSON and plan files and the form of the page are made from these declarations (`fields.py`).
+    """
+
+    gpu: Gpu | None = asked(
+        None, GpuName(), part="hardware", optional=True, on_page=True, also={"hardware": lambda given: given},
+        words="GPU preset (`octopipe gpus`), or a TOML file of GPU, links, NICs and power limit (docs/cluster.md)",
+        unless_given=DEFAULT_GPU,
+    )  # fmt: skip
     """None: the costs were measured, and the file does not say on what."""
-    tp: int = 1
+    tp: int = asked(
+        1, Whole(), of_a_model=True, follows=True, on_page=True, words="tensor-parallel size",
+        unless_given="the smallest that fits",
+    )  # fmt: skip
     """GPUs a layer's matrices are split over."""
-    cp: int = 1
+    cp: int = asked(1, Whole(), of_a_model=True, words="context-parallel size", unless_given="1")
     """GPUs a sequence is split over."""
-    cp_kind: CpKind = "ring"
-    """How they see each other's keys and values: handed round behind the attention core; gathered before it; heads
-    instead of tokens divided around it (all-to-all); or all-to-all inside a node and a ring between nodes."""
-    ep: int = 1
+    cp_kind: CpKind = asked(
+        "ring", Choice(get_args(CpKind)), part="training", of_a_model=True,
+        words="with cp: keys and values handed round (ring), gathered first (all-gather), heads divided instead "
+        "(ulysses), or that inside a node and a ring between nodes (hierarchical)", unless_given="ring",
+    )  # fmt: skip
+    """How GPUs of one sequence see each other's keys and values: handed round behind the attention core; gathered
+    before it; heads instead of tokens divided around it (all-to-all); or that in a node and a ring between nodes."""
+    ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
     """GPUs the experts of a layer are dealt to, inside tp * cp * dp."""
-    pp: int = 1
-    dp: int = 1
+    pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
+    dp: int = asked(1, Whole(), words="data-parallel size: pipelines side by side", unless_given="1")
     """Pipelines side by side."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = asked(
+        1, Whole(), part="batch", of_a_model=True, words="sequences per micro-batch", unless_given="1"
+    )
     """Sequences per micro-batch."""
-    micro_batches: int | None = None
+    micro_batches: int | None = asked(
+        None, Whole(), part="batch", optional=True, is_keyword=False, words="micro-batches per step",
+        unless_given="2 x pp",
+    )  # fmt: skip
     """Per pipeline and step; None: not decided yet."""
-    seq: int | None = DEFAULT_SEQ
+    seq: int | None = asked(
+        DEFAULT_SEQ, Whole(), part="batch", optional=True, follows=True, on_page=True, words="tokens per sequence",
+        unless_given=f"{DEFAULT_SEQ}, or what the file says",
+    )  # fmt: skip
     """Tokens per sequence; None: the file of times does not say."""
-    zero: int = 1
+    zero: int = asked(
+        1, Choice((0, 1, 2, 3)), part="training", of_a_model=True, also={"distributed_optimizer": int},
+        words="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP)",
+        unless_given="1",
+    )  # fmt: skip
     """0: every replica holds all state; 1: optimizer state divided (Megatron's distributed optimizer); 2: gradients
     too; 3: weights too (FSDP)."""
-    precision: Precision = "bf16"
-    """Of matrix products: fp8 with one scale per tensor, mxfp8 and nvfp4 with one per block."""
-    gradients: Gradients | None = None
+    precision: Precision = asked(
+        "bf16", Choice(PRECISIONS), part="training", of_a_model=True, words="precision of matrix products",
+        unless_given="bf16",
+    )  # fmt: skip
+    gradients: Gradients | None = asked(
+        None, Choice(get_args(Gradients)), part="training", of_a_model=True, optional=True,
+        words="precision of gradients", unless_given="fp32; bf16 with fp8",
+    )  # fmt: skip
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is not bf16."""
-    states: States = "fp32"
-    """Optimizer state: an fp32 weight and two fp32 moments; fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments
-    alone, where the optimizer updates bf16 weights."""
-    recompute: Recompute = "none"
+    states: States = asked(
+        "fp32", Choice(get_args(States)), part="training", of_a_model=True,
+        words="optimizer state: fp32 weight and moments, bf16 moments, or moments alone, in bf16", unless_given="fp32",
+    )  # fmt: skip
+    """An fp32 weight and two fp32 moments; an fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments alone, where
+    the optimizer updates bf16 weights."""
+    recompute: Recompute = asked(
+        "none", Choice(RECOMPUTE), part="training", of_a_model=True,
+        words="activations to recompute: the cheap ones (selective), all (full), or as many as it takes to fit (auto)",
+        unless_given="none",
+    )  # fmt: skip
     """selective: outputs of norms, of experts' activation functions and of latent up-projections again (Megatron-LM's
     --recompute-modules layernorm moe_act mla_up_proj); full: whole layers again, one at a time, from their inputs;
     auto: as much of both as it takes to fit."""
-    recompute_layers: int | None = None
+    recompute_layers: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="with full: recompute only so many layers", unless_given="all",
+    )  # fmt: skip
     """With full: so many layers, spread evenly over the model, the rest selectively; None: all."""
-    sequence_parallel: bool = True
+    sequence_parallel: bool = asked(
+        True, YesNo(), part="training", of_a_model=True, words="with tp: divide the residual stream too",
+        unless_given="yes",
+    )  # fmt: skip
     """With tp: norms and the residual stream divided over the group as well."""
-    vocab_parallel: bool = False
-    """Embedding and head divided over all pipeline ranks."""
-    reserve_gib: float | None = None
+    vocab_parallel: bool = asked(
+        False, YesNo(), part="ranks", of_a_model=True, words="embedding and head divided over all pipeline ranks",
+        unless_given="no", has_flag=False,
+    )  # fmt: skip
+    """Embedding and head priced as divided over all pipeline ranks; `octopipe tune --cut-head` plans such a head."""
+    reserve_gib: float | None = asked(
+        None, Number(), part="training", optional=True, words="GiB kept free per GPU",
+        unless_given="6 %, at least 1.5",
+    )  # fmt: skip
     """Kept free on every GPU; None: 6 % of the card, at least 1.5 GiB."""
-    memory_gib: tuple[float, ...] = ()
+    memory_gib: tuple[float, ...] = asked(
+        (), Numbers(), part="ranks", on_page=True, words="GiB usable per rank: one number, or one per rank",
+        unless_given="the GPU's, less the reserve",
+    )  # fmt: skip
     """What may be used on each pipeline rank's GPUs, instead of the card's memory less the reserve."""
-    speeds: tuple[float, ...] = ()
+    speeds: tuple[float, ...] = asked(
+        (), Numbers(), part="ranks", also={"rank_speed": lambda given: given},
+        words="relative speed per rank, e.g. 1,1,0.5,1",
+    )  # fmt: skip
     """Relative speed per pipeline rank."""
-    p2p_ms: float | None = None
+    p2p_ms: float | None = asked(
+        None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of the links' own"
+    )
     """Every transfer takes this long, instead of the links' own time."""
-    gpus_per_node: int | None = None
-    nodes: tuple[tuple[str, int, int], ...] = ()
+    gpus_per_node: int | None = asked(
+        None, Whole(), part="hardware", of_a_model=True, optional=True,
+        words="GPUs on the fast links of a node", unless_given="the preset's",
+    )  # fmt: skip
+    nodes: tuple[tuple[str, int, int], ...] = asked(
+        (), NodeGroups(), part="hardware", of_a_model=True, flag="cluster", also={"cluster": lambda given: given},
+        words="unequal nodes: a TOML or JSON file of [[nodes]]",
+    )  # fmt: skip
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
-    samples: int | None = None
+    stack: Stack | None = asked(
+        None, StackName(), part="hardware", of_a_model=True, optional=True,
+        words="training stack whose rates hold (`octopipe calibrate --list`), or a file of `octopipe calibrate`",
+        unless_given="nvidia-2025",
+    )  # fmt: skip
+    """None: the default stack's rates hold."""
+    micro_batch_lengths: tuple[tuple[int, ...], ...] = asked(
+        (), Lengths(2), part="batch", has_flag=False, words="the lengths of every micro-batch's sequences"
+    )
+    """Per micro-batch the lengths of its sequences, padded to the longest or `packed`."""
+    packed: bool = asked(
+        False, YesNo(), part="batch", has_flag=False, words="sequences of different length packed, not padded"
+    )
+    tokens_per_pipeline: int | None = asked(
+        None, Whole(), part="batch", has_flag=False, optional=True,
+        words="with lengths: tokens that all pipelines have on average",
+    )  # fmt: skip
+    """Where other pipelines have fewer tokens than this one: what they all have on average, for tokens per second."""
+    micro_batch_tokens: tuple[int, ...] = asked(
+        (), Lengths(), part="batch", has_flag=False, words="per micro-batch, the one length of its sequences"
+    )
+    samples: int | None = asked(None, Whole(), part="batch", optional=True, has_flag=False, is_keyword=False)
     """Sequences per pipeline and step, where they differ in length; `seq` is then that of the micro-batch that prices
     are relative to."""
-    batch: str | None = None
+    batch: str | None = asked(None, Words(), part="batch", optional=True, has_flag=False, is_keyword=False)
     """How micro-batches are made of them, in words."""
-    stack: Stack | None = None
-    """The training stack whose rates hold; None: the default one's."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size"):
-            _whole(name, getattr(self, name))
-        for name in ("micro_batches", "seq", "gpus_per_node", "samples"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name))
-        if self.batch is not None and not isinstance(self.batch, str):
-            raise OctoPipeError(f"batch is {brief(self.batch)}; give words, or leave it out")
-        for name in ("sequence_parallel", "vocab_parallel"):
-            if not isinstance(getattr(self, name), bool):
-                raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; give true or false")
-        if isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
-            raise OctoPipeError(f"zero is {brief(self.zero)}; give 0, 1, 2 or 3")
-        for name, known in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
-            if getattr(self, name) not in known:
-                raise OctoPipeError(f"{name} is {brief(getattr(self, name))}; one of {', '.join(known)}")
-        if self.recompute_layers is not None:
-            _whole("recompute_layers", self.recompute_layers)
-            if self.recompute != "full":
-                raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
-        if self.gradients not in (None, *get_args(Gradients)):
-            raise OctoPipeError(f"gradients is {brief(self.gradients)}; one of {', '.join(get_args(Gradients))}")
-        if self.cp_kind not in get_args(CpKind):
-            raise OctoPipeError(f"cp_kind is {brief(self.cp_kind)}; one of {', '.join(get_args(CpKind))}")
-        if self.states not in get_args(States):
-            raise OctoPipeError(f"states is {brief(self.states)}; one of {', '.join(get_args(States))}")
-        for name in ("reserve_gib", "p2p_ms"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= (-1.0 if finite(value) is None else value) <= MAX_TIME_MS:
-                raise OctoPipeError(f"{name} is {brief(value)}; give a finite number >= 0, at most {MAX_TIME_MS:g}")
+        for name, how in fields_of(type(self)).items():
+            object.__setattr__(self, name, how.read(name, getattr(self, name)))
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":
             self.gpu.peak_flops_per_ms(self.precision)
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
@@ -180,7 +256,7 @@ class Setup:
         """The mean data-sheet peak of the GPUs in use, in the run's precision; None where they are not known."""
         if self.gpu is None:
             return None
-        kinds = [(gpu_from(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
+        kinds = [(gpu(name), count * size) for name, count, size in self.nodes] or [(self.gpu, self.num_gpus)]
         left, total = self.num_gpus, 0.0
         for kind, number in kinds:
             used = min(number, left)
@@ -263,18 +339,8 @@ class Setup:
 
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values; `setup_from` reads it back."""
-        out: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name not in ("gpu", "memory_gib", "speeds", "nodes", "stack")
-        }
-        out["gpu"] = None if self.gpu is None else gpu_record(self.gpu)
-        out["stack"] = None if self.stack is None else stack_record(self.stack)
-        for name in ("memory_gib", "speeds"):
-            out[name] = list(getattr(self, name)) or None
-        out["nodes"] = [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in self.nodes] or None
         return {
-            **out,
+            **{name: how.kind.told(getattr(self, name)) for name, how in fields_of(type(self)).items()},
             "gpus": self.num_gpus,
             "global_batch": self.global_batch,
             "tokens_per_micro_batch": self.tokens_per_micro_batch,
@@ -284,87 +350,83 @@ class Setup:
 
 def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
     """The set-up in a JSON object as `Setup.as_dict` writes it; keys that follow from others are ignored."""
-    known = {k: record[k] for k in Setup.__dataclass_fields__ if record.get(k) is not None}
+    known = {name: record[name] for name in fields_of(Setup) if record.get(name) is not None}
+    if record.get("seq", 0) is None:
+        known["seq"] = None
     try:
-        if "gpu" in known:
-            known["gpu"] = gpu_from(known["gpu"])
-        if "stack" in known:
-            known["stack"] = stack_named(known["stack"])
-        for name in ("memory_gib", "speeds"):
-            if name in known:
-                known[name] = tuple(float(v) for v in known[name])
-        if "nodes" in known:
-            known["nodes"] = tuple((str(n["gpu"]), int(n["count"]), int(n["gpus_per_node"])) for n in known["nodes"])
-        if record.get("seq", 0) is None:
-            known["seq"] = None
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{where}: cannot be used ({why}); write what `--json` prints under setup") from None
 
 
-def derived_sizes(
-    *, gpus: int | None, tp: int | None, cp: int | None, pp: int | None, dp: int | None
-) -> dict[str, int | None]:
-    """Fill in the one size that the others and the number of GPUs leave open.
-
-    >>> derived_sizes(gpus=64, tp=4, cp=None, pp=8, dp=None)["dp"]
-    2
-    """
-    sizes = {"tp": tp, "cp": 1 if cp is None else cp, "pp": pp, "dp": dp}
-    if gpus is None:
-        return sizes
-    _whole("gpus", gpus)
-    open_ones = [name for name in ("dp", "pp", "tp") if sizes[name] is None]
-    known = math.prod(v for v in sizes.values() if v is not None)
-    if gpus % known or (not open_ones and known != gpus):
-        given = " x ".join(f"{k} {v}" for k, v in sizes.items() if v is not None)
-        raise OctoPipeError(f"{given} = {known} does not make {gpus} GPUs; change one, or leave one out")
-    if len(open_ones) == 1:
-        sizes[open_ones[0]] = gpus // known
-    elif open_ones == ["dp", "tp"]:
-        return sizes  # tp has a default of its own; dp follows once it is known
-    elif open_ones:
-        raise OctoPipeError(
-            f"{gpus} GPUs leave {' and '.join(open_ones)} open; give all but one, or let `octopipe plan` choose"
-        )
-    return sizes
+# -- how it is asked for --------------------------------------------------------------------------------------------
 
 
-def micro_batches_of(*, global_batch: int | None, micro_batch_size: int, dp: int, pp: int, given: int | None) -> int:
-    """Micro-batches per pipeline and step: as given, as the global batch says, or 2 x pp."""
-    if global_batch is None:
-        return given or 2 * pp
-    _whole("global_batch", global_batch)
-    if global_batch % (micro_batch_size * dp):
-        raise OctoPipeError(
-            f"global batch {global_batch} is no multiple of micro-batch size {micro_batch_size} x dp {dp}; change one"
-        )
-    found = global_batch // (micro_batch_size * dp)
-    if given is not None and given != found:
-        raise OctoPipeError(
-            f"global batch {global_batch} makes {found} micro-batches, not {given}; leave --micro-batches out"
-        )
-    return found
+def keyword_fields() -> dict[str, Asked]:
+    """The fields that are asked for by name: keywords of the package's functions, keys of a plan's "setting"."""
+    return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
 
 
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
-        raise OctoPipeError(f"{name} is {brief(value)}; give a whole number >= 1, at most {MAX_SIZE}")
+def flag_fields(*parts: Part) -> dict[str, Asked]:
+    """The fields that have a flag, those of these parts alone where any is given."""
+    every = fields_of(Setup).items()
+    return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
+
+
+def form_fields() -> dict[str, Asked]:
+    """The fields that a page's form asks for: all that have a flag, but for files of the machine that serves it."""
+    return {
+        name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)
+    }
+
+
+def keywords(given: Mapping[str, Any], *, others: Iterable[str] = (), lenient: bool = False) -> dict[str, Any]:
+    """What is asked for, under the fields' own names. An unknown name is an error that says the nearest one (`others`
+    are known to the caller), or is left out where `lenient`; of two names of one field the first counts there."""
+    fields = keyword_fields()
+    older = {other: (name, convert) for name, how in fields.items() for other, convert in how.also.items()}
+    out: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for word, value in given.items():
+        name, convert = (word, None) if word in fields else older.get(word, ("", None))
+        if not name:
+            if lenient:
+                continue
+            close = difflib.get_close_matches(word, [*others, *fields, *older], 1)
+            raise OctoPipeError(f"unknown keyword {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        if name in out:
+            if lenient:
+                continue
+            raise OctoPipeError(f"{spelled[name]} and {word} are the same keyword; give one of them")
+        if convert is not None and value is not None:
+            try:
+                value = convert(value)
+            except (TypeError, ValueError):
+                raise OctoPipeError(f"{word} is {brief(value)}; give {name} instead") from None
+        out[name], spelled[name] = value, word
+    return out
 
 
 __all__ = [
+    "DEFAULT_GPU",
     "DEFAULT_SEQ",
     "PRECISIONS",
     "RECOMPUTE",
     "Precision",
     "Recompute",
     "Setup",
-    "States",
     "default_reserve_gib",
-    "derived_sizes",
-    "micro_batches_of",
+    "flag_fields",
+    "form_fields",
+    "keyword_fields",
+    "keywords",
     "setup_from",
 ]
+
+
+def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:
+    """The layers that full recomputation runs again inside the backward: all between embedding and head, or `count` of
+    them, spread evenly."""
+    inner = num_layers - 2
+    count = inner if count is None else min(count, inner)
+    return tuple(i for i in range(1, inner + 1) if i * count // inner > (i - 1) * count // inner)

@@ -5,11 +5,14 @@ Knows: how to make a model's layers and random tokens on a device. Does not know
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import Mode
@@ -47,6 +50,8 @@ class Workload:
     seed: int = 0
     graphs: bool = False
     """Ops are captured as CUDA graphs and replayed, where they can be."""
+    checkpointed: tuple[int, ...] = ()
+    """Layers that keep their input alone and run again inside their backward."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -99,9 +104,12 @@ class Workload:
 
     def layers(self, device: torch.device) -> Sequence[Callable[[], nn.Module] | nn.Module]:
         dtype = PARAMETER_DTYPES[self.precision]
+        layers: Sequence[Callable[[], nn.Module] | nn.Module]
         if isinstance(self.spec, ModelSpec):
-            return build_layers(self.spec, dtype=dtype, device=device, seed=self.seed, kernels=self.kernels)
-        return self.spec.layers(dtype=dtype, device=device, seed=self.seed)
+            layers = build_layers(self.spec, dtype=dtype, device=device, seed=self.seed, kernels=self.kernels)
+        else:
+            layers = self.spec.layers(dtype=dtype, device=device, seed=self.seed)
+        return with_checkpoints(layers, self.checkpointed)
 
     @staticmethod
     def loss(layers: Sequence[Callable[[], nn.Module] | nn.Module]) -> Callable[..., Tensor]:
@@ -111,7 +119,9 @@ class Workload:
     @property
     def groups(self) -> tuple[int, ...]:
         """Equal layers share a number."""
-        return self.spec.groups if isinstance(self.spec, HfModel) else groups_of_spec(self.spec)
+        groups = self.spec.groups if isinstance(self.spec, HfModel) else groups_of_spec(self.spec)
+        again = max(groups, default=0) + 1  # a layer that is checkpointed takes longer than one that is not
+        return tuple(g + again * (k in self.checkpointed) for k, g in enumerate(groups))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -123,6 +133,43 @@ class Workload:
         generator = torch.Generator().manual_seed(self.seed + 7919 * step)
         shape = (self.micro_batch_size, self.tokens)
         return [torch.randint(self.spec.vocab, shape, generator=generator).to(device) for _ in range(count)]
+
+
+def with_checkpoints(
+    layers: Sequence[Callable[[], nn.Module] | nn.Module], which: Sequence[int]
+) -> Sequence[Callable[[], nn.Module] | nn.Module]:
+    """The layers, some of which run again inside their backward. They stay the modules they are: names, hooks and saved
+    state do not change, only what `forward` keeps."""
+    if not which:
+        return layers
+
+    def wrapped(make: Callable[[], nn.Module] | nn.Module) -> Callable[[], nn.Module] | nn.Module:
+        if isinstance(make, nn.Module):
+            make.forward = _again(make.forward)  # type: ignore[method-assign]
+            return make
+
+        def made() -> nn.Module:
+            module = make()
+            module.forward = _again(module.forward)  # type: ignore[method-assign]
+            return module
+
+        return made
+
+    out = [wrapped(layer) if k in which else layer for k, layer in enumerate(layers)]
+    if not isinstance(layers, LayerList):
+        return out
+    layers[:] = out  # it has the model's loss and names beside its layers
+    return layers
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **keywords)
+        return checkpoint(forward, *args, use_reentrant=False, **keywords)
+
+    return call
 
 
 def groups_of_spec(spec: ModelSpec) -> tuple[int, ...]:

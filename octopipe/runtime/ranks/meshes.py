@@ -101,16 +101,20 @@ class Reach:
 
 
 def reaches(
-    modules: Mapping[int, nn.Module], named: Mapping[str, Tensor], axes: Axes, sharded: Mapping[str, Sequence[str]]
+    modules: Mapping[int, nn.Module],
+    named: Mapping[str, Tensor],
+    axes: Mapping[str, Sequence[int]],
+    sharded: Mapping[str, Sequence[str]],
 ) -> dict[str, Reach]:
     """By name (`layer.name`), for parameters and buffers alike.
 
+    `axes`: the processes of every data dimension.
     `sharded`: by dimension, patterns of names whose values differ along it; DTensors say so themselves.
     """
     for name in sharded:
         if name not in axes:
             raise OctoPipeError(f"sharded names the mesh dimension {name!r}; data dimensions are {list(axes)}")
-    members = {name: frozenset(dist.get_process_group_ranks(group)) for name, group in axes.items()}
+    members = {name: frozenset(ranks) for name, ranks in axes.items()}
     fsdp = _fsdp_meshes(modules.values())
     out = {}
     for name, tensor in named.items():

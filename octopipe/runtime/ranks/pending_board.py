@@ -25,6 +25,10 @@ PATIENCE_S = 2.0
 """For lines still missing when a rank gives up: who waits like it has written long before, who hangs never will."""
 
 
+FAILED = "failed"
+"""How the line of a rank begins whose own error it is."""
+MOST_SEATS = 1024
+"""So many processes of the job are asked what they have told."""
 SPEAK_AFTER_S = 20.0
 """Without progress of a device for so long, say what it waits for."""
 
@@ -56,6 +60,9 @@ class Board:
         self._own = ""
         self._seat = dist.get_rank() if store is not None and dist.is_initialized() else 0
         self.rank, self.num_ranks = rank, num_ranks
+        if store is not None:
+            with suppress(Exception):
+                store.delete_key(line_key(self._seat))  # of a pipeline that failed before this one
 
     def _key(self, rank: int) -> str:
         return f"octopipe/{self._name}/{rank}"
@@ -107,6 +114,18 @@ class Board:
                 break
             time.sleep(0.05)
         return [f"rank {r}: {lines.get(r, 'no answer')}" for r in range(self.num_ranks)]
+
+    def failed_elsewhere(self) -> str:
+        """What failed in this job, in whichever pipeline; "" where nobody has said so."""
+        if self._store is None or not dist.is_initialized():
+            return ""
+        with suppress(Exception):
+            for seat in range(min(dist.get_world_size(), MOST_SEATS)):
+                if seat != self._seat and self._store.check([line_key(seat)]):
+                    line = self._store.get(line_key(seat)).decode(errors="replace")
+                    if line.startswith(FAILED):
+                        return f"process {seat} of the job {line}"
+        return ""
 
 
 class Place(NamedTuple):

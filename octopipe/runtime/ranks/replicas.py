@@ -32,7 +32,7 @@ class Replicas:
         self._layers, self._world, self._timeout_s = layers, world, timeout_s
         parameters = {s.key: s.parameter for s in layers.shared()}
         self._buffers = {f"{k}.{name}": b for k, m in layers.modules.items() for name, b in m.named_buffers()}
-        self.reaches = reaches(layers.modules, {**self._buffers, **parameters}, world.axes, sharded)
+        self.reaches = reaches(layers.modules, {**self._buffers, **parameters}, world.members, sharded)
         """By the parameter's key."""
         self._holders = {k: tuple(sorted(ranks)) for k, ranks in layers.ranks_of.items()}
         self._agree(plan, sharded)

@@ -1,7 +1,10 @@
 """The processes a pipeline runs on: its ranks, its data-parallel twins, and groups of some of them.
 
-Knows: torch.distributed. Does not know: plans or tensors. Several pipelines (one after another) may share one
-World, and with it its groups.
+Knows: torch.distributed. Does not know: plans or tensors.
+
+What a user gives (`World.make`) is only read. Every pipeline runs its steps over gloo groups of its own
+(`World.for_steps`), so that a step that breaks off can close them: whoever waits for this rank in one of them, on this
+host or another one, hears of it at once, and the user's groups stay whole for what comes next.
 
 Subgroups are made by their members alone, straight from the store: `dist.new_group` wants every process of the
 job, also those of other pipelines, and its `use_local_synchronization` names a group after how many groups the
@@ -10,6 +13,7 @@ process has made before, so that members that made different numbers of groups w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +31,8 @@ from octopipe.runtime.wire.telling import gather_values
 
 Group = Any
 """A ProcessGroup or a backend of our own making: both have allreduce, broadcast, allgather, send and recv."""
+NOBODYS_TAG = (1 << 31) - 1
+"""Of a message that is never sent."""
 
 
 class World:
@@ -51,11 +57,37 @@ class World:
         self.replica = 0 if dp_group is None else dp_group.rank()
         self.num_replicas = 1 if dp_group is None else dp_group.size()
         self.global_ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self._members = {name: dist.get_process_group_ranks(one) for name, one in self.axes.items()}
+        self.members = {name: dist.get_process_group_ranks(one) for name, one in self.axes.items()}
+        """The processes of every data dimension."""
         self.backend = "none" if group is None else str(dist.get_backend(group))
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._control: Group = None
         self._tags = 0
+        self._given: World | None = None
+        """What a user gave, where this World is one for steps."""
+        self._on_host = True
+        self._own: list[Group] = []
+        """Groups that nobody else uses."""
+
+    def for_steps(self, *, on_host: bool) -> World:
+        """The same ranks with gloo groups of their own (collective over pipelines and replicas).
+
+        Not `on_host`: tensors are a device's, and groups of its backend stay the user's; what waits in them waits on
+        the device.
+        """
+        given = self._given or self
+        if given.group is None:
+            return self
+        world = World(given.group, given.dp_group, given.axes, given.model_axes)
+        world._given, world._on_host = given, on_host
+        world.renew(_timeout_s(given.group))
+        return world
+
+    def break_off(self) -> None:
+        """Close this World's own groups: every wait in them ends now, on all their members, and none can follow."""
+        own, self._own = self._own, []
+        for group in own:
+            close_connections(group)
 
     @classmethod
     def make(
@@ -116,7 +148,9 @@ class World:
         if len(key) == self.size:
             return self.group
         if key not in self._subgroups:
-            self._subgroups[key] = self.new_group(key, "nccl" if "nccl" in self.backend else "gloo")
+            self._subgroups[key] = made = self.new_group(key, "nccl" if "nccl" in backend_name(self.group) else "gloo")
+            if backend_name(made) == "gloo":
+                self._own.append(made)
         return self._subgroups[key]
 
     def new_group(
@@ -154,15 +188,20 @@ class World:
 
     def renew(self, timeout_s: float) -> None:
         """Fresh groups of the same ranks (collective over pipelines and replicas): after a step that broke off, the
-        old ones may count collectives that some ranks have made and others have not."""
+        old ones are closed, or count collectives that some ranks have made and others have not."""
         if self.group is None:
             return
-        if "gloo" not in self.backend:
-            raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
         self._subgroups.clear()
-        self.group = self._control = _made(self.global_ranks, "gloo", "pipeline", timeout_s)
-        for name, members in self._members.items():
-            self.axes[name] = _made(members, "gloo", f"axis-{name}", timeout_s)
+        self._control = _made(self.global_ranks, "gloo", "pipeline", timeout_s)
+        self._own = [self._control]
+        if self._on_host or self.backend == "gloo":
+            self.group = self._control
+        given = self._given or self
+        for kind, axes, theirs in (("axis", self.axes, given.axes), ("model", self.model_axes, given.model_axes)):
+            for name, group in theirs.items():
+                if self._on_host or backend_name(group) == "gloo":
+                    axes[name] = _made(dist.get_process_group_ranks(group), "gloo", f"{kind}-{name}", timeout_s)
+                    self._own.append(axes[name])
 
     def store(self) -> dist.Store | None:
         return None if self.group is None else c10d._get_default_store()
@@ -186,6 +225,25 @@ def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) 
         options._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(prefix, me, len(members), options)
     return dist.ProcessGroupGloo(prefix, me, len(members), timedelta(seconds=timeout_s))
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a user lets collectives of a group wait."""
+    options = getattr(wire(group), "options", None) if "gloo" in str(dist.get_backend(group)) else None
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else c10d.default_pg_timeout.total_seconds()
+
+
+def close_connections(group: Group) -> None:
+    """Close a gloo group's connections, so that every member that waits in it fails now.
+
+    gloo has no call for it, but it does so where a receive times out: nothing that comes later could be told from what
+    was given up.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # timed out, as intended; or closed already
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 class HostWork:

@@ -21,7 +21,7 @@ forwards look everywhere; others only at the places known to change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -160,10 +160,17 @@ class Replay:
         self._sources: list[Source] = []
         self._changed: set[int] = set()
         """Inputs that forwards change in place."""
+        self.elsewhere: Callable[[Snapshot, list[Box]], None] | None = None
+        """Looks at what a forward has changed, for values that would leave the stage that way (`crossing.py`)."""
 
     def moving(self) -> bool:
         """Whether forwards are known to change anything besides their outputs."""
         return bool(self._watch)
+
+    def kept(self) -> list[str]:
+        """Places other than buffers that forwards are known to change."""
+        buffers = {id(m._buffers) for top in self._modules for m in top.modules()}
+        return [box.label for box in self._watch.values() if id(box.thing) not in buffers]
 
     def is_known(self) -> bool:
         """Whether a forward has run while the modules were as they are now (`train()`, `eval()`)."""
@@ -208,7 +215,7 @@ class Replay:
         return snapshot
 
     def _may_change(self, held: HeldTensor, checking: bool) -> bool:
-        return any((id(b.thing), k) in self._in_place or (checking and _key(b) in self._watch) for b, k in held.slots)
+        return any((id(b.thing), k) in self._in_place or (checking and key_of(b) in self._watch) for b, k in held.slots)
 
     def after(self, start: Start | None) -> Kept | None:
         """Ends a forward: the real tensors are back. What R starts from, where it will come."""
@@ -227,9 +234,12 @@ class Replay:
                 )
             for box, key in held.slots:
                 self._in_place.add((id(box.thing), key))
-                self._watch.setdefault(_key(box), box)
-        for box, _ in snapshot.changes():
-            self._watch.setdefault(_key(box), box)
+                self._watch.setdefault(key_of(box), box)
+        changed = [box for box, _ in snapshot.changes()]
+        for box in changed:
+            self._watch.setdefault(key_of(box), box)
+        if changed and start.checking and self.elsewhere is not None:
+            self.elsewhere(snapshot, changed)
         return self._kept(start, moved)
 
     def _settle(self, start: Start) -> list[HeldTensor]:
@@ -265,7 +275,7 @@ class Replay:
                     f"{self._place}: an input of shape {tuple(start.tensors[k].shape)} was changed in place for the "
                     "first time after forwards that left it alone, so it cannot be recomputed; change a copy"
                 )
-        boxes = [(box, contents) for box, contents in start.snapshot.boxes if _key(box) in self._watch]
+        boxes = [(box, contents) for box, contents in start.snapshot.boxes if key_of(box) in self._watch]
         return Kept(
             boxes,
             {id(held.tensor): held.copy for held in moved if held.copy is not None},
@@ -282,7 +292,7 @@ def everything_as(snapshot: Snapshot) -> Kept:
     return Kept(snapshot.boxes, copies, {}, snapshot.sources, host_state(), [{}] * len(snapshot.boxes))
 
 
-def _key(box: Box) -> tuple[int, str, tuple[str, ...]]:
+def key_of(box: Box) -> tuple[int, str, tuple[str, ...]]:
     return id(box.thing), box.kind, box.names
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief, shown
@@ -43,14 +43,17 @@ from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.precision import MixedPrecisionOptimizer, optimizer_kind
 from octopipe.runtime.training.layer_file import WrongFile, read_content
 from octopipe.runtime.training.saved_state import (
+    Kept,
     check_saveable,
     compact,
     layer_state,
     loadable,
+    of_other_replicas,
     put_settings,
     put_state,
     settings_by_parameter,
 )
+from octopipe.runtime.training.shard_state import part_of, with_whole_layers
 from octopipe.runtime.training.shelf import (
     ASIDE,
     FORMAT,
@@ -141,13 +144,14 @@ class Saving:
         self._problem = ""
         self._thread: threading.Thread | None = None
         writes = pipe.world.replica == 0
+        elsewhere = of_other_replicas(optimizer)
         # Before anything is written: a run that has broken must not cost the space of a good checkpoint.
-        _agree(pipe, _not_finite(pipe, optimizer, self._home) if writes else "", NotFinite)
+        _agree(pipe, _not_finite(pipe, optimizer, self._home, elsewhere) if writes else "", NotFinite)
         _agree(pipe, _not_loadable(pipe) if writes else "")
         _agree(pipe, _attempt(lambda: _fresh(self._partial), self._home) if self._leads else "")
         if not writes:
             return
-        contents = _contents(pipe, optimizer, step)
+        contents = with_whole_layers(pipe, _contents(pipe, optimizer, step, elsewhere))
         if not background:
             self._write(contents)
             return
@@ -244,6 +248,7 @@ def load_checkpoint(
         return files[k]
 
     state = {f"{k}.{n}": v for k in pipe.modules() for n, v in loadable(layer(k)["state"]).items()}
+    state = {name: part_of(pipe, name, value) for name, value in state.items()}
     moments: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = []
     if optimizer is not None:
         # A tied parameter's state is kept with its first name: its layer may be another rank's.
@@ -253,13 +258,14 @@ def load_checkpoint(
             if saved is None:
                 raise OctoPipeError(f"{shown(home)}: no optimizer state of {shared.key}; use the same model")
             settings = layer(int(number)).get("settings", {}).get(name, {})
-            moments.append((shared.key, shared.parameter, saved, settings))
+            moments.append((shared.key, shared.parameter, part_of(pipe, shared.key, saved), settings))
         put_settings(optimizer, ((key, p, settings) for key, p, _, settings in moments))
     pipe.load_state_dict(state)
     if isinstance(optimizer, MixedPrecisionOptimizer):
         for shared in pipe.layers.shared():  # the file's values are the masters', not what the weights round to
             number, name = shared.key.split(".", 1)
-            optimizer.set_master(shared.parameter, layer(int(number))["state"][name].to(shared.parameter.device))
+            value = part_of(pipe, shared.key, layer(int(number))["state"][name])
+            optimizer.set_master(shared.parameter, value.to(shared.parameter.device))
     for _, parameter, saved, _ in moments:
         assert optimizer is not None
         put_state(optimizer, parameter, saved)
@@ -275,7 +281,9 @@ def _fresh(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _not_finite(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, home: Path) -> str:
+def _not_finite(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer | None, home: Path, elsewhere: Mapping[nn.Parameter, Kept]
+) -> str:
     for name, value in pipe.named_parameters():
         if not _finite(value):
             return _refused(name, home)
@@ -285,7 +293,7 @@ def _not_finite(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, home: P
                 return _refused(f"{k}.{name}", home)
     if optimizer is not None:
         for shared in pipe.layers.shared():
-            for key, value in optimizer.state.get(shared.parameter, {}).items():
+            for key, value in _state_of(optimizer, shared.parameter, elsewhere).items():
                 if isinstance(value, Tensor) and not _finite(value):
                     return _refused(f"{shared.key}'s {key}", home)
     return ""
@@ -302,9 +310,19 @@ def _refused(name: str, home: Path) -> str:
     return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
 
 
-def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int) -> Iterator[dict[str, Any]]:
+def _state_of(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, elsewhere: Mapping[nn.Parameter, Kept]
+) -> dict[str, Any]:
+    state: dict[str, Any] = elsewhere[parameter].state if parameter in elsewhere else optimizer.state.get(parameter, {})
+    return state
+
+
+def _contents(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int, elsewhere: Mapping[nn.Parameter, Kept]
+) -> Iterator[dict[str, Any]]:
     """What this rank writes, a layer at a time, in copies on the host."""
     settings = {} if optimizer is None else settings_by_parameter(optimizer)
+    settings.update((id(p), kept.settings) for p, kept in elsewhere.items())
     groups: dict[int, dict[str, Any]] = {}
     writer: dict[int, int] = {}
     for stage in pipe.plan.stages:
@@ -315,11 +333,12 @@ def _contents(pipe: Pipeline, optimizer: torch.optim.Optimizer | None, step: int
     if optimizer is not None:
         for shared in pipe.layers.shared():
             number, name = shared.key.split(".", 1)
-            moments.setdefault(int(number), {})[name] = compact(optimizer.state.get(shared.parameter, {}))
+            moments.setdefault(int(number), {})[name] = compact(_state_of(optimizer, shared.parameter, elsewhere))
             groups.setdefault(int(number), {})[name] = settings.get(id(shared.parameter), {})
+    cut = pipe.plan.shards()  # every holder has a part, which goes to the writer
     for k, module in pipe.modules().items():
-        if writer[k] == pipe.rank:
-            state, mine = layer_state(k, module, optimizer), moments.get(k, {})
+        if writer[k] == pipe.rank or k in cut:
+            state, mine = layer_state(k, module, optimizer, elsewhere), moments.get(k, {})
             yield {"layer": k, "step": step, "state": state, "optimizer": mine, "settings": groups.get(k, {})}
 
 

@@ -16,6 +16,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.models.lengths import Groups
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Plan
+from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.runtime.training.data.opening import Reading
 from octopipe.runtime.training.schedule import SCHEDULES, Schedule
 from octopipe.simulation.timeline import Timeline
@@ -66,6 +67,8 @@ class TrainJob:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip: float | None = 1.0
+    shard_optimizer: bool = False
+    """Whether data-parallel pipelines divide optimizer state and master weights among themselves (ZeRO-1)."""
     precision: str | None = None
     """How layers compute and gradients add up (`costs/mode.py`); default: a transformers config's own dtype on a GPU,
     else bf16-main-fp32 there and fp32 on a CPU."""
@@ -141,6 +144,10 @@ class TrainJob:
             raise OctoPipeError(f"{self.nproc} ranks do not make {self.dp} equal pipelines; use a multiple of --dp")
         if self.graphs and self.device == "cpu":
             raise OctoPipeError("CUDA graphs on a CPU; leave --graphs out, or use --device cuda")
+        if self.shard_optimizer and self.dp == 1:
+            raise OctoPipeError(
+                "--shard-optimizer divides state over data-parallel pipelines; give --dp, or leave it out"
+            )
         if self.tune_measured and (self.tune_s is None or self.dp > 1 or self.lengths):
             raise OctoPipeError(
                 "measuring while tuning runs one pipeline of equal micro-batches; give --tune TIME, without --dp and "
@@ -186,6 +193,11 @@ class TrainJob:
             raise OctoPipeError(f"the seed is {self.seed}; give a whole number from 0 on")
         if self.resume and self.checkpoint is None:
             raise OctoPipeError("resuming needs the folder of the checkpoints; add --checkpoint DIR")
+
+    @property
+    def checkpointed(self) -> tuple[int, ...]:
+        """Layers that run again inside their backward, because the plan's prices say so."""
+        return () if self.plan is None else checkpointed_by_prices(self.plan)
 
     def _check_training(self) -> None:
         for name in ("eval_every", "eval_samples", "log_every", "save_every"):

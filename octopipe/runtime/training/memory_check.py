@@ -17,9 +17,8 @@ from typing import Any
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.hardware import gpu
-from octopipe.costs.cluster.setup import Setup
+from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
 from octopipe.costs.profile_file import Profile
-from octopipe.costs.resolve import DEFAULT_GPU
 from octopipe.costs.table import CostTable
 from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
@@ -39,7 +38,8 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 
 def bytes_per_parameter(job: TrainJob) -> float:
     """Weight, gradient and optimizer state, as the run's precision keeps them."""
-    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer])
+    shards = job.dp if job.shard_optimizer else 1
+    return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards)
 
 
 def layer_parameters(job: TrainJob) -> list[int]:

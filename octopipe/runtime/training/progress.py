@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.flops import model_flops
@@ -21,6 +20,7 @@ from octopipe.models.readers.hf_config import from_config
 from octopipe.models.spec import ModelSpec
 from octopipe.runtime.pipeline import Pipeline
 from octopipe.runtime.ranks.reduce import wait_for
+from octopipe.runtime.ranks.world import all_reduce
 from octopipe.runtime.training.job import StepReport, TrainJob
 from octopipe.runtime.training.run_parts import memory_bytes
 
@@ -55,7 +55,7 @@ def exchange(pipe: Pipeline, timeout_s: float) -> list[list[float]]:
     table = torch.zeros(pipe.world.size, 4, dtype=torch.float64)
     table[pipe.rank] = torch.tensor(row, dtype=torch.float64)
     if pipe.world.control is not None:
-        work = dist.all_reduce(table, group=pipe.world.control, async_op=True)
+        work = all_reduce(pipe.world.control, table)
         wait_for(work, timeout_s, "the exchange of step times")
     rows: list[list[float]] = table.tolist()
     return rows

@@ -164,6 +164,7 @@ def workload_of(job: TrainJob) -> Workload:
         asked_kernels=job.kernels,
         seed=job.seed,
         graphs=job.replays,
+        checkpointed=job.checkpointed,
     )
 
 
@@ -192,10 +193,14 @@ def optimizer_of(job: TrainJob, pipe: Pipeline) -> torch.optim.Optimizer:
     """Of the job's kind; of float32 master weights where its precision has them."""
     owners = {f"{k}.{name}": module for k, layer in pipe.modules().items() for name, module in layer.named_modules()}
     trained = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
-    flags = [decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()]
-    if has_main_gradients(job.mode.precision):
-        return MixedPrecisionOptimizer(lambda masters: _plain_optimizer(job, masters, flags), pipe)
-    return _plain_optimizer(job, list(trained.values()), flags)
+    flags = {name: decays(name, p, owners.get(name.rpartition(".")[0])) for name, p in trained.items()}
+    if has_main_gradients(job.mode.precision) or job.shard_optimizer:
+
+        def make(updated: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+            return _plain_optimizer(job, updated, [flags.get(p.layer_name, False) for p in updated])  # type: ignore[attr-defined]
+
+        return MixedPrecisionOptimizer(make, pipe, shard=job.shard_optimizer)
+    return _plain_optimizer(job, list(trained.values()), list(flags.values()))
 
 
 def _plain_optimizer(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,15 +31,22 @@ _NOT_SETTINGS = ("params", "param_names")
 # -- layers --------------------------------------------------------------------------------------------
 
 
-def layer_state(layer: int, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def layer_state(
+    layer: int,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    elsewhere: Mapping[nn.Parameter, Kept] | None = None,
+) -> dict[str, Any]:
     """A layer's state dict in copies on the host; raises where a part of it could not be loaded again.
 
-    Where the optimizer keeps master weights, they stand in the place of what they were rounded to.
+    Where the optimizer keeps master weights, they stand in the place of what they were rounded to; `elsewhere`: those
+    that other replicas keep (`of_other_replicas`).
     """
     state = dict(module.state_dict())
     if isinstance(optimizer, MixedPrecisionOptimizer):
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            master = optimizer.master(parameter)
+            other = (elsewhere or {}).get(parameter)
+            master = optimizer.master(parameter) if other is None else other.master
             if master is not None and name in state:
                 state[name] = master
     return {name: _saveable(value, f"{layer}.{name}") for name, value in state.items()}
@@ -103,6 +111,36 @@ def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], key: str = "") 
     return value
 
 
+# -- what other replicas keep ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What an optimizer keeps of one parameter, in copies on the host."""
+
+    state: dict[str, Any]
+    settings: dict[str, Any]
+    master: Tensor | None
+
+
+def of_other_replicas(optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, Kept]:
+    """On the first replica, where state is sharded: what the others keep (collective over replicas)."""
+    if not isinstance(optimizer, MixedPrecisionOptimizer) or optimizer.owners is None:
+        return {}
+    settings = settings_by_parameter(optimizer)
+
+    def of(parameter: nn.Parameter) -> tuple[Any, Any, Any]:
+        master = optimizer.master(parameter)
+        return (
+            compact(optimizer.state.get(parameter, {})),
+            settings.get(id(parameter), {}),
+            None if master is None else compact(master),
+        )
+
+    found = optimizer.owners.collected(of)
+    return {p: Kept(state=state, settings=own, master=master) for p, (state, own, master) in found.items()}
+
+
 # -- optimizers ----------------------------------------------------------------------------------------
 
 
@@ -112,7 +150,8 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[st
     strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if strangers:
         warnings.warn(
-            f"{type(optimizer).__name__} keeps state under {strangers[0]!r}, which is no parameter: it is not kept",
+            f"{type(optimizer).__name__} keeps state under {strangers[0]!r}, which is not a parameter: that state is "
+            "not saved",
             stacklevel=3,
         )
     out: dict[int, dict[str, Any]] = {}
@@ -157,7 +196,9 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
 
 
 def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, kept: Mapping[str, Any]) -> None:
-    """Give a parameter the state it had; where it had none, it has none."""
+    """Give a parameter the state it had; where it had none, it has none. Another replica's share is left out."""
+    if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.owns(parameter):  # type: ignore[arg-type]
+        return
 
     def moved(key: str, value: Tensor) -> Tensor:
         # Optimizers keep their step count on the host unless they are capturable.

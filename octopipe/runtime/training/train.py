@@ -150,7 +150,7 @@ def _prepare(seat: launch.Seat, job: TrainJob, world: World, everyone: Everyone)
     """Measure, find the plan, build this rank's layers, load what was saved."""
     work = workload_of(job)
     device = work.place(seat.local_rank)
-    profile = job.profile
+    profile = None if job.profile is None else job.profile.checkpointing(work.checkpointed)
     if profile is None and job.measure:
         seat.tell(Phase(text="measuring layers and links"))
         with moment("while layers and links were measured"), told(_patience_s(job)):

@@ -26,6 +26,8 @@ PAIR_MOVES = 400
 
 POLISHED = 0.4
 """Share of the time in which the best plan's orders are polished."""
+MOST_CHECKS = 48
+"""How often neighbours of a plan are tried as pairs: of the ones that wait for each other, some are given up unseen."""
 MOST_POLISHED = 60_000
 """Plans of more ops are not polished: few changes could be tried."""
 
@@ -132,8 +134,9 @@ def neighbours_paired(plan: Plan, costs: CostTable) -> Plan:
     # Pairs of different ranks may wait for each other; those that do are given up, the larger half first.
     kept: list[tuple[Op, Op]] = []
     step = max(1, len(wanted))
-    at = 0
-    while at < len(wanted):
+    at = checks = 0
+    while at < len(wanted) and checks < MOST_CHECKS:
+        checks += 1
         tried = kept + wanted[at : at + step]
         if replace(plan, pairs=frozenset(tried)).problems():
             if step == 1:

@@ -165,58 +165,71 @@ def schedule(  # type: ignore[no-untyped-def]
                 asleep[r] = True
                 continue
         over = now + took
-        slot = lengths[r]
-        lengths[r] += 1
-        out[r, slot, 0] = -1
-        out[r, slot, 1] = -1
-        place = 0
-        for turn in range(2):
-            s = f if turn == 0 else f2
-            if s >= 0:
-                m = done[0, s]
-                out[r, slot, place] = (OP_F * size + s) * micro_batches + m
-                place += 1
-                done[0, s] += 1
-                used[r] += own[3, s]
-                left[r] -= 1
-                if s + 1 < size:
-                    to = rank[s + 1]
-                    at = over
-                    if to != r:
-                        at = max(over, channel[r, to]) + hop_f[s]
-                        channel[r, to] = at
-                    arrived[0, s + 1, m] = at
-                    if asleep[to]:
-                        asleep[to] = False
-                        clock[to] = max(clock[to], at)
-                else:
-                    arrived[1, s, m] = over
-        if i >= 0:
-            m = done[1, i]
-            out[r, slot, place] = ((OP_B if b >= 0 else OP_I) * size + i) * micro_batches + m
+        take(
+            r, over, f, f2, i, b, w, own, hop_f, hop_i, rank, micro_batches, arrived, done, clock, asleep, used, left,
+            channel, out, lengths,
+        )  # fmt: skip
+        if over > end:
+            end = over
+
+
+@njit
+def take(  # type: ignore[no-untyped-def]
+    r, over, f, f2, i, b, w, own, hop_f, hop_i, rank, micro_batches, arrived, done, clock, asleep, used, left, channel,
+    out, lengths,
+):  # fmt: skip
+    """Write a slot that rank r runs until `over`, and hand on what it makes; stages of ops that it lacks are -1."""
+    size = rank.size
+    slot = lengths[r]
+    lengths[r] += 1
+    out[r, slot, 0] = -1
+    out[r, slot, 1] = -1
+    place = 0
+    for turn in range(2):
+        s = f if turn == 0 else f2
+        if s >= 0:
+            m = done[0, s]
+            out[r, slot, place] = (OP_F * size + s) * micro_batches + m
             place += 1
-            done[1, i] += 1
-            used[r] -= own[3, i] - own[4, i]
+            done[0, s] += 1
+            used[r] += own[3, s]
             left[r] -= 1
-            if b >= 0:
-                done[2, i] += 1
-                used[r] -= own[4, i]
-                left[r] -= 1
-            if i > 0:
-                to = rank[i - 1]
+            if s + 1 < size:
+                to = rank[s + 1]
                 at = over
                 if to != r:
-                    at = max(over, channel[r, to]) + hop_i[i]
+                    at = max(over, channel[r, to]) + hop_f[s]
                     channel[r, to] = at
-                arrived[1, i - 1, m] = at
+                arrived[0, s + 1, m] = at
                 if asleep[to]:
                     asleep[to] = False
                     clock[to] = max(clock[to], at)
-        if w >= 0:
-            out[r, slot, place] = (OP_W * size + w) * micro_batches + done[2, w]
-            done[2, w] += 1
-            used[r] -= own[4, w]
+            else:
+                arrived[1, s, m] = over
+    if i >= 0:
+        m = done[1, i]
+        out[r, slot, place] = ((OP_B if b >= 0 else OP_I) * size + i) * micro_batches + m
+        place += 1
+        done[1, i] += 1
+        used[r] -= own[3, i] - own[4, i]
+        left[r] -= 1
+        if b >= 0:
+            done[2, i] += 1
+            used[r] -= own[4, i]
             left[r] -= 1
-        clock[r] = over
-        if over > end:
-            end = over
+        if i > 0:
+            to = rank[i - 1]
+            at = over
+            if to != r:
+                at = max(over, channel[r, to]) + hop_i[i]
+                channel[r, to] = at
+            arrived[1, i - 1, m] = at
+            if asleep[to]:
+                asleep[to] = False
+                clock[to] = max(clock[to], at)
+    if w >= 0:
+        out[r, slot, place] = (OP_W * size + w) * micro_batches + done[2, w]
+        done[2, w] += 1
+        used[r] -= own[4, w]
+        left[r] -= 1
+    clock[r] = over

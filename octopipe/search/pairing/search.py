@@ -9,7 +9,6 @@ Everything random comes from one seed; with a number of moves instead of a time,
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -23,8 +22,11 @@ from numpy.typing import NDArray
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan, Stage
-from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, layers_of, price
+from octopipe.search.pairing.balance import Weights, balance
+from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, Layers, layers_of, price
+from octopipe.search.pairing.rhythm import APART_W, rhythm
 from octopipe.search.pairing.schedule import schedule
+from octopipe.search.pairing.states import Drawing, State, full_rotation
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
@@ -32,36 +34,22 @@ Floats = NDArray[np.float64]
 MOST_CHUNKS = 6
 HOT, COLD = 8e-3, 2e-4
 """Temperature of the annealing, as a share of the best time: at the start and at the end."""
-TIGHTER = 0.9
-"""By how much the memory that schedules may use is lowered when the plan made of one does not fit."""
+FITTED = 6
+"""How often a state is scheduled again with less room where the plan made of it does not fit."""
+OVER = 2.0
+"""By which share a steady schedule counts as longer for every share of its memory that it is over the limit."""
+APART = (0.0, 1.0, 2.0)
+"""Shares of a full rotation: W of so many of the last micro-batches is kept out of pairs in steady starts."""
+BALANCED = 300
+"""Partitions judged per stage before a steady start is scheduled."""
+ROTATIONS = (1.0, 0.94, 0.87, 0.75, 0.6, 0.45, 0.3)
+"""Shares of a full rotation that steady starts are tried with, up to the first that fits."""
 START_SHARE, TRIAL_SHARE = 0.2, 0.15
 """Share of the time in which starts are tried, and in which each of the best of them is annealed; the rest of the time
 goes to the best of these."""
 TRIALS = 3
 MOST_KNOWN = 256
 """Structures whose prices are kept."""
-
-
-@dataclass(slots=True, kw_only=True)
-class State:
-    """A structure with keys."""
-
-    bounds: list[int]
-    rank: list[int]
-    key_f: list[float]
-    key_i: list[float]
-    flight: list[int]
-    numbers: list[float]
-
-    def copy(self) -> State:
-        return State(
-            bounds=self.bounds[:],
-            rank=self.rank[:],
-            key_f=self.key_f[:],
-            key_i=self.key_i[:],
-            flight=self.flight[:],
-            numbers=self.numbers[:],
-        )
 
 
 class Judged(NamedTuple):
@@ -90,17 +78,21 @@ class PairSearch:
         most = 3 * self.costs.num_layers * self.num_micro_batches
         self._out = np.zeros((self.num_ranks, most, 2), np.int64)
         self._lengths = np.zeros(self.num_ranks, np.int64)
-        self._tight = 1.0
-        self._proxy = self._layer_proxy()
+        self._over_by = np.zeros(self.num_ranks)
+        self._less = np.zeros(self.num_ranks)
+        proxy = self._layer_proxy()
+        self._drawing = Drawing(proxy, self.num_ranks, self.num_micro_batches, self._dice)
 
     _began: float = field(default=0.0, init=False)
     _dice: random.Random = field(default_factory=random.Random, init=False)
-    _layers: object = field(default=None, init=False)
+    _layers: Layers = field(init=False)
     _out: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
     _lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), init=False)
+    _over_by: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     _known: dict[Any, Any] = field(default_factory=dict, init=False)
-    _tight: float = field(default=1.0, init=False)
-    _proxy: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    _less: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    """Bytes by which plans turned out to hold more than their schedules said, per rank."""
+    _drawing: Drawing = field(init=False)
 
     # -- the search ----------------------------------------------------------------------------------------
 
@@ -130,9 +122,9 @@ class PairSearch:
         """The best structures of those tried first."""
         found: list[Judged] = []
         for plan in self.starts:
-            state = self._of_plan(plan)
+            state = self._drawing.of_plan(plan)
             if state is not None:
-                found.append(Judged(self._ms(state), state))
+                found += [Judged(self._ms(each), each) for each in (state, *self._steady(state))]
         tried = 0
         while self._share() < START_SHARE or tried < 4:
             chunks = 1 + tried % MOST_CHUNKS
@@ -142,14 +134,63 @@ class PairSearch:
                 if tried > 8 * MOST_CHUNKS:
                     break
                 continue
-            state = self._drawn(chunks, waves, varied=tried > 2 * MOST_CHUNKS)
+            varied = tried > 2 * MOST_CHUNKS
+            state = self._drawing.drawn(chunks, waves, varied=varied)
             found.append(Judged(self._ms(state), state))
+            if not varied or tried % 2:
+                found += [Judged(self._ms(each), each) for each in self._steady(state)]
             if tried > 40 * MOST_CHUNKS:
                 break
-        kinds: dict[tuple[int, ...], Judged] = {}
+        kinds: dict[tuple[object, ...], Judged] = {}
         for judged in sorted(found, key=lambda j: j.ms):
-            kinds.setdefault(tuple(judged.state.rank), judged)
+            kinds.setdefault((judged.state.rotation > 0, *judged.state.rank), judged)
         return [judged.state for judged in kinds.values() if judged.ms < math.inf][:TRIALS]
+
+    def _steady(self, state: State) -> list[State]:
+        """The state's structure in a steady rhythm, with the largest rotations that there is memory for."""
+        turn = full_rotation(state.rank)
+        out: list[State] = []
+        tried: set[int] = set()
+        for share in ROTATIONS:
+            rotation = max(1, round(share * turn))
+            steady = self._balanced(self._drawing.steady(state, rotation))
+            if rotation in tried:
+                continue
+            tried.add(rotation)
+            # W of the last micro-batches in pairs, or apart from them, until the last ones that are under way at once.
+            variants = [steady.copy() for _ in APART]
+            for variant, part in zip(variants, APART, strict=True):
+                variant.numbers[APART_W] = float(round(part * turn))
+            ms, best = min(((self._ms(each), k) for k, each in enumerate(variants)))
+            if ms < math.inf:
+                out.append(variants[best])
+                self._ms(variants[best])
+                if not self._over_by.any():
+                    break
+        return out
+
+    def _balanced(self, state: State) -> State:
+        """The state with its layers shared out anew, for what its rhythm holds of each stage at once."""
+        costs, size = self.costs, len(state.rank)
+        if size < 2:
+            return state
+        sums = Weights(
+            *(
+                np.concatenate(([0.0], np.cumsum(values)))
+                for values in (self._drawing.proxy, self._layers.own[ACTIVATION], costs.static_bytes)
+            )
+        )
+        room = np.full(self.num_ranks, np.inf)
+        if costs.rank_memory_bytes:
+            room = np.array([costs.capacity_bytes(r) for r in range(self.num_ranks)]) - self._less
+            room -= 2 * float(np.median(costs.workspace_bytes))
+        share = min(1.0, state.rotation / full_rotation(state.rank)) / state.period
+        flight = np.array([(i - f) * share for f, i in zip(state.key_f, state.key_i, strict=True)])
+        draws = np.random.default_rng(self._dice.getrandbits(32)).random((BALANCED * size, 4))
+        slow = np.array([costs.slowdown(r) for r in range(self.num_ranks)])
+        rank = np.array(state.rank, np.int64)
+        state.bounds = balance(sums, np.array(state.bounds, np.int64), rank, flight, slow, room, draws).tolist()
+        return state
 
     def _annealed(self, state: State, until: float) -> Judged:
         now = best = Judged(self._ms(state), state)
@@ -158,7 +199,7 @@ class PairSearch:
             heat = HOT * (COLD / HOT) ** ((share - begin) / max(until - begin, 1e-9))
             other = now.state.copy()
             for _ in range(self._dice.choice((1, 1, 1, 2, 3))):
-                self._move(other)
+                self._drawing.move(other)
             ms = self._ms(other)
             worse = (ms - now.ms) / best.ms if best.ms < math.inf else 0.0
             if ms < math.inf and (worse <= 0 or self._dice.random() < math.exp(-worse / heat)):
@@ -166,8 +207,6 @@ class PairSearch:
                 if ms < best.ms:
                     best = now
         return best
-
-    # -- structures ----------------------------------------------------------------------------------------
 
     def _layer_proxy(self) -> Floats:
         """What each layer adds to its rank's time when F and B run as a pair."""
@@ -177,93 +216,6 @@ class PairSearch:
         alone = own[ALONE_F] + own[ALONE_I] + own[ALONE_W]
         return np.minimum(np.diagonal(together[FB]), alone)
 
-    def _drawn(self, chunks: int, wave: bool, *, varied: bool) -> State:
-        size, ranks, dice = chunks * self.num_ranks, self.num_ranks, self._dice
-        ahead = np.concatenate(([0.0], np.cumsum(self._proxy)))
-        shares = np.array([dice.uniform(0.9, 1.1) if varied else 1.0 for _ in range(size)])
-        goals = ahead[-1] * np.cumsum(shares)[:-1] / shares.sum()
-        bounds = [0]
-        for k, goal in enumerate(goals):
-            cut = int(np.argmin(np.abs(ahead - goal)))
-            bounds.append(max(bounds[-1] + 1, min(cut, self.costs.num_layers - (size - 1 - k))))
-        bounds.append(self.costs.num_layers)
-        turn = [s % (2 * ranks) for s in range(size)]
-        rank = [r if r < ranks else 2 * ranks - 1 - r for r in turn] if wave else [s % ranks for s in range(size)]
-        depth = dice.choice((0.0, 0.5, 1.0, 2.0)) if varied else 1.0
-        unit = float(self._proxy.sum()) / size
-        lead = dice.choice((0.5, 0.7, 0.85, 1.0, 1.2, 2.0, 1e3)) if varied else 1.0
-        return State(
-            bounds=bounds,
-            rank=rank,
-            key_f=[-depth * s for s in range(size)],
-            key_i=[dice.choice((-1.0, 0.0, 1.0)) * s if varied else 0.0 for s in range(size)],
-            flight=self._flights(size, lead),
-            numbers=[
-                unit * (dice.choice((0.0, 0.1, 0.3, 0.6, 1.0)) if varied else 0.3),
-                dice.choice((0.2, 0.5, 1.0)) if varied else 0.5,
-                dice.choice((0.0, 0.5, 0.9, 1.1)) if varied else 0.9,
-                dice.choice((0.5, 1.0)) if varied else 1.0,
-                dice.choice((0.3, 0.7, 1.0)) if varied else 0.7,
-                dice.choice((0.0, 0.7, 0.85, 0.95)) if varied else 0.0,
-            ],
-        )
-
-    def _flights(self, size: int, lead: float) -> list[int]:
-        """Micro-batches that pass between a stage's F and its I when every step on the way takes as long as a pair."""
-        per_rank = size / self.num_ranks
-        most = self.num_micro_batches
-        return [min(most, max(1, math.ceil(lead * 2 * (size - s) / per_rank))) for s in range(size)]
-
-    def _of_plan(self, plan: Plan) -> State | None:
-        """A plan's structure under plain keys; None where it holds layers twice or its paths fork."""
-        if len(plan.routes) != 1 or plan.forks:
-            return None
-        stages = [plan.stages[s] for s in plan.routes[0]]
-        state = self._drawn(1, True, varied=False)
-        size = len(stages)
-        state.bounds = [0, *(s.stop for s in stages)]
-        state.rank = [s.rank for s in stages]
-        state.key_f = [-1.0 * s for s in range(size)]
-        state.key_i = [0.0] * size
-        state.flight = self._flights(size, 1.0)
-        return state
-
-    def _move(self, state: State) -> None:
-        """One random change, in place."""
-        dice, size = self._dice, len(state.rank)
-        kind = dice.random()
-        if kind < 0.3 and size > 1:  # a border moves
-            k = dice.randrange(1, size)
-            to = state.bounds[k] + dice.choice((-1, 1))
-            if state.bounds[k - 1] < to < state.bounds[k + 1]:
-                state.bounds[k] = to
-        elif kind < 0.36 and size > 1:  # two stages change ranks
-            a, b = dice.randrange(size), dice.randrange(size)
-            state.rank[a], state.rank[b] = state.rank[b], state.rank[a]
-        elif kind < 0.40 and size > 2:  # a stage moves by one place, layers of its neighbours give way
-            a, b = sorted(dice.sample(range(1, size), 2)) if size > 2 else (1, 1)
-            step = dice.choice((-1, 1))
-            moved = [x + step if a <= k <= b else x for k, x in enumerate(state.bounds)]
-            if all(x < y for x, y in itertools.pairwise(moved)) and moved[-1] == self.costs.num_layers:
-                state.bounds = moved
-        elif kind < 0.55:
-            state.key_f[dice.randrange(size)] += dice.gauss(0.0, 1.5)
-        elif kind < 0.66:
-            state.key_i[dice.randrange(size)] += dice.gauss(0.0, 1.5)
-        elif kind < 0.76:
-            s = dice.randrange(size)
-            state.flight[s] = min(self.num_micro_batches, max(1, state.flight[s] + dice.choice((-3, -2, -1, 1, 2, 3))))
-        elif kind < 0.8:
-            scale = math.exp(dice.gauss(0.0, 0.2))
-            state.flight = [max(1, round(n * scale)) for n in state.flight]
-        elif kind < 0.88:
-            state.numbers[0] *= math.exp(dice.gauss(0.0, 0.5))
-            if dice.random() < 0.1:
-                state.numbers[0] = float(self._proxy.sum()) / size * dice.random()
-        else:
-            k = dice.randrange(1, 6)
-            state.numbers[k] = min(1.2, max(0.0, state.numbers[k] + dice.gauss(0.0, 0.2)))
-
     # -- judging -------------------------------------------------------------------------------------------
 
     def _ms(self, state: State) -> float:
@@ -272,29 +224,18 @@ class PairSearch:
         structure = self._structure(state)
         if structure is None:
             return math.inf
-        own, together, hop_f, hop_i, rank, room = structure
-        return float(
-            schedule(
-                own,
-                together,
-                hop_f,
-                hop_i,
-                rank,
-                room,
-                np.array(state.key_f),
-                np.array(state.key_i),
-                np.array(state.flight, np.int64),
-                np.array(state.numbers),
-                self.num_ranks,
-                self.num_micro_batches,
-                self._out,
-                self._lengths,
-            )
-        )
+        keys = np.array(state.key_f), np.array(state.key_i)
+        size = self.num_ranks, self.num_micro_batches, self._out, self._lengths
+        numbers = np.array(state.numbers)
+        if state.rotation:
+            starts = state.starts(self.num_micro_batches)
+            ms = float(rhythm(*structure, *keys, starts, numbers, *size, self._over_by))
+            return ms * (1.0 + OVER * float(np.max(self._over_by / structure[-1])))
+        return float(schedule(*structure, *keys, np.array(state.flight, np.int64), numbers, *size))
 
     def _structure(self, state: State) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.int64], Floats] | None:
         """Prices of a state's structure, found once while only keys change; None where its weights leave no room."""
-        key = (tuple(state.bounds), tuple(state.rank), self._tight)
+        key = (tuple(state.bounds), tuple(state.rank), self._less.tobytes())
         if key not in self._known:
             if len(self._known) > MOST_KNOWN:
                 self._known.clear()
@@ -314,7 +255,7 @@ class PairSearch:
                 static[rank[s]] += costs.static_bytes[lo:hi].sum()
                 space[rank[s]] = max(space[rank[s]], costs.workspace_bytes[lo:hi].max())
             capacity = np.array([costs.capacity_bytes(r) for r in range(self.num_ranks)])
-            room = (capacity - static - 2 * space) * self._tight
+            room = capacity - static - 2 * space - self._less
             if np.any(room < [own[ACTIVATION][rank == r].sum() for r in range(self.num_ranks)]):
                 return None
         hop_f, hop_i = np.zeros(size), np.zeros(size)
@@ -326,17 +267,21 @@ class PairSearch:
         return own, together, hop_f, hop_i, rank, room
 
     def _made(self, state: State) -> tuple[Plan, Timeline] | None:
-        """The state's plan and its timeline; tightened until it fits, None where it never does."""
-        before = self._tight
-        for _ in range(8):
+        """The state's plan and its timeline; where it does not fit, scheduled again with as much less room as it was
+        over, or fewer micro-batches under way; None where that does not help."""
+        state = state.copy()
+        for _ in range(FITTED):
             if self._ms(state) == math.inf:
                 break
             plan = self._plan(state)
             timeline = simulate(plan, self.costs)
             if timeline.fits:
                 return plan, timeline
-            self._tight *= TIGHTER
-        self._tight = min(before, max(self._tight, 0.3))
+            over = np.asarray(timeline.peak_bytes) - np.asarray(timeline.capacity_bytes)
+            if self._over_by.any() and state.rotation > 1:
+                state.rotation -= 1
+            else:
+                self._less = self._less + np.maximum(over, 0.0)
         return None
 
     def _plan(self, state: State) -> Plan:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
+from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.table import CostTable
@@ -62,14 +64,18 @@ class Candidate:
 class Pricer:
     """Costs of splits, each priced once."""
 
-    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False):
-        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices."""
+    def __init__(
+        self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False, pairs: bool = False
+    ):
+        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `pairs`: an order may hold pairs
+        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other."""
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
+        self.pairs = pairs
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
         self._known: dict[Setup, CostTable] = {}
-        self._work: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
         setup = split.setup(self.base, self.global_batch)
@@ -85,10 +91,24 @@ class Pricer:
         # ZeRO-3's gathers can only add to it.
         key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
         if key not in self._work:
+            self._work[key] = self._least_work(split)
+        work, lane, fastest = self._work[key]
+        # One micro-batch's way has nothing to hide behind; all of them together do.
+        return fastest * (m * lane / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+
+    def _least_work(self, split: Split) -> tuple[float, float, float]:
+        """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
+        it where ops do not run in pairs), and the fastest rank's slowdown."""
+        if self.base.nodes:
             costs = self.costs(replace(split, zero=0))
-            self._work[key] = float(costs.layer_ms.sum()), float(min(costs.slowdown(r) for r in range(split.pp)))
-        work, fastest = self._work[key]
-        return fastest * (m * work / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+            work = float(costs.layer_ms.sum())
+            return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
+        setup = replace(split.setup(self.base, self.global_batch), zero=0)
+        layers = price_layers(self.spec, Pricing.of(setup))[0]
+        work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
+        rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
+        exchange = sum(ms for lane, ms in rows if lane == "exchange")
+        return work, max(work - exchange, exchange) if self.pairs else work, 1.0
 
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state alone?"""
@@ -98,7 +118,7 @@ class Pricer:
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes)
+        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes, pairs=self.pairs)
         return self._candidate(split, self.costs(split), "estimated", found)
 
     def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
@@ -126,17 +146,24 @@ class Pricer:
         system = "interleaved" if split.vp > 1 else "1f1b"
         options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
 
-        def build(costs: CostTable) -> Plan:
-            return build_plan(system, costs, split.pp, m, **options)
+        def build(costs: CostTable, micro_batches: int = m) -> Plan:
+            return build_plan(system, costs, split.pp, micro_batches, **options)
 
         if self.recompute_ops:
             costs = self.costs(split)
             plan = build(costs)
             if recompute != "none":
                 plan = recomputing(plan) if recompute == "full" else least_recomputing(plan, costs)
-        else:
+            return self.of_plan(split, plan, costs, system)
+        # A rank holds no more activations after three rounds than it does after any number of them: how much must be
+        # recomputed is found on a short step.
+        short = min(m, 3 * split.pp)
+        _, costs = plan_under(recompute, lambda c: build(c, short), lambda *how: self.costs(split, *how))
+        found = self.of_plan(split, build(costs), costs, system)
+        if not found.fits and recompute == "auto" and short < m:
             plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
-        return self.of_plan(split, plan, costs, system)
+            found = self.of_plan(split, plan, costs, system)
+        return found
 
     def scheduled(self, split: Split, system: str) -> Candidate | None:
         """The split under a published schedule that needs a runtime for any order; None where it does not apply."""

@@ -1,7 +1,8 @@
 """Timelines in the Trace Event format, for ui.perfetto.dev and chrome://tracing.
 
-Knows: the format: one process per rank, threads for compute, each send and receive direction and what follows
-the step, flows from producer to consumer, memory counters. Does not know: where a timeline came from.
+Knows: the format: one process per rank, threads for compute, the exchange between expert ranks, each send and receive
+direction and what follows the step, flows from producer to consumer, memory counters. Does not know: where a timeline
+came from.
 
 Threads have ids unique in the whole file (both viewers mix them up otherwise) and sort indexes. Slices of one
 thread never overlap: transfers that do, in a measured timeline, move to a further row.
@@ -21,7 +22,7 @@ from octopipe.simulation.timeline import GIB, Timeline
 
 US = 1000.0
 """Microseconds (the format's unit) in a millisecond."""
-_COMPUTE, _SEND, _RECEIVE, _AFTER = range(4)
+_COMPUTE, _EXCHANGE, _SEND, _RECEIVE, _AFTER = range(5)
 
 
 def trace_events(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def trace_events(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]
     threads = _Threads(timeline.num_ranks)
     events = [
         *_compute(timeline, plan, threads),
+        *_exchange(timeline, threads),
         *_transfers(timeline, threads),
         *_extras(timeline, threads),
         *_memory(timeline),
@@ -72,7 +74,7 @@ class _Threads:
             yield self._meta("process_sort_index", rank, 0, sort_index=rank)
         for place, ((rank, group, peer, row), tid) in enumerate(sorted(self._ids.items())):
             digits = f"{peer:0{self._digits}}"
-            words = ("compute", f"send to {digits}", f"receive from {digits}", "after the step")[group]
+            words = ("compute", "exchange", f"send to {digits}", f"receive from {digits}", "after the step")[group]
             yield self._meta("thread_name", rank, tid, name=words + (f" ({row + 1})" if row else ""))
             yield self._meta("thread_sort_index", rank, tid, sort_index=place)
 
@@ -81,23 +83,59 @@ class _Threads:
 
 
 def _compute(timeline: Timeline, plan: Plan | None, threads: _Threads) -> Iterator[dict[str, Any]]:
+    """Every op; two that run together as one slice, with what each computed as slices within it."""
     s = timeline.spans
+    second = np.zeros(s.rank.size, np.bool_)
+    if plan is not None and (lead := plan.table().lead) is not None:
+        second = lead != np.arange(lead.size)
     for i in range(s.rank.size):
+        if second[i]:
+            continue
+        ops = [i, i + 1] if i + 1 < second.size and second[i + 1] else [i]
         stage, rank = int(s.stage[i]), int(s.rank[i])
         args: dict[str, Any] = {"stage": stage, "micro_batch": int(s.micro_batch[i])}
+        if len(ops) == 2:
+            args = {"stage": [int(s.stage[k]) for k in ops], "micro_batch": [int(s.micro_batch[k]) for k in ops]}
         if plan is not None:
-            args["layers"] = f"{plan.stages[stage].first} to {plan.stages[stage].stop - 1}"
+            held = [f"{plan.stages[s.stage[k]].first} to {plan.stages[s.stage[k]].stop - 1}" for k in ops]
+            args["layers"] = " and ".join(dict.fromkeys(held))
         if timeline.binding.size:
             args["waited_for"] = _waited_for(timeline, i)
         yield {
             "ph": "X",
-            "name": str(timeline.op(i)),
-            "cat": KINDS[s.kind[i]],
+            "name": "+".join(str(timeline.op(k)) for k in ops),
+            "cat": "+".join(KINDS[s.kind[k]] for k in ops),
             "pid": threads.pid(rank),
             "tid": threads.tid(rank, _COMPUTE),
             "ts": float(s.start_ms[i]) * US,
             "dur": float(s.end_ms[i] - s.start_ms[i]) * US,
             "args": args,
+        }
+
+
+def _exchange(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
+    """What is exchanged between expert ranks, on a thread of its own; and what pairs compute, within their slices."""
+    n = timeline.lanes
+    if n is None:
+        return
+    s = timeline.spans
+    # The second op of a pair has no span of its own; both have their pieces within that of the first.
+    paired = np.zeros(s.rank.size + 1, np.bool_)
+    paired[:-1] = s.end_ms <= s.start_ms
+    paired[:-1] |= paired[1:]
+    for span, lane, start, end in zip(*(column.tolist() for column in n), strict=True):
+        if lane == 0 and not paired[span]:
+            continue
+        rank = int(s.rank[span])
+        yield {
+            "ph": "X",
+            "name": str(timeline.op(span)),
+            "cat": "exchange" if lane else KINDS[s.kind[span]],
+            "pid": threads.pid(rank),
+            "tid": threads.tid(rank, _EXCHANGE if lane else _COMPUTE),
+            "ts": start * US,
+            "dur": max(end - start, 0.0) * US,
+            "args": {"stage": int(s.stage[span]), "micro_batch": int(s.micro_batch[span])},
         }
 
 

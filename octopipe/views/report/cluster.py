@@ -6,6 +6,7 @@ how splits are found, or pages around it (page.py, serve.py).
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 import re
@@ -16,18 +17,20 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_GPUS
-from octopipe.views.report.page import asset, fill
+from octopipe.views.report.assets import asset, fill
 from octopipe.views.report.why_picture import why_svg
 
 KEY = "cluster_plan"
 """Of a plan's `extra`."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 18
+LETTER = 7.4
+"""The width of a letter of a label, the bold one's too, at 12 px in any sans-serif font."""
 MOST_ROWS = 12
 MOST_POINTS = 64
 MOST_WHY = 6
 """Splits whose time is drawn in parts."""
 STYLE = """
-.plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }
+.plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
 .plan-charts text { font-size: 12px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
 .plan-charts text { paint-order: stroke; stroke: var(--card); stroke-width: 3px; stroke-linejoin: round; }
@@ -36,13 +39,14 @@ STYLE = """
 .plan-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 12px; }
 .plan-table th { text-align: right; color: var(--quiet); font-weight: 500; font-size: 12px; padding: 3px 8px; }
 .plan-table td { text-align: right; padding: 4px 8px; border-top: 1px solid var(--line); white-space: nowrap; }
-.plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; }
+.plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; min-width: 15em; }
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
 .plan-why { margin-top: 14px; max-width: 980px; }
 .plan-why svg { width: 100%; height: auto; display: block; }
 .plan-scroll { overflow-x: auto; }
 .plan-scroll .note { margin: 8px 0 0; }
+#download { color: var(--accent); }
 .cluster-panels { max-width: 1480px; margin: 0 auto; padding: 0 24px; }
 """
 
@@ -92,12 +96,19 @@ def _label(row: Mapping[str, Any], number: int) -> str:
     return f"{name}: {short(str(row['split']))}" if name else short(str(row["split"]))
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """The panel as a page of its own."""
+def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
+    """The panel as a page of its own, with the chosen plan's file to take along where it is given."""
+    link = ""
+    if plan is not None:
+        data = base64.b64encode(plan).decode()
+        link = (
+            f'<p class="note"><a id="download" download="plan.json" href="data:application/json;base64,{data}">'
+            "Download the plan (plan.json)</a> for octopipe report, export, train and simulate</p>"
+        )
     parts = {
         "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
         "style": asset("report.css") + STYLE,
-        "panel": panel(record),
+        "panel": panel(record) + link,
         "script": THEME,
     }
     return fill(asset("cluster.html"), parts)
@@ -182,7 +193,8 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     bar, gap = 18, 7
     height = TOP + len(rows) * (bar + gap) + 30
     most = _nice(max([float(r["limit_gib"]) for r in rows] + [float(r["peak_gib"]) for r in rows], default=1.0))
-    left = 190
+    labels = [_memory_label(r) for r in rows]
+    left = 16 + LETTER * max(map(len, labels), default=0)
     wide = WIDTH - left - 72
 
     def x(gib: float) -> float:
@@ -197,17 +209,21 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
         top = TOP + i * (bar + gap)
         peak, limit = float(r["peak_gib"]), float(r["limit_gib"])
         colour = f"var(--{'loss' if r.get('how') == 'today' else 'memory'})" if r.get("fits") else "var(--over)"
-        name = str(r["split"])
-        sharded = "ZeRO" in name or "FSDP" in name
-        label = short(f"{name}, ZeRO-{r['zero']}" if r.get("zero") and not sharded else name)
-        out.append(_text(left - 8, top + bar - 5, label, "end", strong=i == 0))
+        out.append(_text(left - 8, top + bar - 5, labels[i], "end", strong=i == 0))
         out.append(
             f'<rect x="{left}" y="{top}" width="{max(x(peak) - left, 1):.1f}" height="{bar}" rx="3" fill="{colour}">'
-            f"<title>{html.escape(name)}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
+            f"<title>{html.escape(str(r['split']))}: {peak:.1f} of {limit:.1f} GiB</title></rect>"
         )
         out.append(_line(x(limit), top - 3, x(limit), top + bar + 3, "var(--over)", width=2))
         out.append(_text(max(x(peak), x(limit)) + 8, top + bar - 5, f"{peak:.0f} of {limit:.0f}", "start"))
     return "".join(out) + "</svg></div>"
+
+
+def _memory_label(row: Mapping[str, Any]) -> str:
+    """The split with its ZeRO level: rows that differ in that alone hold different bytes."""
+    name = str(row["split"])
+    named = "ZeRO" in name or "FSDP" in name
+    return short(f"{name}, ZeRO-{row['zero']}" if row.get("zero") and not named else name)
 
 
 def short(split: str) -> str:
@@ -217,7 +233,7 @@ def short(split: str) -> str:
     'tp2 pp8 vp10 dp4 mb1 FSDP'
     """
     label = re.sub(r"(\w+) (\d+)", r"\1\2", split.replace("micro-batch", "mb").replace(",", ""))
-    return label if len(label) <= 28 else label[:27] + "…"
+    return label if len(label) <= 34 else label[:33] + "…"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

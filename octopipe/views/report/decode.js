@@ -62,14 +62,20 @@ function openEntry(raw, columns, number) {
     const known = transferTo[moved.consumer[i]];
     if (known < 0 || tEnd[i] > tEnd[known]) transferTo[moved.consumer[i]] = i;
   }
+  const partner = new Int32Array(count).fill(-1);
+  for (const second of raw.stages ? columns[raw.pairs] : []) {
+    partner[second] = second - 1;
+    partner[second - 1] = second;
+  }
   const entry = {
-    ...raw, number, count, offsets, rank, transferCount: transfers, transferFrom, transferTo,
+    ...raw, partner, number, count, offsets, rank, transferCount: transfers, transferFrom, transferTo,
     kind: spans.kind, stage: spans.stage, micro: spans.micro_batch,
     producer: moved.producer, consumer: moved.consumer,
     bytesOf: (i) => moved.sizes[moved.size[i]],
     memory: raw.memory && openMemory(raw.memory, columns, tick),
     routeOf: raw.stages ? columns[raw.route_of_micro_batch] : null,
     memoryModel: raw.memory_model ? openMemoryModel(raw.memory_model, columns) : null,
+    lanes: raw.lanes ? openLanes(raw.lanes, columns, tick) : null,
     whatIf: raw.what_if ? openWhatIf(raw.what_if, columns) : null,
   };
   entry.index = indexOps(entry);
@@ -101,6 +107,20 @@ function guessBinding(entry, times) {
   }
   for (let t = 0; t < entry.transferCount; t++) out[entry.count + t] = entry.producer[t];
   return out;
+}
+
+// What the compute (0) and the exchange lane (1) of every rank did, by rank and time.
+function openLanes(raw, columns, tick) {
+  const offsets = [0];
+  for (const n of raw.pieces_of_rank) offsets.push(offsets[offsets.length - 1] + n);
+  const start = Float64Array.from(columns[raw.start], (v) => v * tick);
+  const end = start.map((v, i) => v + columns[raw.duration][i] * tick);
+  // The latest end so far: with it the pieces that touch a window are found by halving.
+  const reach = new Float64Array(end.length);
+  for (let r = 0; r + 1 < offsets.length; r++) {
+    for (let i = offsets[r], far = 0; i < offsets[r + 1]; i++) reach[i] = far = Math.max(far, end[i]);
+  }
+  return { offsets, start, end, reach, op: columns[raw.span], lane: columns[raw.lane], hidden: raw.hidden };
 }
 
 function openMemory(raw, columns, tick) {

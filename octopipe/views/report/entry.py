@@ -26,6 +26,8 @@ TICKS = 1 << 30
 MEMORY_POINTS = 60_000
 """Points of all memory curves of an entry together; beyond, neighbours merge (their maximum is kept)."""
 MAX_WHAT_IF_NUMBERS = 200_000
+MAX_LANE_PIECES = 400_000
+"""Segments of compute and exchange lanes of an entry; of a plan with more only whole ops are drawn."""
 Floats = NDArray[np.float64]
 
 
@@ -61,6 +63,7 @@ def entry_data(entry: Entry, pack: Packer) -> dict[str, Any]:
         "extras": [[e.name, e.rank, float(e.start_ms), float(e.end_ms)] for e in t.extras],
         "numbers": _numbers(t),
         "spans": _spans(t, tick, pack),
+        "lanes": _lanes(t, tick, pack),
         "transfers": _transfers(t, tick, pack),
         "binding": pack.integers(_binding(t)) if t.binding.size else None,
         "memory": _memory(t, tick, pack),
@@ -73,7 +76,8 @@ def entry_data(entry: Entry, pack: Packer) -> dict[str, Any]:
         out["symbols"] = entry.costs.symbols
         out["layer_ms"] = entry.costs.layer_ms.tolist()
         out["memory_model"] = memory_model(entry.plan, entry.costs, pack) if t.memory else None
-        if not t.measured and entry.channel == "directed":
+        # The page's simulator runs one op at a time; of pairs it would say something else than the timeline.
+        if not t.measured and entry.channel == "directed" and not entry.plan.pairs:
             out["what_if"] = what_if(entry.plan, entry.costs, t, pack)
     return out
 
@@ -112,6 +116,24 @@ def _spans(t: Timeline, tick: float, pack: Packer) -> dict[str, int]:
         "micro_batch": pack.integers(t.spans.micro_batch),
         "gap": pack.integers(gap),
         "duration": pack.integers(end - start),
+    }
+
+
+def _lanes(t: Timeline, tick: float, pack: Packer) -> dict[str, Any] | None:
+    """What the compute and the exchange lane of every rank did, by rank and time; None where ops are all there is."""
+    n = t.lanes
+    if n is None or not 0 < n.span.size <= MAX_LANE_PIECES:
+        return None
+    rank = t.spans.rank[n.span]
+    order = np.lexsort((n.lane, n.start_ms, rank))
+    start, end = _whole(n.start_ms[order], tick), _whole(n.end_ms[order], tick)
+    return {
+        "pieces_of_rank": np.bincount(rank, minlength=t.num_ranks).tolist(),
+        "span": pack.integers(n.span[order], delta=True),
+        "lane": pack.integers(n.lane[order]),
+        "start": pack.integers(start, delta=True),
+        "duration": pack.integers(end - start),
+        "hidden": float(t.exchange.share),
     }
 
 
@@ -178,6 +200,7 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
     return {
         "stages": [[s.first, s.stop, s.rank, list(s.recomputed_layers)] for s in plan.stages],
         "routes": [list(r) for r in plan.routes],
+        "pairs": pack.integers(_seconds(plan), delta=True),
         "route_of_micro_batch": pack.integers(plan.route_of_micro_batch),
         "num_layers": plan.num_layers,
         "num_micro_batches": plan.num_micro_batches,
@@ -187,6 +210,12 @@ def _plan(plan: Plan, pack: Packer) -> dict[str, Any]:
         "bound_of": str(plan.extra.get("bound_of", ""))[:200],
         "system": str(plan.extra.get("system", "")),
     }
+
+
+def _seconds(plan: Plan) -> NDArray[np.int64]:
+    """The ops that run together with the one before them."""
+    lead = plan.table().lead
+    return np.zeros(0, np.int64) if lead is None else np.flatnonzero(lead != np.arange(lead.size))
 
 
 def _number(value: Any) -> float | None:
@@ -217,8 +246,11 @@ def search_points(search: Any, limit: int = 2000) -> list[list[Any]]:
 def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> dict[str, Any] | None:
     """All that the page's simulator needs: op times split by layer kind, transfer times, what follows.
 
-    Micro-batches of one size and route share a class: times are per class, not per micro-batch.
+    Micro-batches of one size and route share a class: times are per class, not per micro-batch. None for paths
+    that fork or join, and for layers that are cut: the page's simulator knows chains.
     """
+    if plan.forks:
+        return None
     kinds = list(dict.fromkeys(costs.symbols))
     factor = costs.micro_batch_factor
     member, class_of = micro_batch_classes(plan, costs)

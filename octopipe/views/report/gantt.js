@@ -2,6 +2,7 @@
 // Zoomed out, a lane is painted pixel by pixel (each pixel the mean colour of the ops in it); zoomed in, op by
 // op with labels and arrows. So a frame costs about the same for a hundred ops and for a hundred thousand.
 
+const COMPUTE_SHARE = 0.62; // of a lane's height, where compute and exchange are drawn one above the other
 const GUTTER = 100, AXIS = 30, TITLE = 26, LANE_GAP = 4, DETAIL_LIMIT = 4000;
 const SHADES = 4;
 
@@ -167,7 +168,9 @@ class Gantt {
     c.translate(0, -this.scroll);
     const visible = this.rows.filter((row) => row.y + 90 > this.scroll && row.y < this.scroll + this.height);
     const lanes = visible.filter((row) => !row.title).map((row) => ({ ...row, ...this.range(row) }));
-    this.detailed = lanes.reduce((n, l) => n + l.stop - l.first, 0) <= DETAIL_LIMIT;
+    // An op of a few layers has a dozen pieces.
+    const weight = (l) => (l.stop - l.first) * (this.hasLanes(l.entry) ? 12 : 1);
+    this.detailed = lanes.reduce((n, l) => n + weight(l), 0) <= DETAIL_LIMIT;
     this.drawGrid();
     for (const lane of lanes) {
       c.fillStyle = this.ink.lane;
@@ -223,34 +226,47 @@ class Gantt {
     const chosen = this.selected === null ? this.palette : this.dimmed;
     const colours = Array.from({ length: kinds * SHADES }, (_, i) => pack(chosen, i * 3));
     const idle = pack(this.laneColour, 0);
-    lanes.forEach((lane, row) => {
-      const e = lane.entry, { start, end } = e.now;
+    // One row of pixels: what ran in it, of the ops or of one of their lanes, between two heights.
+    const paint = (row, visit, top, bottom) => {
       share.fill(0);
       most.fill(0);
-      for (let i = lane.first; i < lane.stop; i++) {
-        const x0 = Math.max((start[i] - from) * scale, 0), x1 = Math.min((end[i] - from) * scale, width);
-        const last = Math.min(x1 | 0, width - 1), kind = e.kind[i];
+      visit((i, begin, finish) => {
+        const x0 = Math.max((begin - from) * scale, 0), x1 = Math.min((finish - from) * scale, width);
+        const last = Math.min(x1 | 0, width - 1), kind = row.entry.kind[i];
         for (let x = x0 | 0; x <= last; x++) {
           const part = Math.min(x1, x + 1) - Math.max(x0, x), cell = x * kinds + kind;
           share[cell] += part;
           if (part > most[cell]) {
             most[cell] = part;
-            tint[cell] = e.tint[i];
+            tint[cell] = row.entry.tint[i];
           }
         }
-      }
+      });
+      const high = bottom - top;
       for (let x = 0; x < width; x++) {
-        let y = high, sum = 0;
+        let y = bottom, sum = 0;
         for (let k = 0; k < kinds; k++) {
           const cell = x * kinds + k;
           if (share[cell] === 0) continue;
           sum += share[cell];
           // Many ops in one pixel have no shade of their own: take the middle one.
           const colour = colours[most[cell] > 0.5 ? tint[cell] : k * SHADES + 1];
-          const top = Math.round(high * (1 - Math.min(sum, 1)));
-          for (; y > top; y--) pixels[(row * high + y - 1) * width + x] = colour;
+          const until = top + Math.round(high * (1 - Math.min(sum, 1)));
+          for (; y > until; y--) pixels[(y - 1) * width + x] = colour;
         }
-        for (; y > 0; y--) pixels[(row * high + y - 1) * width + x] = idle;
+        for (; y > top; y--) pixels[(y - 1) * width + x] = idle;
+      }
+    };
+    lanes.forEach((lane, number) => {
+      const y = number * high, { start, end } = lane.entry.now;
+      if (this.hasLanes(lane.entry)) {
+        const middle = y + Math.round(COMPUTE_SHARE * high);
+        paint(lane, (each) => this.pieces(lane, 0, each), y, middle);
+        paint(lane, (each) => this.pieces(lane, 1, each), middle, y + high);
+      } else {
+        paint(lane, (each) => {
+          for (let i = lane.first; i < lane.stop; i++) each(i, start[i], end[i]);
+        }, y, y + high);
       }
     });
     brush.putImageData(image, 0, 0);
@@ -259,11 +275,45 @@ class Gantt {
       this.raster, 0, row * high, width, high, GUTTER, lane.y, this.plot, this.laneHeight));
   }
 
+  // Lanes were simulated with the times that the entry came with.
+  hasLanes(entry) { return entry.lanes !== null && entry.now === entry.base; }
+
+  // Op, start and end of a rank's pieces on one lane that touch the window.
+  pieces({ entry, rank }, which, each) {
+    const { offsets, start, end, reach, op, lane } = entry.lanes;
+    let i = lowerBound(reach, this.from, offsets[rank], offsets[rank + 1]);
+    for (; i < offsets[rank + 1] && start[i] < this.to; i++) {
+      if (lane[i] === which && end[i] > this.from) each(op[i], start[i], end[i]);
+    }
+  }
+
+  // Compute above, exchange below; what runs on both at once stands one above the other.
+  drawPieces(lane) {
+    const c = this.context, e = lane.entry, h = this.laneHeight, middle = Math.round(COMPUTE_SHARE * h);
+    for (const which of [0, 1]) {
+      const y = lane.y + (which ? middle + 1 : 0), high = which ? h - middle - 1 : middle;
+      c.font = `${Math.min(11, high)}px ${FONT}`;
+      this.pieces(lane, which, (i, begin, finish) => {
+        const x0 = Math.max(this.xAt(begin), GUTTER), x1 = Math.min(this.xAt(finish), GUTTER + this.plot);
+        const w = x1 - x0, dim = this.isDim(e, i);
+        c.fillStyle = this.names[e.tint[i]][dim ? 1 : 0];
+        c.fillRect(x0, y, Math.max(w > 3 ? w - 0.7 : w, 0.4), high);
+        const brief = String(e.micro[i]), named = KINDS[e.kind[i]] + brief;
+        const text = [e.stage[i] + named, named, brief].find((words) => words.length * 6.6 + 3 < w);
+        if (!which && high >= 9 && text) {
+          c.fillStyle = dim ? this.ink.quiet : "#0c1620";
+          c.fillText(text, (x0 + x1) / 2, y + high / 2 + 0.5);
+        }
+      });
+    }
+  }
+
   drawOps(lane) {
     const c = this.context, e = lane.entry, { start, end } = e.now, h = this.laneHeight;
     c.font = `11px ${FONT}`;
     c.textBaseline = "middle";
     c.textAlign = "center";
+    if (this.hasLanes(e)) return this.drawPieces(lane);
     const letter = 6.6;
     for (let i = lane.first; i < lane.stop; i++) {
       const x0 = Math.max(this.xAt(start[i]), GUTTER), x1 = Math.min(this.xAt(end[i]), GUTTER + this.plot);

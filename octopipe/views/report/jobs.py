@@ -10,11 +10,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError, StoppedError
+from octopipe.costs.cluster.fields import NodeGroups, of_text
+from octopipe.costs.cluster.setup import keyword_fields
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
@@ -32,16 +34,12 @@ ABANDONED_S = 15.0
 Tune = Callable[..., Any]
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the form sends."""
+class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the form sends, beside the set-up."""
 
     model: str
     pp: int
     micro_batches: int
-    gpu: str = "h800"
-    tp: int | None = None
-    seq: int | None = None
-    memory_gib: float | None = None
     budget_s: float = 10.0
     systems: list[str] = []
 
@@ -56,14 +54,36 @@ class Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
                 raise OctoPipeError(f"{name}: {value}; give a whole number from 1 to {most}")
         if not 0 < self.budget_s <= MAX_BUDGET_S:
             raise OctoPipeError(f"seconds to search: {self.budget_s:g}; give a number up to {MAX_BUDGET_S:g}")
-        if self.memory_gib is not None and not (math.isfinite(self.memory_gib) and self.memory_gib > 0):
-            raise OctoPipeError(f"memory per rank: {self.memory_gib:g} GiB; give a number > 0")
+
+    def setup(self) -> dict[str, Any]:
+        """The keywords of `resolve_costs` that were filled in; a form's inputs hold text."""
+        out = {}
+        for name, how in keyword_fields().items():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                if isinstance(how.kind, NodeGroups):
+                    raise OctoPipeError("nodes: the page reads no files of this machine; give the list of nodes")
+                value = of_text(name, how, value)
+            if value is not None:
+                out[name] = value
+        return out
 
 
-def parse_request(data: bytes) -> Request:
+Request = msgspec.defstruct(
+    "Request",
+    [(name, object, None) for name in keyword_fields()],  # every field checks what it is given itself
+    bases=(Asked,),
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+"""What the form sends: an `Asked` with every keyword of the set-up."""
+
+
+def parse_request(data: bytes) -> Asked:
     """The form's JSON, or one line about what is wrong with it."""
     try:
-        return msgspec.json.decode(data, type=Request)
+        found: Any = msgspec.json.decode(data, type=Request)
+        return cast(Asked, found)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         words = " ".join(str(error).split()).replace("`", "").replace(" - at $.", ": ")
         raise OctoPipeError(f"the form is not filled in rightly ({words[:160]})") from None
@@ -72,16 +92,10 @@ def parse_request(data: bytes) -> Request:
 class Job:
     """One search: the plans it is compared with, the best plan so far, how it ended."""
 
-    def __init__(self, number: int, request: Request, model: str, tune: Tune):
+    def __init__(self, number: int, request: Asked, model: str, tune: Tune):
         self.number, self.request = number, request
-        self.costs: CostTable = resolve_costs(
-            model,
-            pp=request.pp,
-            gpu=request.gpu,
-            tp=request.tp,
-            seq=request.seq,
-            memory_gib=request.memory_gib,
-        )
+        setup = request.setup()
+        self.costs: CostTable = resolve_costs(model, pp=request.pp, micro_batches=request.micro_batches, **setup)
         self.titles = {name: get_system(name).title for name in request.systems}
         self.notes: list[str] = []
         """Systems that do not apply here, each with its reason."""
@@ -97,13 +111,7 @@ class Job:
         self._stop = False
         self._watchers, self._unwatched_since = 0, math.inf
         self._tune = tune
-        self._setting = {
-            "model": model,
-            "gpu": request.gpu,
-            "tp": request.tp,
-            "seq": request.seq,
-            "memory_gib": request.memory_gib,
-        }
+        self._setting = {"model": model, **setup}
         self._drawn: tuple[int, Any] | None = None
 
     def _compare(self) -> None:
@@ -237,8 +245,7 @@ class Job:
         """The plan with the setting that prices it again."""
         if self.plan is None:
             raise OctoPipeError("there is no plan yet; wait for the first one")
-        setting = {k: v for k, v in self._setting.items() if v is not None}
-        return self.plan.with_extra(**carried(self.costs, setting))
+        return self.plan.with_extra(**carried(self.costs, self._setting))
 
 
 class Jobs:
@@ -252,7 +259,7 @@ class Jobs:
         self._lock = threading.Lock()
         self._count = 0
 
-    def start(self, request: Request) -> Job:
+    def start(self, request: Asked) -> Job:
         request.check(self.models)
         with self._lock:
             running = [job for job in self._jobs.values() if job.state == "running"]

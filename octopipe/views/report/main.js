@@ -107,6 +107,7 @@ function buildTools(tools, view, head, entries, box) {
   box.find = searchBox(entries, view);
   box.arrows = element("span", { class: "arrows" });
   const again = entries.some(recomputedCount);
+  const lanes = entries.filter((e) => e.lanes).map((e) => `${(100 * e.lanes.hidden).toFixed(0)} % hidden`).join(", ");
   const parts = [...new Set(entries.filter((e) => e.memory).flatMap(memoryParts))];
   const swatch = (colour) => element("i", { class: "swatch", style: `background:${colour}` });
   const used = [...KINDS].filter((k, i) => entries.some((e) => e.kind.includes(i)));
@@ -118,7 +119,9 @@ function buildTools(tools, view, head, entries, box) {
     check("transfers", "transfers"), check("critical", "critical path"), box.find.node, box.arrows,
     element("span", { class: "legend" }, ...used.map((k) => element("span", {}, swatch(`rgb(${head.colours[k]})`), `${k} ${head.kind_names[k]}`)),
       again ? element("span", { title: "a forward with a foot: its stage keeps inputs alone and computes the rest again (R)" },
-        element("i", { class: "swatch foot", style: `background:rgb(${head.colours.F});border-color:rgb(${head.colours.R})` }), "F, recomputed later") : null),
+        element("i", { class: "swatch foot", style: `background:rgb(${head.colours.F});border-color:rgb(${head.colours.R})` }), "F, recomputed later") : null,
+      lanes ? element("span", { title: "exchange: tokens on their way between the ranks that share the experts" },
+        `above: compute, below: exchange (${lanes})`) : null),
     ...(parts.length ? [element("span", { class: "legend" }, "memory: ", ...parts.map((name) => element("span", {}, swatch(MEMORY_COLOURS[name]), name)))] : []));
 }
 

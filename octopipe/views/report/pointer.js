@@ -16,6 +16,12 @@ Object.assign(Gantt.prototype, {
     let op = lowerBound(entry.now.end, time, lo, hi);
     const slack = (this.to - this.from) / this.plot * 1.5; // ops thinner than a pixel can still be pointed at
     if (strip || op >= hi || entry.now.start[op] > time + slack) op = -1;
+    if (op >= 0 && entry.partner[op] >= 0 && this.hasLanes(entry)) {
+      // Of two ops that run together, the one whose compute or exchange is pointed at.
+      this.pieces(row, at < row.y + COMPUTE_SHARE * this.laneHeight ? 0 : 1, (i, begin, finish) => {
+        if (begin <= time && time <= finish) op = i;
+      });
+    }
     return { entry, rank, op, time, strip };
   },
 

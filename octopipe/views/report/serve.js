@@ -7,11 +7,30 @@ function fillForm() {
   const choices = JSON.parse(byId("choices").textContent);
   const options = (names) => names.map((n) => element("option", { value: n }, n));
   byId("model").append(...options(choices.models));
-  byId("gpu").append(...options(choices.gpus));
   byId("model").value = choices.model;
-  byId("gpu").value = choices.gpu;
+  // One input for every field of the set-up; those that are asked for most stand before the seconds to search.
+  const seconds = byId("form").elements.budget_s.parentElement;
+  for (const field of choices.setup) {
+    const label = element("label", {}, `${field.label} `, setupInput(field));
+    if (field.first) seconds.before(label);
+    else byId("more").append(label);
+  }
   byId("systems").append(...choices.systems.map((s) => element("label", {},
     element("input", { type: "checkbox", name: "system", value: s.name, checked: choices.checked.includes(s.name) }), s.title)));
+}
+
+// A field's input: a list of choices, or a line of text that spells its value. Left empty, it is left out.
+function setupInput({ name, choices, chosen, empty }) {
+  if (!choices) return element("input", { name, id: name, "data-setup": "", placeholder: empty });
+  const given = choices.map((c) => element("option", { value: c }, c));
+  const input = element("select", { name, id: name, "data-setup": "" }, ...(chosen ? [] : [element("option", { value: "" }, empty)]), ...given);
+  input.value = chosen || "";
+  return input;
+}
+
+function setupGiven() {
+  const filled = [...byId("form").querySelectorAll("[data-setup]")].filter((input) => input.value.trim() !== "");
+  return Object.fromEntries(filled.map((input) => [input.name, input.value.trim()]));
 }
 
 async function ask(path, body) {
@@ -30,9 +49,8 @@ async function start(event) {
   byId("problem").textContent = "";
   try {
     const { id } = await ask("api/jobs", {
-      model: form.get("model"), gpu: form.get("gpu"), pp: number("pp"), micro_batches: number("micro_batches"),
-      tp: number("tp"), seq: number("seq"), memory_gib: number("memory_gib"), budget_s: number("budget_s"),
-      systems: form.getAll("system"),
+      ...setupGiven(), model: form.get("model"), pp: number("pp"), micro_batches: number("micro_batches"),
+      budget_s: number("budget_s"), systems: form.getAll("system"),
     });
     Object.assign(state, { job: id, points: [], drawn: 0, latest: 0, view: null });
     byId("downloads").hidden = true;

@@ -24,7 +24,9 @@ from typing import Any
 import msgspec
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.fields import Choice, GpuName, YesNo
 from octopipe.costs.cluster.hardware import GPUS
+from octopipe.costs.cluster.setup import DEFAULT_GPU, form_fields
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
 from octopipe.search.systems import systems
@@ -111,13 +113,29 @@ def page(models: Mapping[str, str]) -> str:
     choices = {
         "models": names,
         "model": next((n for n in names if n.endswith("(file)")), "nemotron-h-8b"),
-        "gpus": list(GPUS),
-        "gpu": "h800",
+        "setup": setup_inputs(),
         "systems": [{"name": s.name, "title": s.title} for s in systems().values()],
         "checked": ["1f1b"],
     }
     parts = {"style": asset("report.css"), "choices": embed(choices), "script": script("serve.js")}
     return fill(asset("serve.html"), parts)
+
+
+def setup_inputs() -> list[dict[str, Any]]:
+    """The form's inputs."""
+    out = []
+    for name, how in form_fields().items():
+        choices: Sequence[str] = ()
+        if isinstance(how.kind, GpuName):
+            choices = list(GPUS)
+        elif isinstance(how.kind, Choice):
+            choices = how.kind.words
+        elif isinstance(how.kind, YesNo):
+            choices = ("yes", "no")
+        chosen = DEFAULT_GPU if isinstance(how.kind, GpuName) else ""
+        field = {"name": name, "label": how.words, "choices": list(choices) or None, "chosen": chosen}
+        out.append({**field, "empty": how.unless_given, "first": how.on_page})
+    return out
 
 
 def plan_page(models: Mapping[str, str]) -> str:

@@ -117,8 +117,11 @@ function describe(found) {
   const layers = layersOf(entry, entry.stage[op]), again = recomputedWords(entry, entry.stage[op]);
   if (layers) rows.push(["layers", layers]);
   if (again) rows.push(["recomputes", again]);
-  rows.push(["start", formatMs(now.start[op])], ["duration", formatMs(now.end[op] - now.start[op])]);
-  const [what, idle] = waitedFor(entry, op);
+  // The first of a pair has the time of both.
+  const other = entry.partner[op], lead = other < 0 ? op : Math.min(op, other);
+  if (other >= 0) rows.push(["together with", opName(entry, other)]);
+  rows.push(["start", formatMs(now.start[lead])], ["duration", formatMs(now.end[lead] - now.start[lead])]);
+  const [what, idle] = waitedFor(entry, lead);
   rows.push(["waited for", what]);
   if (idle > 1e-9 * now.step) rows.push(["rank idle before", formatMs(idle)]);
   return [...rows, ...memoryRows(entry, rank, time, false)];

@@ -1,0 +1,177 @@
+"""Flags that several verbs have: a model, and one flag for every field of the set-up.
+
+Knows: argparse, and how a field of `Setup` becomes a flag. Does not know: which fields there are
+(costs/cluster/setup.py) or any verb. A flag that is left out is None: it never stands for a default.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octopipe.costs.cluster.fields import Asked, Kind
+
+
+def of_kind(kind: Kind) -> Callable[[str], Any]:
+    """An argparse type: a text that spells a value of this kind."""
+    from octopipe.base.errors import OctoPipeError
+
+    def value_of(text: str) -> Any:
+        try:
+            return kind.of_text(text)
+        except OctoPipeError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value_of
+
+
+def whole_number(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    from octopipe.costs.cluster.fields import Whole
+
+    return int(of_kind(Whole())(text))
+
+
+def non_negative(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    from octopipe.costs.cluster.fields import Number
+
+    return float(of_kind(Number())(text))
+
+
+def number_list(text: str) -> list[float]:
+    """An argparse type: numbers > 0 separated by commas."""
+    from octopipe.costs.cluster.fields import Numbers
+
+    return list(of_kind(Numbers())(text))
+
+
+def seed_number(text: str) -> int:
+    """An argparse type: the start of random numbers."""
+    from octopipe.base.limits import MAX_SEED
+
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_SEED):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a seed; give a whole number from 0 to {MAX_SEED}")
+    return int(text)
+
+
+def flag_of(name: str) -> str:
+    """A flag as its user writes it."""
+    return "--" + name.replace("_", "-")
+
+
+# -- the set-up -------------------------------------------------------------------------------------------------------
+
+
+def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
+    """The flag of one field. `says_default`: whether its help says what holds where it is left out."""
+    from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
+    from octopipe.costs.cluster.setup import flag_fields
+
+    how = flag_fields()[name]
+    assert not isinstance(how.kind, Lengths), "lists of lengths come from a file"
+    words = how.words + (f" (default: {how.unless_given})" if says_default and how.unless_given else "")
+    more: dict[str, Any] = {"dest": destination(name, how), "help": words.replace("%", "%%"), "default": None}
+    if isinstance(how.kind, YesNo):
+        more["action"] = argparse.BooleanOptionalAction
+    elif isinstance(how.kind, Choice):
+        more |= {"type": type(how.kind.of[0]), "choices": how.kind.of}
+    else:
+        more["type"] = of_kind(how.kind)
+    if isinstance(how.kind, NodeGroups):
+        more["metavar"] = "FILE"
+    elif isinstance(how.kind, Whole):
+        more["metavar"] = "N"
+    names = dict.fromkeys([destination(name, how), name, *how.also])
+    parser.add_argument(*(flag_of(n) for n in names if n != "distributed_optimizer"), **more)
+
+
+def destination(name: str, how: Asked) -> str:
+    """Where argparse keeps a field's flag."""
+    return how.flag or name
+
+
+def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
+    """The flags of all fields of these parts, or of all parts."""
+    from octopipe.costs.cluster.setup import flag_fields
+
+    for name in flag_fields(*parts):
+        if name not in without:
+            add_field(parser, name, says_default=says_default)
+
+
+def setting_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
+    from octopipe.costs.cluster.setup import keyword_fields
+
+    out: dict[str, Any] = {"model": args.model}
+    for name, how in keyword_fields().items():
+        value = getattr(args, destination(name, how), None)
+        if value is not None:
+            # A file may be gone when the plan is priced again: what it says is kept.
+            out[name] = how.kind.told(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
+    return out
+
+
+# -- the flags around it ----------------------------------------------------------------------------------------------
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = False) -> None:
+    """MODEL: a preset, a layer-times file, a profile or a Hugging Face config.json."""
+    what = "a preset (`octopipe models`), a layer-times or config.json file"
+    if not or_profile:
+        parser.add_argument("model", metavar="MODEL", help=what)
+        return
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=what + ", or a profile")
+    parser.add_argument("--profile", metavar="FILE", help="what `octopipe profile` measured, instead of MODEL")
+
+
+def add_hardware_arguments(parser: Any) -> None:
+    """Which GPUs: a kind and a number, or a file of unequal nodes."""
+    add_fields(parser, "hardware")
+    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all; sizes not given follow from it")
+
+
+def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
+    """How much is trained per step."""
+    parser.add_argument("--global-batch", type=whole_number, metavar="N", help="sequences per step, all pipelines")
+    add_fields(parser, "batch", without=() if micro_batches else ("micro_batches", "micro_batch_size"))
+
+
+def add_length_arguments(parser: Any) -> None:
+    """Sequences of different length and how micro-batches are made of them."""
+    parser.add_argument("--lengths", metavar="FILE", help="one step's sequence lengths, one per line or a JSON list")
+    how = parser.add_mutually_exclusive_group()
+    for name, words in (
+        ("pad", "with --lengths: --micro-batch-size sequences each, padded to their longest (default)"),
+        ("pack", "with --lengths: one sequence after the other, --seq tokens each"),
+        ("dynamic", "with --lengths: grouped by DynaPipe's programme (default for the system dynapipe)"),
+    ):
+        how.add_argument(f"--{name}", dest="batching", action="store_const", const=name, help=words)
+
+
+def add_training_arguments(parser: Any) -> None:
+    """How state, precision and activations are kept."""
+    add_fields(parser, "training")
+
+
+def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bool = True) -> None:
+    """The flags that describe ranks, micro-batches, hardware and memory; --pp may follow from --gpus, so argparse does
+    not ask for it. `split_backward`: whether the verb's user chooses how the backward runs; else the flag is hidden."""
+    group = parser.add_argument_group("set-up")
+    add_fields(group, "size")
+    add_hardware_arguments(group)
+    add_batch_arguments(group)
+    add_length_arguments(group)
+    add_training_arguments(group)
+    add_fields(group, "ranks")
+    words = "run the backward as I and W (default: as the system was published)"
+    parser.add_argument(
+        "--split-backward",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help=words if split_backward else argparse.SUPPRESS,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")

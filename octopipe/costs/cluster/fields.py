@@ -1,0 +1,319 @@
+"""Kinds of field of the set-up: what is accepted for one, how it is held, how it is written in JSON and as text.
+
+Knows: whole numbers, choices, yes or no, times, lists, GPUs, nodes. Does not know: which fields there are (`setup.py`).
+
+Every field of `Setup` is declared with one of these kinds and the words around it. Flags, keywords, JSON, plan files
+and the page's form are made from that declaration.
+
+>>> Whole().of_text("4"), Numbers().read("speeds", [1, 0.5]), Choice(("bf16", "fp8")).accepts
+(4, (1.0, 0.5), 'str')
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+from octopipe.base.limits import MAX_SIZE, MAX_TIME_MS, finite
+from octopipe.costs.analytic.calibration import Stack, stack_named, stack_names, stack_record
+from octopipe.costs.cluster.file import Nodes, nodes_from_object, read_cluster
+from octopipe.costs.cluster.hardware import Gpu, gpu, gpu_from, gpu_record
+from octopipe.costs.cluster.hardware_file import read_hardware
+
+Part = Literal["size", "hardware", "batch", "training", "ranks"]
+"""What a field is about; flags are grouped by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a field may hold."""
+
+    accepts = "object"
+    """The type of its keyword, as a type checker reads it."""
+
+    def read(self, name: str, value: Any) -> Any:
+        """What is held for a value that a caller or a JSON file gives; `name` is what the giver calls it."""
+        raise NotImplementedError
+
+    def of_text(self, text: str) -> Any:
+        """The value that a flag or an input of a form spells; errors do not name the field."""
+        raise OctoPipeError(f"{text[:40]!r} is a text; give a list")
+
+    def told(self, value: Any) -> Any:
+        """What is held, as a plain JSON value."""
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Kind):
+    """A whole number of at least 1."""
+
+    accepts = "int"
+
+    def read(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE:
+            raise OctoPipeError(f"{name} is {brief(value)}; give a whole number >= 1, at most {MAX_SIZE}")
+        return value
+
+    def of_text(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise OctoPipeError(f"{text[:40]!r} is not a whole number") from None
+        if not 1 <= value <= 1 << 24:
+            raise OctoPipeError(f"{text[:40]} is out of range; give a whole number from 1 to {1 << 24}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of a few words or numbers."""
+
+    of: tuple[str | int, ...]
+
+    @property
+    def accepts(self) -> str:  # type: ignore[override]
+        return type(self.of[0]).__name__
+
+    def read(self, name: str, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, str | int) or value not in self.of:
+            raise OctoPipeError(f"{name} is {brief(value)}; one of {', '.join(self.words)}")
+        return value
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(map(str, self.of))
+
+    def of_text(self, text: str) -> Any:
+        found = [value for value in self.of if str(value) == text]
+        if not found:
+            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(self.words)}")
+        return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class YesNo(Kind):
+    accepts = "bool"
+
+    def read(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise OctoPipeError(f"{name} is {brief(value)}; give true or false")
+        return value
+
+    def of_text(self, text: str) -> bool:
+        if text not in ("yes", "no", "true", "false", "on"):
+            raise OctoPipeError(f"{text[:40]!r} is neither yes nor no")
+        return text not in ("no", "false")
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Kind):
+    """A finite number of at least 0."""
+
+    accepts = "float"
+
+    def read(self, name: str, value: Any) -> float:
+        number = finite(value)
+        if number is None or not 0 <= number <= MAX_TIME_MS:
+            raise OctoPipeError(f"{name} is {brief(value)}; give a finite number >= 0, at most {MAX_TIME_MS:g}")
+        return value if isinstance(value, int | float) else number
+
+    def of_text(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise OctoPipeError(f"{text[:40]!r} is not a number") from None
+        if not 0 <= value <= MAX_TIME_MS:
+            raise OctoPipeError(f"{text[:40]} is not a finite number >= 0, at most {MAX_TIME_MS:g}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers(Kind):
+    """Numbers above 0, one for all pipeline ranks or one per rank."""
+
+    accepts = "float | Sequence[float]"
+
+    def read(self, name: str, value: Any) -> tuple[float, ...]:
+        return tuple(self._above_zero(name, v) for v in (value if _is_list(value) else (value,)))
+
+    def _above_zero(self, name: str, value: object) -> float:
+        number = finite(value)
+        if number is None or not 0 < number <= MAX_TIME_MS:
+            raise OctoPipeError(f"{name} is {brief(value)}; give a finite number > 0, at most {MAX_TIME_MS:g}")
+        return number
+
+    def of_text(self, text: str) -> list[float]:
+        values = [Number().of_text(part) for part in text.split(",")]
+        if any(v == 0 for v in values):
+            raise OctoPipeError(f"{text[:40]}: every number must be > 0")
+        return values
+
+    def told(self, value: tuple[float, ...]) -> list[float] | None:
+        return list(value) or None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuName(Kind):
+    """A GPU, a preset's name, a hardware file, or all figures of a GPU of one's own."""
+
+    accepts = "str | Path | Mapping[str, object]"
+
+    def read(self, name: str, value: Any) -> Gpu:
+        if isinstance(value, Gpu):
+            return value
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith((".toml", ".json"))):
+            return read_hardware(Path(value))
+        return gpu_from(value)
+
+    def of_text(self, text: str) -> str:
+        return text
+
+    def told(self, value: Gpu | None) -> str | dict[str, Any] | None:
+        return None if value is None else gpu_record(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StackName(Kind):
+    """A training stack: a name, a file that `octopipe calibrate` wrote, or what is in one."""
+
+    accepts = "str | Path | Mapping[str, object]"
+
+    def read(self, name: str, value: Any) -> Stack:
+        return stack_named(value)
+
+    def of_text(self, text: str) -> str:
+        return text
+
+    def told(self, value: Stack | None) -> str | dict[str, Any] | None:
+        return None if value is None else stack_record(value)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroups(Kind):
+    """Unequal nodes: the path of a cluster file, or what is in one."""
+
+    accepts = "str | Path | Sequence[Mapping[str, object]]"
+
+    def read(self, name: str, value: Any) -> Nodes:
+        if isinstance(value, str | os.PathLike):
+            return read_cluster(Path(value))
+        if not _is_list(value):
+            raise OctoPipeError(f"{name} is {brief(value)}; give a cluster file, or its list of nodes")
+        found = list(value)
+        if any(_is_list(group) for group in found):
+            found = [dict(zip(("gpu", "count", "gpus_per_node"), group, strict=False)) for group in found]
+        return nodes_from_object({"nodes": found}, name) if found else ()
+
+    def of_text(self, text: str) -> str:
+        return text
+
+    def told(self, value: Nodes) -> list[dict[str, Any]] | None:
+        return [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in value] or None
+
+
+@dataclass(frozen=True, slots=True)
+class Words(Kind):
+    accepts = "str"
+
+    def read(self, name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise OctoPipeError(f"{name} is {brief(value)}; give words, or leave it out")
+        return value
+
+    def of_text(self, text: str) -> str:
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths(Kind):
+    """Numbers of tokens, `depth` lists deep; the batch that is made of them checks them (models/lengths.py)."""
+
+    depth: int = 1
+
+    @property
+    def accepts(self) -> str:  # type: ignore[override]
+        return "Sequence[" * self.depth + "int" + "]" * self.depth
+
+    def read(self, name: str, value: Any) -> tuple[Any, ...]:
+        if not _is_list(value):
+            raise OctoPipeError(f"{name} is {brief(value)}; give a list of numbers of tokens")
+        if self.depth > 1:
+            return tuple(Lengths(self.depth - 1).read(f"{name}[{i}]", inner) for i, inner in enumerate(value))
+        return tuple(Whole().read(f"{name}[{i}]", length) for i, length in enumerate(value))
+
+    def told(self, value: tuple[Any, ...]) -> list[Any] | None:
+        return [list(v) if isinstance(v, tuple) else v for v in value] or None
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+# -- a field ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """How a field is asked for, beside its name and its default."""
+
+    kind: Kind
+    part: Part = "size"
+    flag: str = ""
+    """The flag's name where it is not the field's: `cluster` for `nodes`."""
+    also: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    """Other names it is accepted under, with what makes this field's value of theirs."""
+    words: str = ""
+    """What it is, in a few words: a flag's help, a label of the form."""
+    unless_given: str = ""
+    """What holds where it is left out, in words."""
+    optional: bool = False
+    """Whether None may be held; it stands for "not known" or "follows from others"."""
+    follows: bool = False
+    """Whether what is left out follows from the model or the GPU, whatever the record's own default is."""
+    of_a_model: bool = False
+    """Whether measured layer times have it in them already, so that it changes nothing for a file of times."""
+    has_flag: bool = True
+    is_keyword: bool = True
+    """Whether it is asked for by name. Ranks and micro-batches are a plan's own; other fields follow from the rest."""
+    on_page: bool = False
+    """Whether the page's form shows it at first sight; the others open with a click."""
+
+    def read(self, name: str, value: Any) -> Any:
+        if value is None and self.optional:
+            return None
+        return self.kind.read(name, value)
+
+
+def of_text(name: str, how: Asked, text: str) -> Any:
+    """The value that an input of a form spells; the error names the field. A form names no files of the machine."""
+    try:
+        if isinstance(how.kind, GpuName):
+            return gpu(text)
+        if isinstance(how.kind, StackName) and text not in stack_names():
+            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
+        return how.kind.of_text(text)
+    except OctoPipeError as error:
+        raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None
+
+
+def asked(default: Any, kind: Kind, **more: Any) -> Any:
+    """A field of `Setup`."""
+    return dataclasses.field(default=default, metadata={"asked": Asked(kind=kind, **more)})
+
+
+def fields_of(record: type) -> dict[str, Asked]:
+    """Every field of a record that is declared with `asked`, in order."""
+    return _fields_of(record)
+
+
+@cache
+def _fields_of(record: type) -> dict[str, Asked]:
+    return {f.name: f.metadata["asked"] for f in dataclasses.fields(record)}

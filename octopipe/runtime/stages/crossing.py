@@ -1,0 +1,113 @@
+"""Values that would go from one stage to another beside the pipeline: through an attribute, a list, a closure.
+
+Knows: which things belong to the other stages and the loss, and how to refuse a tensor that a forward has left where
+they can reach it. Does not know: how places are found (`places.py`) or when forwards run (`replay.py`).
+
+A router's balance loss is often kept in an attribute of the layer, or added to a list, where the loss function picks
+it up. In one process that works: the loss runs right after the layers, on the same micro-batch. In a pipeline the loss
+is another stage's, on another rank (where the attribute has the value it was built with) or some micro-batches later
+(where it has another one's): the loss would be wrong without a word. So a tensor with a graph that a forward leaves in
+such a place is refused. What only its own stage can reach is nobody else's business.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.places import snapshot_of_modules
+from octopipe.runtime.stages.replay import Replay, key_of
+from octopipe.runtime.stages.state import Box, Snapshot, items_of
+from octopipe.runtime.values import flatten
+
+
+class Elsewhere:
+    """What the forwards of one run of layers must leave no graph in."""
+
+    def __init__(self, things: Sequence[tuple[str, weakref.ref[Any]]], loss_fn: Any):
+        """`things`: layers of other stages, with what to call them; `loss_fn`: None where it follows these layers."""
+        self._things, self._loss_fn = things, loss_fn
+        self._looked: set[Any] = set()
+
+    def check(self, before: Snapshot, moved: Sequence[Box]) -> None:
+        """Look at what a forward has left in these places, which it has changed."""
+        known = before.tensors
+        for box in moved:
+            key = next((k for k, v in items_of(box.read()) if _has_graph(v, known)), None)
+            if key is None or (key_of(box), key) in self._looked:
+                continue
+            self._looked.add((key_of(box), key))
+            if who := self._reached_by(box, key):
+                raise OctoPipeError(
+                    f"a forward leaves a value in {box.describe(key)}, where {who} can reach it, but {who} runs in "
+                    "another stage, for other micro-batches or on another rank: return the value with the layer's "
+                    "output and pass it on (or inject a router's loss with an autograd function); detach what is only "
+                    "to be looked at"
+                )
+
+    def _reached_by(self, box: Box, key: Any) -> str:
+        if self._loss_fn is not None and _holds(snapshot_of_modules([], [("loss_fn", self._loss_fn)]), box, key):
+            return "loss_fn"
+        for label, ref in self._things:
+            thing = ref()
+            if thing is not None and _holds(snapshot_of_modules([(label, thing)]), box, key):
+                return label
+        return ""
+
+
+def keep_apart(
+    plan: Plan, chains: Mapping[int, StageChain], layers: Mapping[int, weakref.ref[nn.Module]], loss_fn: Any
+) -> None:
+    """Let every run of layers know what is elsewhere. `layers`: all that are known here, whichever rank has them."""
+    last = {route[-1] for route in plan.routes}
+    for number, chain in chains.items():
+        for k, (stage, _) in enumerate(chain.parts):
+            replay: Replay = stage.replay
+            own = range(stage.first_layer, stage.first_layer + len(stage.modules))
+            things = [(f"layer {j}", ref) for j, ref in layers.items() if j not in own]
+            has_loss = number in last and k == len(chain.parts) - 1
+            replay.elsewhere = Elsewhere(things, None if has_loss else loss_fn).check if things else None
+
+
+def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Collection[int]]) -> None:
+    """A word about layers that count or keep something and are held by several ranks of the plan."""
+    for chain in chains.values():
+        for stage, _ in chain.parts:
+            holders = sorted(ranks_of.get(stage.first_layer, ()))
+            if len(holders) > 1 and (places := stage.replay.kept()):
+                warnings.warn(
+                    f"{places[0]} changes from forward to forward, and ranks {holders} each hold a copy of its layer: "
+                    "every copy sees its own micro-batches only (buffers are averaged, other things stay apart); plan "
+                    "without copies (--no-copies) where they must be one",
+                    stacklevel=4,
+                )
+                return
+
+
+def known_layers(layers: Sequence[Any] | Mapping[int, Any]) -> dict[int, weakref.ref[nn.Module]]:
+    """Layers that are modules already, by number; they may go when their owner lets them go."""
+    pairs = layers.items() if isinstance(layers, Mapping) else enumerate(layers)
+    return {k: weakref.ref(layer) for k, layer in pairs if isinstance(layer, nn.Module)}
+
+
+def _holds(found: Snapshot, box: Box, key: Any) -> bool:
+    whole = box.kind not in ("variables", "fields")
+    return any(b.thing is box.thing and (whole or key in b.names) for b, _ in found.boxes)
+
+
+def _has_graph(value: Any, known: Mapping[int, Any]) -> bool:
+    """Whether a value holds a tensor with a history that was not there before."""
+    if isinstance(value, Tensor):
+        return value.grad_fn is not None and id(value) not in known
+    if not isinstance(value, (list, tuple, dict)) or len(value) > 64:
+        return False
+    leaves: list[Any] = []
+    flatten(value, leaves)
+    return any(isinstance(t, Tensor) and t.grad_fn is not None and id(t) not in known for t in leaves)

@@ -1,0 +1,136 @@
+"""Messages over 4 MiB are sent from the tensors' own memory while the next forwards run: what those change in place is
+kept apart, or refused by name. And layers that come wrapped in the older FSDP are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from octopipe.base.errors import OctoPipeError  # noqa: E402
+from octopipe.costs.table import CostTable  # noqa: E402
+from octopipe.runtime.pipeline import Pipeline  # noqa: E402
+from octopipe.runtime.wire.transports.mail import BODIES_BYTES  # noqa: E402
+from octopipe.search.systems import build_plan  # noqa: E402
+
+ROWS, WIDTH, COUNT = 1100, 512, 4
+TOLERANCE = 1e-9
+assert ROWS * WIDTH * 8 > BODIES_BYTES
+
+
+class Running(nn.Module):
+    """A mean over all that was seen, changed in place and handed on as it is now."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(ROWS, WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach(), alpha=0.5)
+        return x * self.scale, self.mean
+
+
+class Joins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, value):
+        x, mean = value
+        return x * self.scale + mean * x
+
+
+class Overwrites(nn.Module):
+    """Changes what it returned for the micro-batch before."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.last = None
+
+    def forward(self, x):
+        out = x * self.scale
+        if self.last is not None:
+            with torch.no_grad():
+                self.last.mul_(0.0)
+        self.last = out.detach()
+        return out
+
+
+def build(kind):
+    return [Running(), Joins()] if kind == "mean" else [Overwrites(), nn.Tanh()]
+
+
+def data():
+    torch.manual_seed(4)
+    return [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(COUNT)]
+
+
+def trained(world, kind, system, large):
+    rows = ROWS if large else 8
+    parts = [x[:rows] for x in data()]
+    layers = build(kind)
+    if kind == "mean" and not large:
+        layers[0].mean = layers[0].mean[:rows].clone()
+    plan = build_plan(system, CostTable.uniform(num_layers=2), 2, COUNT)
+    loss_fn = lambda o, t: (o - t).square().mean()  # noqa: E731
+    try:
+        with Pipeline(layers, plan, loss_fn, group=world, timeout_s=60) as pipe:
+            losses = [float(pipe.step(parts, parts)) for _ in range(2)]
+            return losses, {n: float(p.grad) for n, p in pipe.named_parameters()}
+    except OctoPipeError as error:
+        return str(error)
+
+
+def plain(kind, large):
+    rows = ROWS if large else 8
+    layers = build(kind)
+    if not large:
+        layers[0].mean = layers[0].mean[:rows].clone()
+    losses = []
+    for _ in range(2):
+        total = 0.0
+        for x in data():
+            x = x[:rows]
+            loss = (layers[1](layers[0](x)) - x).square().mean() / COUNT
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+    return losses, {f"{k}.{n}": float(p.grad) for k, m in enumerate(layers) for n, p in m.named_parameters()}
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("system", ["gpipe", "1f1b", "zb-h1"])
+def test_a_buffer_that_is_handed_on_and_changed_arrives_as_it_was(system, large, two):
+    losses, grads = plain("mean", large)
+    for found, mine in two.run(trained, "mean", system, large):
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        assert mine == pytest.approx({n: grads[n] for n in mine}, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("system", ["gpipe", "zb-h1"])
+def test_an_output_that_a_later_forward_writes_to_is_refused(system, two):
+    texts = two.run(trained, "overwrites", system, True)
+    assert any("changed in place an output" in text and "return a copy" in text for text in texts), texts
+
+
+def wrapped(world, nested):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    linear = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Tanh(), linear) if nested else linear]
+    plan = build_plan("1f1b", CostTable.uniform(num_layers=2), 2, COUNT)
+    try:
+        Pipeline(layers, plan, lambda o, t: o.mean(), group=world, timeout_s=30)
+    except OctoPipeError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_older_fsdp_is_refused_by_name(nested, two):
+    texts = two.run(wrapped, nested)
+    assert any("layer 1 is wrapped in FullyShardedDataParallel; shard it with fully_shard" in text for text in texts)
+    assert "taken" not in texts
