@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.calibration import stack_names
+from octopipe.costs.cluster.hardware import GPUS
 from octopipe.costs.cluster.setup import checkpointed_layers, keywords
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
@@ -56,7 +58,10 @@ def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
 
 def _names_files(setting: Mapping[str, Any]) -> bool:
     """Whether a setting can only be priced where some file is."""
-    return str(setting.get("model")) not in PRESETS or isinstance(setting.get("nodes"), str | os.PathLike)
+    gpu, stack = setting.get("gpu"), setting.get("stack")
+    own = isinstance(gpu, str) and gpu not in GPUS, isinstance(stack, str) and stack not in stack_names()
+    files = any(own) or any(isinstance(setting.get(name), os.PathLike) for name in ("gpu", "stack", "nodes"))
+    return files or isinstance(setting.get("nodes"), str) or str(setting.get("model")) not in PRESETS
 
 
 def lowering_costs(plan: Plan) -> CostTable:
