@@ -513,3 +513,18 @@ def run_mtp(world):
 def test_a_second_head_along_the_way_gives_the_gradients_of_one_process(size):
     for worst, away in shared_ranks(size).run(run_mtp):
         assert worst <= TOLERANCE and away <= TOLERANCE
+
+
+def test_the_trainers_loss_of_shards_is_that_of_the_whole_head():
+    from octopipe.runtime.stages.shards import JoinedShards, cut_module
+    from octopipe.runtime.training.data.batches import StepLoss
+
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(WIDTH, VOCAB, bias=False).double(), torch.randn(2, TOKENS, WIDTH).double()
+    target = torch.randint(VOCAB, (2, TOKENS))
+    target[0, 0] = -100
+    loss = StepLoss(cross_entropy, shifted=False)
+    cut, shards = loss.of_shards(), [cut_module(head, k, 3, 0) for k in range(3)]
+    for given in (target, (target, torch.tensor(0.7)), {"labels": target, "items": torch.tensor(4.5)}):
+        tokens = JoinedShards()(*[cut.partial(shard)(shard(hidden), given) for shard in shards])
+        assert float((cut.of_tokens(tokens, given) - loss(head(hidden), given)).detach().abs()) <= TOLERANCE
