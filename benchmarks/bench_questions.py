@@ -281,13 +281,14 @@ def main() -> None:
             row = asked(QUESTIONS[number - 1], args.budget, args.wall)
             show(row)
             kept[str(number)] = {**row, "budget_s": args.budget}
+            before["questions"] = dict(sorted(kept.items(), key=lambda item: int(item[0])))
+            RESULTS.write_text(json.dumps(before, indent=1) + "\n")
         fitting = [row for row in kept.values() if row["expert_fits"]]
         print(
             f"{len(kept)} questions: worst ratio {min(row['ratio'] for row in fitting):.3f}, "
             f"behind by more than 1 %: {sum(row['ratio'] < 0.99 for row in fitting)}, "
             f"without a command: {sum(not row['runs_on'] for row in kept.values())}"
         )
-        before["questions"] = dict(sorted(kept.items(), key=lambda item: int(item[0])))
     RESULTS.write_text(json.dumps(before, indent=1) + "\n")
 
 

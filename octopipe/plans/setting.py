@@ -135,19 +135,19 @@ def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it or give --model') from None
+        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it, or name the model') from None
 
 
 def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
     if costs.num_layers != plan.num_layers:
         raise OctoPipeError(
             f"{where}: the plan has {plan.num_layers} layers, {costs.model} has {costs.num_layers}; "
-            "give the plan's own model with --model"
+            "name the plan's own model"
         )
     return costs
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again or give --model')
+        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again, or name the model')
     return value

@@ -26,6 +26,7 @@ from octopipe.runtime.graph_program import GraphCell, graph_program
 from octopipe.runtime.path_losses import PathLosses
 from octopipe.runtime.slots import RECEIVE, SEND, rank_program
 from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.rng import rng_kept
 from octopipe.runtime.stages.shards import CutLoss, JoinedShards, cut_loss
 from octopipe.runtime.stages.stage import Loss, Stage
 from octopipe.runtime.values import flatten
@@ -266,7 +267,7 @@ class GraphExecutor(Executor):
         sent: list[Any] = []
         transport, autocast = self.transport, self._autocast or nullcontext
         self._begin(step)
-        with self._reporting():
+        with self._reporting(), nullcontext() if self._seed is None else rng_kept():
             transport.begin_step()
             for ins in self.program.steps:
                 self.at = ins

@@ -13,6 +13,7 @@ import csv
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import zip_longest
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.measured import PUBLISHED_RUNS
@@ -23,6 +24,8 @@ from octopipe.search.planner.runtimes import Runtime
 from octopipe.search.planner.splits import Split, finer
 
 KEPT = 24
+SEEDS = 4
+"""Splits of every length of pipeline that are judged before the others, by their bounds."""
 REFINED = 8
 """Splits that are tried with every number of stages per rank."""
 Say = Callable[[str], None]
@@ -49,9 +52,14 @@ def judge(
 ) -> tuple[list[Candidate], int, bool]:
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
     and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, once time
-    is `over`, those whose bounds are the worst. Those of `always` are judged before all others."""
-    first = [split for split in dict.fromkeys(always) if pricer.may_fit(split)]
+    is `over`, those whose bounds are the worst. Those of `always` are judged before all others, and then some of every
+    length of pipeline: where time is short, none of them goes unseen."""
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
+    lengths: dict[int, list[Split]] = {}
+    for _, split in queue:
+        lengths.setdefault(split.pp, []).append(split)
+    seeds = [split for some in zip_longest(*(found[:SEEDS] for found in lengths.values())) for split in some if split]
+    first = [split for split in dict.fromkeys([*always, *seeds]) if pricer.may_fit(split)]
     heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
     seen: set[Split] = set()
     judged, cut_short = 0, False

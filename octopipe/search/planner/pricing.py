@@ -87,9 +87,10 @@ class Pricer:
     def bound_ms(self, split: Split) -> float:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        # Without ZeRO-3 a layer's time does not depend on how many ranks and replicas there are.
-        # ZeRO-3's gathers can only add to it.
-        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
+        # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
+        # gathers and reductions.
+        among = (split.zero, split.dp) if split.zero >= 2 else ()
+        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
         if key not in self._work:
             self._work[key] = self._least_work(split)
         work, lane, fastest = self._work[key]
@@ -100,10 +101,11 @@ class Pricer:
         """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
         it where ops do not run in pairs), and the fastest rank's slowdown."""
         if self.base.nodes:
-            costs = self.costs(replace(split, zero=0))
+            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0))
             work = float(costs.layer_ms.sum())
             return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
-        setup = replace(split.setup(self.base, self.global_batch), zero=0)
+        setup = split.setup(self.base, self.global_batch)
+        setup = setup if split.zero >= 2 else replace(setup, zero=0)
         layers = price_layers(self.spec, Pricing.of(setup))[0]
         work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
         rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
@@ -111,10 +113,15 @@ class Pricer:
         return work, max(work - exchange, exchange) if self.pairs else work, 1.0
 
     def may_fit(self, split: Split) -> bool:
-        """Is there room for the state alone?"""
+        """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        state = self.base.state_bytes
-        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, state) < limit
+        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, self.base.state_bytes)
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
+        width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
+        # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
+        kept = 2.0 * tokens * width * (self.spec.num_layers - 2) * min(m, split.pp) / split.pp
+        return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)

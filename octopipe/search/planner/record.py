@@ -12,6 +12,7 @@ from typing import Any
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget
+from octopipe.search.planner.errors import expected_error
 from octopipe.search.planner.judging import judge, modes_of
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
@@ -35,6 +36,7 @@ def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[
         "title": f"{spec.name} on {setup.words()}",
         "gpus": setup.num_gpus,
         "global_batch": setup.global_batch,
+        "expected_error": expected_error(setup),
         "words": words,
         "candidates": out,
         "scaling": scaling,
