@@ -136,7 +136,7 @@ class SeenRun:
         self.run, self.generation, self.precision = run, run.setup.gpu.generation, run.setup.precision
         self.share = 0.0
         self.mode, self.fits = run.recompute, True
-        rates = {p: prior_of(self.generation, p) for p in ("bf16", self.precision)}
+        rates: dict[str, Rates] = {p: prior_of(self.generation, p) for p in ("bf16", self.precision)}
         modes = ("none", "selective", "full") if run.recompute == "auto" else (run.recompute,)
         found = self._estimate(rates, modes)
         self.mode, self.fits, self.share = found.recompute, found.fits, found.recomputed_share
