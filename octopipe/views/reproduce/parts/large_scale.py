@@ -79,6 +79,7 @@ def run(bench: Bench) -> Result:
             ),
             source=SOURCE,
             why="Algorithm 1's few iterations",
+            tested="large.fastest",
         )
     )
     names = (*BASELINES, "algorithm1", "search")
