@@ -46,6 +46,10 @@ class Kind:
         """The value that a flag or an input of a form spells; errors do not name the field."""
         raise OctoPipeError(f"{text[:40]!r} is a text; give a list")
 
+    def of_form(self, text: str) -> Any:
+        """The value that an input of a page's form spells: as a flag, but no file of the serving machine is named."""
+        return self.of_text(text)
+
     def told(self, value: Any) -> Any:
         """What is held, as a plain JSON value."""
         return value
@@ -176,6 +180,9 @@ class GpuName(Kind):
     def of_text(self, text: str) -> str:
         return text
 
+    def of_form(self, text: str) -> str:
+        return gpu(text).name
+
     def told(self, value: Gpu | None) -> str | dict[str, Any] | None:
         return None if value is None else gpu_record(value)
 
@@ -190,6 +197,11 @@ class StackName(Kind):
         return stack_named(value)
 
     def of_text(self, text: str) -> str:
+        return text
+
+    def of_form(self, text: str) -> str:
+        if text not in stack_names():
+            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
         return text
 
     def told(self, value: Stack | None) -> str | dict[str, Any] | None:
@@ -214,6 +226,9 @@ class NodeGroups(Kind):
 
     def of_text(self, text: str) -> str:
         return text
+
+    def of_form(self, text: str) -> str:
+        raise OctoPipeError("the page reads no files of this machine; give the list of nodes")
 
     def told(self, value: Nodes) -> list[dict[str, Any]] | None:
         return [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in value] or None
@@ -299,7 +314,7 @@ def of_text(name: str, how: Asked, text: str) -> Any:
             return gpu(text)
         if isinstance(how.kind, StackName) and text not in stack_names():
             raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
-        return how.kind.of_text(text)
+        return how.kind.of_form(text)
     except OctoPipeError as error:
         raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None
 
