@@ -125,7 +125,7 @@ class Pricer:
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes)
+        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, self.base.state_bytes)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
         width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
