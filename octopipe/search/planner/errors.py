@@ -1,7 +1,7 @@
 """How far predictions are from runs: the error bar of every row.
 
-Knows: what was measured on published runs that the rates were not fitted on (`costs/measured/accuracy.json`, written by
-`benchmarks/bench_published.py --held-out`). Does not know: rates, or how rows are shown.
+Knows: which stack's measured errors hold for a set-up. Does not know: rates (`costs/analytic/calibration.py`), or how
+rows are shown.
 
 The bar is of absolute speed. Splits of one model on one cluster share most of that error, so their order is more
 certain than it says; what counts as a tie is `choice.MARGIN`.
@@ -12,33 +12,38 @@ from __future__ import annotations
 import json
 from functools import cache
 
-from octopipe.costs.analytic.calibration import is_calibrated
+from octopipe.costs.analytic.calibration import is_calibrated, stack_named
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import FOLDER
 
 ACCURACY = FOLDER / "accuracy.json"
+"""Errors of the default rates on runs left out of their fit."""
 
 
 def expected_error(setup: Setup) -> float | None:
-    """Half of the runs lie within this share of what was predicted; None where no run calibrates the GPU."""
-    if setup.gpu is None or not is_calibrated(setup.gpu, setup.precision):
+    """Half of the stack's runs lie within this share of what was predicted; None where no run calibrates the GPU."""
+    if setup.gpu is None or not is_calibrated(setup.gpu, setup.precision, setup.stack):
         return None
-    return float(measured_errors()["median"])
-
-
-@cache
-def measured_errors() -> dict[str, float | str]:
-    """The file's record."""
-    record: dict[str, float | str] = json.loads(ACCURACY.read_text(encoding="utf-8"))
-    return record
+    errors = stack_named(setup.stack).errors
+    return float(_of_default()["median"]) if errors is None else errors.median
 
 
 def errors_in_words(setup: Setup) -> str:
     """One line that says what the bars mean."""
-    if setup.gpu is None or expected_error(setup) is None:
-        return ""
-    known = measured_errors()
+    if expected_error(setup) is None:
+        return "±: no run of this stack on this GPU is known"
+    errors = stack_named(setup.stack).errors
+    if errors is not None:
+        return f"±: half of the stack's runs lie within it ({errors.words()})"
+    known = _of_default()
     return (
         f"±: half of {known['runs']} published runs that the rates were not fitted on lie within "
         f"{100 * float(known['median']):.0f} % of their prediction, the worst {100 * float(known['worst']):.0f} % off"
     )
+
+
+@cache
+def _of_default() -> dict[str, float | str]:
+    """What was measured for the default rates, which carry no errors themselves."""
+    record: dict[str, float | str] = json.loads(ACCURACY.read_text(encoding="utf-8"))
+    return record

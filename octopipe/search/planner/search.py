@@ -26,6 +26,8 @@ SIMULATED, TUNED = 8, 2
 """Splits that are simulated at least, and tuned at first, where time allows."""
 JUDGING, SIMULATING = 0.3, 0.5
 """Shares of the budget after which judging and the first simulations end; tuning gains more than either."""
+AGAIN = 0.8
+"""Before this share of the budget is spent, a search that had to stop judging goes on with it."""
 TUNING_S = 20.0
 """For every so many seconds of the budget beyond the first, one more split is tuned."""
 
@@ -78,9 +80,14 @@ def search(
     budget = Budget(seconds=budget_s, clock=clock, began=began, stop=stop)
     run = _Run(spec, base, gpus, global_batch, dict(fixed or {}), runtime, recompute, seed, budget, say)
     present = run.today(today) if today else None
-    run.judge()
+    run.judge(JUDGING)
     run.simulate()
     run.improve()
+    if run.cut_short and not budget.over(AGAIN):
+        # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
+        run.judge(1.0 - 0.5 * (1.0 - AGAIN))
+        run.simulate()
+        run.improve()
     return run.result(present, margin)
 
 
@@ -126,8 +133,9 @@ class _Run:
         self.tuned: list[Candidate] = []
         self.skipped: list[str] = []
 
-    def judge(self) -> None:
-        """Keep the best by estimate; splits that published runs used are kept in any case."""
+    def judge(self, until: float) -> None:
+        """Keep the best by estimate, until this share of the budget is spent; splits that published runs used are
+        looked at in any case."""
         known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
         known = [split for split in known if all(getattr(split, k) == v for k, v in self.fixed.items())]
         self.kept, self.judged, self.cut_short = judge(
@@ -135,17 +143,18 @@ class _Run:
             self.every,
             self.modes,
             self.tell,
-            over=lambda: self.budget.over(JUDGING),
+            over=lambda: self.budget.over(until),
             tuned=self.runtime.tuned,
             always=known,
         )
         if "vp" not in self.fixed:
-            over = JUDGING + 0.5 * (SIMULATING - JUDGING)
-            self.kept = refined(self.pricer, self.kept, self.modes, self.runtime, lambda: self.budget.over(over))
+            later = min(until + 0.1, 1.0)
+            self.kept = refined(self.pricer, self.kept, self.modes, self.runtime, lambda: self.budget.over(later))
         if not self.kept and self.budget.stop():
             raise StoppedError("the search was stopped before it found a first split; give it more time")
         if not self.kept:
             raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes))
+        self.skipped = []
         if self.cut_short:
             self.skipped.append(
                 f"Judging stopped after {self.judged} of {len(self.every)} splits; those left out have worse bounds "
@@ -160,7 +169,8 @@ class _Run:
             settled = len(self.simulated) >= SIMULATED and candidate.step_ms >= best_ms
             if best_ms < math.inf and (settled or self.budget.over(SIMULATING) or not self._affords(candidate)):
                 break
-            self._simulated(candidate.split)
+            if self._known(candidate.split) is None:
+                self._simulated(candidate.split)
 
     def improve(self) -> None:
         """Tune the most promising splits, and simulate what is left, for as long as there is time."""
