@@ -6,6 +6,8 @@ splits). Strong scaling halves the micro-batches with every doubling of the repl
 
 from __future__ import annotations
 
+from typing import Any
+
 from octopipe.views.reproduce.bench import Bench, Cell
 from octopipe.views.reproduce.models import SEQ
 from octopipe.views.reproduce.part import Part
@@ -68,7 +70,7 @@ def _line(bench: Bench, kind: str, gpus: int, paper: tuple[int, ...]) -> list[Ro
     rows = []
     for name, value in zip(NAMES, paper, strict=True):
         id = f"scaling.{kind}.{gpus}.{name}"
-        more = {"unit": "tokens/GPU/s", "source": SOURCE, "why": FASTER, "tested": "sensitivity.head"}
+        more: dict[str, Any] = {"unit": "tokens/GPU/s", "source": SOURCE, "why": FASTER, "tested": "sensitivity.head"}
         claim = f"{kind} scaling, {gpus} GPUs: {TITLES[name]}"
         if name == "octopipe":
             ours = tuned(bench, lambda h, t: _tokens(bench, h, t, kind, gpus))
