@@ -14,7 +14,18 @@ import pytest
 
 import octopipe
 from octopipe.cli import main
-from octopipe.costs.cluster.fields import Choice, GpuName, Lengths, NodeGroups, Number, Numbers, Whole, YesNo, fields_of
+from octopipe.costs.cluster.fields import (
+    Choice,
+    GpuName,
+    Lengths,
+    NodeGroups,
+    Number,
+    Numbers,
+    Spread,
+    Whole,
+    YesNo,
+    fields_of,
+)
 from octopipe.costs.cluster.setup import Setup, flag_fields, keyword_fields, setup_from
 from octopipe.costs.resolve import resolve_costs
 from octopipe.plans.file import load_plan
@@ -48,6 +59,8 @@ def value_of(name: str) -> Any:
             return 2.5
         case Numbers():
             return [60.0, 61.0]
+        case Spread():
+            return [1.25]
         case GpuName():
             return "gb200"
         case NodeGroups():

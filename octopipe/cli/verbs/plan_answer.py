@@ -13,10 +13,15 @@ from octopipe.cli.verbs.common import console
 
 if TYPE_CHECKING:
     from octopipe.models.spec import ModelSpec
+    from octopipe.search.planner.pricing import Candidate
     from octopipe.search.planner.search import Found
     from octopipe.search.planner.why import Why
 
     Reasons = dict[str, Why | None]
+
+
+BY = {"estimated": "est.", "interleaved": "inter", "interleaved-overlap": "inter+ep"}
+"""How a row was found, briefly; +ep: with the experts' exchange behind computation."""
 
 
 def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], reasons: Reasons) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
             f"{100 * c.bubble:.1f}",
             f"{c.peak_gib:.0f}/{c.limit_gib:.0f}",
             "yes" if c.fits else "no",
-            "today" if c is found.today else {"estimated": "est.", "interleaved": "inter"}.get(c.how, c.how),
+            "today" if c is found.today else BY.get(c.how, c.how),
             style=style,
         )
     out.print(table)
@@ -141,6 +146,25 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
     out.print(seen, style="dim")
     for sentence in found.skipped:
         out.print(sentence, style="dim")
+
+
+def experts_words(best: Candidate) -> list[str]:
+    """How much of the experts' exchange the winner hides, and what uneven routing costs it."""
+    from octopipe.search.planner.pricing import evenly_routed_ms
+
+    out = []
+    if best.timeline is not None and best.timeline.exchange.total_ms > 0:
+        share = 100 * best.timeline.exchange.share
+        hidden = f"{share:.0f} % of it runs" if share >= 0.5 else "nothing of it runs"
+        took = best.timeline.exchange.total_ms / best.timeline.num_ranks
+        out.append(f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation.")
+    even = evenly_routed_ms(best)
+    if even is not None:
+        out.append(
+            f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step: with the same tokens on every expert "
+            f"rank this plan would take {even / 1e3:.2f} s."
+        )
+    return out
 
 
 def changes(found: Found) -> list[str]:
@@ -157,6 +181,7 @@ def changes(found: Found) -> list[str]:
             f"No published run calibrates {best.setup.gpu.name} in {best.setup.precision} here. Its shares of the peak "
             "are taken from Hopper, so absolute numbers may be far off; the order of splits is more certain."
         )
+    out += experts_words(best)
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
         out.append(

@@ -15,6 +15,7 @@ import numpy as np
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
+from octopipe.costs.segments import together_ms
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
@@ -22,6 +23,7 @@ from octopipe.search.planner.estimate import Estimate, estimate
 from octopipe.search.planner.splits import Split, least_state_bytes
 from octopipe.search.recompute import least_recomputing, plan_under, recomputing
 from octopipe.search.systems import build_plan
+from octopipe.simulation.bounds.bounds import lanes_of
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, Timeline
 
@@ -47,6 +49,7 @@ class Candidate:
     plan: Plan | None = None
     costs: CostTable | None = None
     timeline: Timeline | None = None
+    spec: ModelSpec | None = None
 
     def as_dict(self) -> dict[str, object]:
         names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
@@ -59,12 +62,45 @@ class Candidate:
         }
 
 
+def exchange_hidden(costs: CostTable) -> CostTable:
+    """The costs with every layer's exchange behind its own computation: what a schedule of pairs comes near to. Only
+    estimates are made of these."""
+    if costs.segments is None:
+        return costs
+    share = [costs.segments.share(kind, "exchange") for kind in "FI"]
+    exchange = np.minimum(share[0], 1.0) * costs.forward_ms + np.minimum(share[1], 1.0) * costs.input_ms
+    slowing = costs.segments.slows_compute, costs.segments.slows_exchange
+    whole = costs.forward_ms + costs.input_ms + costs.weight_ms
+    both = np.array([together_ms(w - x, x, *slowing) for w, x in zip(whole, exchange, strict=True)])
+    scale = np.divide(both, whole, out=np.ones_like(whole), where=whole > 0)
+    times = {name: getattr(costs, name) * scale for name in ("forward_ms", "input_ms", "weight_ms")}
+    return costs.replace(segments=None, **times)
+
+
+def evenly_routed_ms(candidate: Candidate) -> float | None:
+    """The candidate's step if every expert rank got the same tokens; None where that was priced anyway."""
+    if candidate.spec is None or candidate.plan is None or not candidate.setup.imbalance or candidate.setup.ep == 1:
+        return None
+    even = costs_of_setup(candidate.spec, replace(candidate.setup, imbalance=()))
+    return simulate(candidate.plan, even, check=False).step_ms
+
+
 class Pricer:
     """Costs of splits, each priced once."""
 
-    def __init__(self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False):
-        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        base: Setup,
+        global_batch: int,
+        *,
+        recompute_ops: bool = False,
+        overlaps: tuple[str, ...] = (),
+    ):
+        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `overlaps`: the schedules in
+        which experts' exchanges run behind computation."""
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
+        self.overlaps = overlaps
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
@@ -86,7 +122,9 @@ class Pricer:
         key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
         if key not in self._work:
             costs = self.costs(replace(split, zero=0))
-            self._work[key] = float(costs.layer_ms.sum()), float(min(costs.slowdown(r) for r in range(split.pp)))
+            lanes = lanes_of(costs) if self.overlaps else [costs]
+            work = max(float(lane.layer_ms.sum()) for lane in lanes)
+            self._work[key] = work, float(min(costs.slowdown(r) for r in range(split.pp)))
         work, fastest = self._work[key]
         return fastest * (m * work / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
 
@@ -98,6 +136,10 @@ class Pricer:
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes)
+        if self.overlaps and split.ep > 1 and split.pp > 1 and found.fits:
+            hidden = estimate(lambda *how: exchange_hidden(self.costs(split, *how)), split.pp, split.vp, m, modes=modes)
+            interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
+            found = replace(found, step_ms=hidden.step_ms if interleaved else found.step_ms, tuned_ms=hidden.tuned_ms)
         return self._candidate(split, self.costs(split), "estimated", found)
 
     def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
@@ -120,7 +162,14 @@ class Pricer:
         )
 
     def simulated(self, split: Split, recompute: str = "auto") -> Candidate:
-        """The split under (interleaved) 1F1B, op by op."""
+        """The split under (interleaved) 1F1B, op by op; with the experts' exchange hidden where the runtime can do
+        that, it fits, and is faster."""
+        plain = self._simulated(split, recompute)
+        hides = "interleaved-overlap" in self.overlaps and split.vp > 1 and split.ep > 1 and recompute != "full"
+        hidden = self.scheduled(split, "interleaved-overlap", chunks=split.vp) if hides else None
+        return hidden if hidden is not None and (hidden.step_ms < plain.step_ms or not plain.fits) else plain
+
+    def _simulated(self, split: Split, recompute: str) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         system = "interleaved" if split.vp > 1 else "1f1b"
         options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
@@ -137,16 +186,16 @@ class Pricer:
             plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
         return self.of_plan(split, plan, costs, system)
 
-    def scheduled(self, split: Split, system: str) -> Candidate | None:
-        """The split under a published schedule that needs a runtime for any order; None where it does not apply."""
+    def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:
+        """The split under a published schedule; None where it does not apply or fit."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         try:
             costs = self.costs(split)
-            plan = build_plan(system, costs, split.pp, m)
+            plan = build_plan(system, costs, split.pp, m, **options)
             found = self.of_plan(split, plan, costs, system)
             if not found.fits and not self.recompute_ops:
                 costs = self.costs(split, "selective")
-                found = self.of_plan(split, build_plan(system, costs, split.pp, m), costs, system)
+                found = self.of_plan(split, build_plan(system, costs, split.pp, m, **options), costs, system)
         except (NotApplicableError, DoesNotFitError):
             return None
         return found if found.fits else None
@@ -174,4 +223,5 @@ class Pricer:
             plan=plan,
             costs=costs,
             timeline=timeline,
+            spec=self.spec,
         )

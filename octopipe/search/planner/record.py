@@ -74,7 +74,7 @@ def scaled(
         count = int(gpus * share)
         if count < 1 or count == gpus or time.monotonic() > until:
             continue
-        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
+        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
         modes = modes_of("auto", runtime)
         kept, *_ = judge(pricer, every, modes, lambda words: None, cpu_s=budget_s / (2 * len(STEPS)))

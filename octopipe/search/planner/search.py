@@ -12,7 +12,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.costs.cluster.setup import Setup
@@ -83,7 +83,7 @@ def search(
     """The best split of `gpus` GPUs for steps of `global_batch` sequences, `budget_s` seconds of tuning included."""
     began = time.monotonic()
     tell = say or (lambda words: None)
-    pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
+    pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
     modes = modes_of(recompute, runtime)
     every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
     if not every:
@@ -118,7 +118,7 @@ def search(
             if known is None:
                 simulated.append(begun)
             if runtime.any_order:
-                simulated += _zero_bubble(pricer, begun, until)
+                simulated += _other_orders(pricer, begun, until)
             tell(f"tuning {candidate.split.words()}")
             share = (until - time.monotonic()) / (len(worth) - i)
             better, why_not, interrupted = tune_candidate(pricer, begun, share, seed, runtime, recompute, stop)
@@ -169,15 +169,19 @@ def complexity(candidate: Candidate) -> float:
     """How much there is to get right: groups of GPUs by their size, a schedule of one's own, memory at its limit."""
     s = candidate.split
     groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep) + 0.5 * math.log2(s.vp)
-    order = {"estimated": 0.0, "1f1b": 0.0, "interleaved": 0.0, "layout": 0.5}.get(candidate.how, 1.0)
+    order = {"estimated": 0.0, "1f1b": 0.0, "interleaved": 0.0, "interleaved-overlap": 0.25, "layout": 0.5}.get(
+        candidate.how, 1.0
+    )
     memory = 2.0 if candidate.peak_gib > SPARE * candidate.limit_gib else 0.0
     return groups + order + memory + (candidate.recompute != "none") + 0.25 * (s.zero >= 2)
 
 
-def _zero_bubble(pricer: Pricer, begun: Candidate, until: float) -> list[Candidate]:
-    """The split under zero-bubble schedules: what a tuned order has to beat, and what is left where it finds none."""
+def _other_orders(pricer: Pricer, begun: Candidate, until: float) -> list[Candidate]:
+    """The split under zero-bubble schedules, and those that hide the experts' exchange: what a tuned order has to beat,
+    and what is left where it finds none."""
     out = []
-    for system in ("zb-v", "zb-h1"):
+    hiding = [s for s in pricer.overlaps if s != "interleaved-overlap" and begun.split.ep > 1]
+    for system in ("zb-v", "zb-h1", *hiding):
         if time.monotonic() < until:
             found = pricer.scheduled(begun.split, system)
             out += [found] if found is not None else []
@@ -301,7 +305,9 @@ def tune_candidate(
         return None, f"its {ops:,} ops a step are more than a search of seconds improves", stop()
     if budget_s < 1.0:
         return None, "the budget was spent before", stop()
-    start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
+    start: Plan | None = None
+    if candidate.fits and not any(s.recompute for s in plan.stages):
+        start = replace(plan, pairs=frozenset())
     if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
         # The search knows better than a number of layers for all which ones to recompute.
         costs, start = pricer.costs(candidate.split, "selective"), None

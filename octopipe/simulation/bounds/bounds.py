@@ -82,7 +82,7 @@ def bounds(
 ) -> tuple[Bound, ...]:
     """Every bound on plans of this class, the strongest first."""
     found: list[list[Bound]] = []
-    for lane in _lanes(costs):
+    for lane in lanes_of(costs):
         if copies:
             setting = lane, num_ranks, num_micro_batches
             found.append([copied_bound(*setting, recompute), _work(*setting)])
@@ -92,7 +92,7 @@ def bounds(
     return tuple(best) if copies else _ordered(best)
 
 
-def _lanes(costs: CostTable) -> list[CostTable]:
+def lanes_of(costs: CostTable) -> list[CostTable]:
     """The costs of every lane of a rank alone; where nothing is exchanged, the costs themselves."""
     found = costs.segments
     if found is None or not found.any_exchange:
