@@ -160,10 +160,8 @@ def experts_words(best: Candidate) -> list[str]:
         out.append(f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation.")
     even = evenly_routed_ms(best)
     if even is not None:
-        out.append(
-            f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step: with the same tokens on every expert "
-            f"rank this plan would take {even / 1e3:.2f} s."
-        )
+        costs = f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step"
+        out.append(f"{costs}: with the same tokens on every expert rank this plan would take {even / 1e3:.2f} s.")
     return out
 
 
