@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 # Pinned for reproducible installs; any torch from 2.9 on works.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-torch lint types unit fuzz soak mutate package bench docs pictures reproduce clean
+.PHONY: guides demo test test-all test-torch lint types unit fuzz soak mutate package bench docs pictures reproduce \
+	reproduce-check clean
 demo: $(VENV)/.demo
 	@$(BIN)/python scripts/demo.py
 
@@ -43,6 +44,10 @@ fuzz: $(VENV)/.test
 soak: $(VENV)/.test
 	$(BIN)/python scripts/soak.py
 
+# README, guides and pages in a fresh clone and environment, block by block, as a newcomer runs them.
+guides: $(VENV)/.test
+	$(BIN)/python scripts/run_guides.py
+
 # One operator flipped at a time; the nearest tests must notice.
 mutate: $(VENV)/.test
 	$(BIN)/python scripts/mutate.py
@@ -66,6 +71,10 @@ pictures: $(VENV)/.test
 # The paper's tables and figures, ours beside theirs; what is finished in out/reproduction is not run again.
 reproduce: $(VENV)/.test
 	$(BIN)/python -m octopipe reproduce all -o out/reproduction --page docs/reproduction.md
+
+# Is the page what this code writes of the plans that are kept beside it? Nothing is searched but the smallest case.
+reproduce-check: $(VENV)/.test
+	$(BIN)/python -m octopipe reproduce --check docs/reproduction.md
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -51,9 +51,10 @@ from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from moe_settings import moe_setting
+
+HERE = Path(__file__).resolve().parent
 
 SYSTEMS = ("1f1b", "zb-v", "interleaved-overlap", "dualpipe", "dualpipev")
 EXCHANGE = Exchange(link_share=0.9, dispatch_bytes=1.03, most_nodes=4)

@@ -19,8 +19,9 @@ import twin
 
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import Plan, route_neighbours
-from octopipe.plans.price import hop_times, op_durations
+from octopipe.plans.price import hop_times
 from octopipe.search.systems import build_plan
 from octopipe.search.systems.split import split_backward
 from octopipe.simulation import engine as _engine

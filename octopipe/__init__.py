@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octopipe.plans.file import load_plan, save_plan
     from octopipe.plans.plan import Op, Plan, Stage
     from octopipe.runtime.measure.profiler import profile_layers
+    from octopipe.runtime.path_losses import PathLosses
     from octopipe.runtime.pipeline import Pipeline
     from octopipe.runtime.precision import MixedPrecisionOptimizer
     from octopipe.runtime.training.adapt import switch
@@ -50,6 +51,7 @@ __all__ = [
     "NotApplicableError",
     "OctoPipeError",
     "Op",
+    "PathLosses",
     "Pipeline",
     "Plan",
     "PlanError",
@@ -89,6 +91,7 @@ _HOME = {
     "octopipe.plans.file": ("load_plan", "save_plan"),
     "octopipe.costs.profile_file": ("Profile", "load_profile"),
     "octopipe.costs.resolve": ("resolve_costs",),
+    "octopipe.runtime.path_losses": ("PathLosses",),
     "octopipe.runtime.pipeline": ("Pipeline",),
     "octopipe.runtime.precision": ("MixedPrecisionOptimizer",),
     "octopipe.runtime.turns": ("exchange",),

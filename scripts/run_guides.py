@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ".venv"
 """The folder of the environment that README's first block makes."""
 
-_PART = re.compile(r"^<!-- block: (?P<directive>.*?)-->\n|^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.S | re.M)
+_PART = re.compile(r"^<!-- block: (?P<directive>.*?)-->\n|^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$", re.S | re.M)
 _BEFORE = ("install", "skip", "file", "in", "interrupt", "within")
 _ALONE = ("given", "check")
 

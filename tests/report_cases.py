@@ -6,8 +6,8 @@ import numpy as np
 
 from octopipe.base.graph import topological_order
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import Plan
-from octopipe.plans.price import op_durations
 from octopipe.search.systems import build_plan
 from octopipe.simulation.engine import longest_path
 from octopipe.simulation.lowering import lower

@@ -219,7 +219,7 @@ def test_of_a_prompt_and_its_completion_only_the_completion_counts(tmp_path: Pat
     [
         ("", "no record"),
         ("{", "line 1: not valid JSON"),
-        ("[1]", "line 1: a JSON value that is no object"),
+        ("[1]", "line 1: this JSON value is not an object"),
         ('{"body": "x"}', "--text-key"),
         ('{"messages": []}', "prompt and completion"),
         ('{"text": 3}', "line 1: 'text' is no text"),

@@ -32,7 +32,7 @@ def _run(name: str, logs: Path) -> str:
 
 
 def test_every_example_has_a_test() -> None:
-    tested = {"train_script.py", "data_parallel.py", "plan_and_look.py", "megatron_train.py"}
+    tested = {"train_script.py", "data_parallel.py", "plan_and_look.py", "megatron_train.py", "torchtitan_train.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -48,6 +48,13 @@ def test_the_megatron_example_learns_under_a_tuned_plan(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run("megatron_train.py", tmp_path))]
     assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_torchtitan_example_learns_under_a_tuned_plan(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", _run("torchtitan_train.py", tmp_path))]
+    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("name, results", [("planning", 4), ("own_costs", 3)])

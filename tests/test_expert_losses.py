@@ -227,3 +227,34 @@ def test_a_balance_loss_is_each_micro_batchs_own():
         loss = float(pipe.step(data, data))
     assert abs(loss - sum(losses) / COUNT) <= TOLERANCE
     assert abs(loss - joined) > 1e-4
+
+
+class Counts(nn.Module):
+    def __init__(self, keeps):
+        super().__init__()
+        self.linear, self.keeps, self.calls = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), keeps, 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen += 1
+        self.calls += self.keeps
+        return self.linear(x)
+
+
+def copies_that_count(world, system, keeps):
+    import warnings
+
+    plan = build_plan(system, CostTable.uniform(num_layers=4), 2, COUNT)
+    layers = [Counts(keeps) for _ in range(4)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Pipeline(layers, plan, F.mse_loss, group=world, timeout_s=60) as pipe:
+            pipe.step(batches(COUNT), batches(COUNT))
+    return [str(w.message) for w in said if "hold a copy of its layer" in str(w.message)]
+
+
+@pytest.mark.parametrize(("system", "keeps", "told"), [("chimera", 1, True), ("chimera", 0, False), ("zb-v", 1, False)])
+def test_a_layer_that_counts_and_is_held_twice_is_told(system, keeps, told, two):
+    """Each copy sees its own micro-batches; buffers are averaged, a counter in an attribute is not."""
+    for texts in two.run(copies_that_count, system, keeps):
+        assert bool(texts) == told

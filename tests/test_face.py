@@ -23,11 +23,12 @@ from octopipe.views.report.notebook import SCHEMATIC
 PUBLIC = [
     "Comparison", "CostTable", "DeadlockError", "DoesNotFitError", "MixedPrecisionOptimizer", "ModelSpec",
     "NotApplicableError", "OctoPipeError",
-    "Op", "Pipeline", "Plan", "PlanError", "Profile", "Program", "Stage", "Timeline", "TuneResult", "__version__",
+    "Op", "PathLosses", "Pipeline", "Plan", "PlanError", "Profile", "Program", "Stage", "Timeline", "TuneResult",
+    "__version__",
     "build_plan", "compare", "exchange", "load_checkpoint", "load_plan", "load_profile", "load_timeline", "lower",
     "preset", "profile_layers", "resolve_costs", "save_checkpoint", "save_plan", "simulate", "switch", "tune",
 ]  # fmt: skip
-TORCH = {"Pipeline", "exchange", "load_checkpoint", "profile_layers", "save_checkpoint", "switch"}
+TORCH = {"PathLosses", "Pipeline", "exchange", "load_checkpoint", "profile_layers", "save_checkpoint", "switch"}
 
 
 # -- names ---------------------------------------------------------------------------------------------

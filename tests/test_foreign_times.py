@@ -397,7 +397,7 @@ BAD = {
     "wrong type": ('{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "no trace of torch.profiler"),
     "cut off": ('{"traceEvents": [{"ph": "X", ', "no trace of torch.profiler"),
     "unknown place": (SUMMARY.replace("lm_head", "the end"), "where does 'the end' stand"),
-    "no time": (SUMMARY.replace("1500000.0", "fast"), "'fast' is no time"),
+    "no time": (SUMMARY.replace("1500000.0", "fast"), "'fast' is not a time"),
     "too few": ("a,b,c\n1,2\n", "2 times for 3 layers"),
     "negative": ("a,b\n1,-2\n", "give ms from 0 on"),
     "twice": ("a,a\n1,2\n", "stands twice"),

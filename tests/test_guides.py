@@ -136,3 +136,24 @@ def test_commands_in_the_text_of_guides_have_flags_that_exist() -> None:
             known = parser_of(verb, module)._option_string_actions
             for flag in re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest):
                 assert flag in known, f"{path.name}: octopipe {verb} {flag}"
+
+
+def test_every_page_says_how_its_blocks_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/run_guides.py` runs them all in a fresh environment; here it only has to understand them."""
+    monkeypatch.syspath_prepend(str(GUIDES.parents[1] / "scripts"))
+    import run_guides
+
+    found = {page: run_guides.blocks(page) for page in run_guides.pages()}
+    assert sum(len(run_guides.commands(b)) for b in found["README.md"] if b.language == "sh") > 15
+    for page, all_blocks in found.items():
+        text = (run_guides.ROOT / page).read_text()
+        assert text.count("\n```") == 2 * sum(
+            not b.directive or b.directive not in ("given", "check") for b in all_blocks
+        )
+        for block in all_blocks:
+            if block.language == "python" and block.directive not in ("skip",):
+                compile(run_guides.script_of(block), f"{page}:{block.line}", "exec")
+    wrong = "<!-- block: jump -->\n```sh\nls\n```\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, *_, **__: wrong)
+    with pytest.raises(ValueError, match="'jump' is not a directive"):
+        run_guides.blocks("README.md")

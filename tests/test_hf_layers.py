@@ -137,7 +137,10 @@ def test_weights_in_files_that_are_not_read_are_never_replaced_by_fresh_ones(nam
     [
         ("cut", r"model-0000\d-of-\d+\.safetensors: its tensors cannot be read \(.*; download it again"),
         ("gone", r"model-0000\d-of-\d+\.safetensors: its tensors cannot be read \(.*; download it again"),
-        ("elsewhere", r"index\.json: '.*' is in '\.\./x\.safetensors', which is no file beside it; download it again"),
+        (
+            "elsewhere",
+            r"index\.json: '.*' is in '\.\./x\.safetensors', which is not a file beside it; download it again",
+        ),
         ("no map", r"index\.json: has no weight_map; download it again"),
     ],
 )
@@ -245,7 +248,7 @@ REFUSALS = {
     "qwen2-vl, flat": ({"model_type": "qwen2_vl", "hidden_size": 8, "vision_config": {"depth": 2}}, "vision_config"),
     "an encoder": ({"model_type": "bert"}, "encoder"),
     "an encoder-decoder": ({"model_type": "t5"}, "encoder-decoder"),
-    "no such family": ({"model_type": "nonesuch"}, "knows no model type"),
+    "no such family": ({"model_type": "nonesuch"}, "does not know the model type"),
     "a body that is no list of layers": ({"model_type": "xlnet"}, "cannot be cut"),
 }
 
@@ -498,7 +501,7 @@ def test_liger_is_put_into_the_model_that_is_cut(monkeypatch: pytest.MonkeyPatch
     norms = {id(n) for module in made[1:] for n in module.modules() if type(n).__name__ == "LlamaRMSNorm"}
     assert len(norms) == 9 and norms <= set(ran)  # two a block and the last one, each in the copy that runs
     assert given == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
-    with pytest.raises(OctoPipeError, match="knows no gpt2"):
+    with pytest.raises(OctoPipeError, match="does not support gpt2"):
         layers(tiny_config("gpt2"), liger=True)
 
 

@@ -14,8 +14,8 @@ from twin import hop_ms, timing
 from octopipe.base.errors import DeadlockError
 from octopipe.base.graph import topological_order
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import Op, Plan, Stage, parse_orders
-from octopipe.plans.price import op_durations
 from octopipe.search.systems import build_plan
 from octopipe.simulation import lowering
 from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings

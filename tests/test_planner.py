@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from octopipe.plans.file import load_plan
 from octopipe.search.planner import search as planner_search
 from octopipe.search.planner.commands import command_lines
 from octopipe.search.planner.estimate import estimate, evenest_ms
+from octopipe.search.planner.judging import judge
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
-from octopipe.search.planner.search import judge, search
+from octopipe.search.planner.search import search
 from octopipe.search.planner.splits import Split, parse_split, splits
 from octopipe.simulation.simulator import simulate
 
@@ -78,7 +80,7 @@ def test_judging_that_ran_out_of_time_says_so() -> None:
     pricer = Pricer(preset("llama3-8b"), base(), 16)
     every = list(splits(pricer.spec, pricer.base, **SMALL))
     assert not judge(pricer, every, MODES, lambda words: None)[2]
-    kept, judged, cut_short = judge(pricer, every, MODES, lambda words: None, cpu_s=0.0)
+    kept, judged, cut_short = judge(pricer, every, MODES, lambda words: None, over=lambda: True)
     assert kept and judged < 10 and cut_short
 
 
@@ -113,7 +115,7 @@ def test_a_split_is_tuned_for_what_tuning_gives_it_not_for_what_it_is_without(mo
 
     monkeypatch.setattr(planner_search, "tune_candidate", noted)
     spec, cluster = preset("nemotron-h-56b"), base("h100", seq=8192)
-    found = search(spec, cluster, gpus=64, global_batch=128, budget_s=20.0)
+    found = search(spec, cluster, gpus=64, global_batch=128, budget_s=20.0, clock=time.process_time)
     assert found.best.split.pp < 8, "the fastest as it is"
     pricer = Pricer(spec, cluster, 128)
     every = list(splits(spec, cluster, gpus=64, global_batch=128))

@@ -21,11 +21,11 @@ from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import Moe
 from octopipe.models.zoo import preset
+from octopipe.search.planner.choice import complexity, simplest
 from octopipe.search.planner.commands import command_lines, runs_on
 from octopipe.search.planner.megatron_line import MegatronLine, megatron_line
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
-from octopipe.search.planner.search import complexity, simplest
 from octopipe.search.planner.splits import Split, splits
 
 MODELS = ("llama3-8b", "llama3-70b", "qwen3-30b-a3b", "deepseek-v3", "nemotron-h-8b", "glm-4.5-air", "kimi-k2")

@@ -132,5 +132,9 @@ def test_the_verb_tells_why_in_words_in_json_and_as_a_picture(
         assert sum(p["share"] for p in parts.values()) == pytest.approx(1.0)
     assert any(line.startswith("why: ") for line in data["changes"])
     assert picture.read_text().startswith("<svg") and "today:" in picture.read_text()
+    assert 0 < data["expected_error"] < 0.5
     assert main([*words, "--why"]) == 0
-    assert "where the time goes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "where the time goes" in said and "±: half of" in said
+    bar = data["expected_error"] * data["today"]["tokens_per_gpu_per_second"]
+    assert re.search(rf"\b{data['today']['tokens_per_gpu_per_second']:.0f} +{bar:.0f}\b", said), said

@@ -19,11 +19,12 @@ from octopipe.costs.table_file import costs_from_record, record_of  # noqa: E402
 from octopipe.runtime.measure.profiler import assemble, gather, profile_layers  # noqa: E402
 from octopipe.runtime.pipeline import Pipeline  # noqa: E402
 from octopipe.runtime.ranks.world import World  # noqa: E402
-from octopipe.runtime.stages.repeatable import digest_of, first_difference, is_noise, sketch  # noqa: E402
+from octopipe.runtime.stages.repeatable import LOOKS_AGAIN_AT, digest_of, first_difference, is_noise, sketch  # noqa: E402
 from octopipe.runtime.stages.stage import Stage  # noqa: E402
 from octopipe.search.recompute import recomputing  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 from octopipe.search.tuner import tune  # noqa: E402
+from octopipe.simulation.simulator import simulate  # noqa: E402
 
 
 class Drawn(nn.Module):
@@ -67,13 +68,28 @@ def test_no_search_recomputes_a_layer_that_did_something_else_the_second_time() 
     known = tune(limited((True,) * 4), 2, 8, iterations=200)
     told = tune(limited((True, False, True, True)), 2, 8, iterations=200)
     assert any(s.recompute for s in build_plan("mario", limited(()), 2, 8).stages)
-    assert not any(s.recompute for s in told.plan.stages) and "layer 1 did something else" in " ".join(told.notes)
+    assert not any(1 in s.recomputed_layers for s in told.plan.stages)
+    assert "layer 1 did something else" in " ".join(told.notes)
     assert not any("something else" in note for note in known.notes)
     with pytest.raises(OctoPipeError, match="mario: it recomputes layer 1"):
         build_plan("mario", limited((True, False, True, True)), 2, 8)
     start = recomputing(build_plan("1f1b", limited(()), 2, 8))
     with pytest.raises(OctoPipeError, match="start from recomputes layer 1"):
         tune(limited((True, False, True, True)), 2, 8, iterations=10, start=start)
+
+
+@pytest.mark.parametrize("unlike", [(0,), (5,), (2, 6)])
+def test_a_layer_that_cannot_be_recomputed_leaves_the_other_stages_theirs(unlike: tuple[int, ...]) -> None:
+    """Twelve layers on two ranks: not even one micro-batch's activations fit unless some are recomputed."""
+    costs = CostTable.uniform(num_layers=12, activation_bytes=100.0)
+    costs = costs.replace(boundary_bytes=np.full(12, 1.0), rank_memory_bytes=(550.0,), symbols="T" * 12)
+    with pytest.raises(OctoPipeError, match="fit"):
+        tune(costs, 2, 6, iterations=200, recompute=False)
+    told = tune(costs.replace(repeatable=tuple(k not in unlike for k in range(12))), 2, 6, iterations=1000)
+    again = {k for stage in told.plan.stages for k in stage.recomputed_layers}
+    assert again and not again & set(unlike)
+    assert simulate(told.plan, costs).fits
+    assert f"layer {unlike[0]}" in " ".join(told.notes)
 
 
 def test_a_layer_that_says_it_is_not_repeatable_is_refused_before_the_first_step() -> None:
@@ -174,3 +190,26 @@ def test_noise_is_what_runs_of_one_forward_differ_by_and_no_more() -> None:
     assert not is_noise(far, base, of(2, 2, 3)), "drawn anew each time: noise as large as the values"
     assert first_difference([digest_of(ones(2))], [digest_of(ones(2))]) is None
     assert first_difference([digest_of(ones(2)), digest_of((1, "x"))], [digest_of(ones(2)), digest_of((2, "x"))]) == 1
+
+
+class Later(nn.Module):
+    """Depends, from some step on, on a number that is hidden in an iterator."""
+
+    def __init__(self, begins: int):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.hidden, self.left = itertools.count(1), itertools.chain([0] * begins, itertools.repeat(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1 + next(self.hidden) % 3 if next(self.left) else 1)
+
+
+def test_a_forward_that_begins_to_differ_later_is_found_though_not_at_once() -> None:
+    plan = recomputing(build_plan("1f1b", CostTable.uniform(num_layers=3), 1, 2))
+    layers = [Later(2 * 2 * 5), nn.Linear(3, 3), nn.Linear(3, 3)]
+    x = torch.randn(4, 3)
+    with Pipeline(layers, plan, lambda y, t: y.mean(), group=World(None)) as pipe:
+        for _ in range(LOOKS_AGAIN_AT):
+            pipe.step(x, x)
+        with pytest.raises(OctoPipeError, match=r"layer 0 \(Later\) gives another output when its forward runs again"):
+            pipe.step(x, x)

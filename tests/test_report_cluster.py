@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import threading
@@ -124,6 +125,30 @@ def test_the_servers_page_plans_a_cluster(server: Server) -> None:
         assert status == 400 and said in json.loads(text)["error"]
     for broken in ([1], b'{"model": "\xff"}', b'{"a":' * 5000):
         assert ask(server, "POST", "/api/plan", broken)[0] == 400
+
+
+def test_an_answer_is_a_file_that_opens_again(server: Server) -> None:
+    status, text = ask(server, "POST", "/api/plan", {"model": "llama3-8b", "gpus": "64"})
+    first = json.loads(text)
+    assert status == 200 and first["answer"]["format"] == "octopipe.cluster-answer/1"
+    status, text = ask(server, "POST", "/api/answer", first["answer"])
+    assert status == 200 and json.loads(text) == first
+    for broken in ({}, {"format": "octopipe.cluster-answer/1"}, {**first["answer"], "record": {"candidates": 3}}, [1]):
+        status, text = ask(server, "POST", "/api/answer", broken)
+        assert status == 400 and json.loads(text)["error"]
+
+
+def test_rows_can_be_chosen_and_carry_where_their_time_goes() -> None:
+    parts = {"products": {"title": "matrix products", "ms": 60.0, "hidden_ms": 0.0}}
+    parts |= {"dp": {"title": HOSTILE, "ms": 40.0, "hidden_ms": 5.0}}
+    rows = [{**row, "why": {"step_ms": 100.0, "parts": parts}} for row in record()["candidates"]]
+    text = page(record(candidates=rows))
+    assert text.count('class="choose"') == 2 and text.count(" checked>") == 2 and "plan-compare" in text
+    kept = re.findall(r'data-why="(.*?)"', text)
+    assert [json.loads(html.unescape(why))["step_ms"] for why in kept] == [100.0, 100.0]
+    assert "<img" not in text and "matrix products" in text and "function compare" in text
+    with pytest.raises(OctoPipeError, match="cannot be drawn"):
+        panel(record(candidates=[{**rows[0], "why": {"step_ms": 1e999, "parts": {}}}]))
 
 
 def test_without_a_planner_there_is_no_such_page() -> None:

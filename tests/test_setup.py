@@ -327,7 +327,6 @@ def test_a_bad_cluster_file_is_one_line(tmp_path: Path, text: str, words: str) -
         ("--precision", "fp8"),
         ("--recompute", "full"),
         ("--micro-batch-size", "2"),
-        ("--vocab-parallel",),
         ("--reserve-gib", "3"),
         ("--gpus-per-node", "4"),
         ("--gpus", "8"),

@@ -39,7 +39,7 @@ VERBS = {
     "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
     "validate": "run a plan and compare it with its prediction",
-    "doctor": "what works on this machine, what does not, and the mend",
+    "doctor": "what works on this machine, what does not, and how to fix it",
     "reproduce": "the paper's tables and figures made again, ours beside theirs",
     "completion": "print what makes a shell complete verbs, flags and names",
 }

@@ -21,7 +21,7 @@ import numpy as np
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import read_bytes, shown, stem_of
 from octopipe.base.limits import MAX_TIME_MS, MAX_TIMELINE_BYTES
-from octopipe.costs.profile_file import Profile
+from octopipe.costs.profile import Profile
 from octopipe.costs.readers.kineto import looks_like_trace, read_trace
 from octopipe.costs.readers.nsight import SQLITE_MAGIC, looks_like_stats, read_nsight_csv, read_nsight_sqlite
 from octopipe.costs.readers.spans import LayerTimes, layer_times

@@ -101,7 +101,9 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         reader = FORMATS.get(tag.split("/")[0])
         if reader is None:
             known = ", ".join(sorted(FORMATS))
-            raise OctoPipeError(f"{where}: format {tag[:60]!r} is no model; give a file of format {known}, or a preset")
+            raise OctoPipeError(
+                f"{where}: format {tag[:60]!r} is not a model; give a file of format {known}, or a preset"
+            )
         return reader(file, stem_of(path), where)
     if "pattern" in file or "forward_ms" in file:
         return _layer_times(file, stem_of(path), where)

@@ -6,5 +6,6 @@ forward does.
 
 from octopipe.huggingface.cut import LayerList, layers
 from octopipe.huggingface.labels import CausalLoss, micro_batches
+from octopipe.huggingface.towers import VisionLanguage, vision_language
 
-__all__ = ["CausalLoss", "LayerList", "layers", "micro_batches"]
+__all__ = ["CausalLoss", "LayerList", "VisionLanguage", "layers", "micro_batches", "vision_language"]

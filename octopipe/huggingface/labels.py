@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.huggingface.shell import text_config
+from octopipe.runtime.stages.shards import MeanCrossEntropy
 
 IGNORED = -100
 
@@ -44,6 +45,14 @@ class CausalLoss:
         weights = (getattr(text, name, None) for name in ("router_aux_loss_coef", "aux_loss_alpha"))
         self._router_weight = float(next((w for w in weights if w is not None), 0.0))
 
+    def of_shards(self) -> ShardedCausalLoss:
+        """The same made of the shards of a cut head."""
+        if getattr(self._function, "__name__", "") != "ForCausalLMLoss":
+            raise OctoPipeError(
+                "the model has a loss of its own, which is not made of shards; use a plan with a whole head"
+            )
+        return ShardedCausalLoss(shifted=isinstance(self, ShiftedLoss))
+
     def __call__(self, output: Any, target: Any) -> Tensor:
         given = {"labels": target} if isinstance(target, Tensor) else dict(target)
         if given.get("labels") is None and given.get("shift_labels") is None:
@@ -61,6 +70,28 @@ class ShiftedLoss(CausalLoss):
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         return super().__call__(output, {"shift_labels": target} if isinstance(target, Tensor) else target)
+
+
+class ShardedCausalLoss(MeanCrossEntropy):
+    """transformers' causal loss (`ForCausalLMLoss`), made of the losses of single tokens."""
+
+    def __init__(self, *, shifted: bool):
+        super().__init__(IGNORED)
+        self._shifted = shifted
+
+    def labels(self, target: Any) -> Tensor:
+        given = {("shift_labels" if self._shifted else "labels"): target} if isinstance(target, Tensor) else target
+        found = given.get("shift_labels")
+        if found is None:
+            found = nn.functional.pad(given["labels"], (0, 1), value=IGNORED)[..., 1:]
+        return found.reshape(-1)
+
+    def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
+        items = None if isinstance(target, Tensor) else target.get("num_items_in_batch")
+        if items is None:
+            return super().of_tokens(token_losses, target)
+        seen = self.labels(target) != IGNORED
+        return (token_losses * seen).sum() / items
 
 
 def micro_batches(

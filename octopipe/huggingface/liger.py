@@ -42,7 +42,9 @@ def apply(model: nn.Module) -> None:
     except (ImportError, AttributeError) as error:
         raise OctoPipeError(f"liger_kernel cannot be used ({' '.join(str(error).split())[:120]}); update it") from None
     if kind not in known:
-        raise OctoPipeError(f"liger_kernel knows no {kind or type(model).__name__}; leave liger out of --kernels")
+        raise OctoPipeError(
+            f"liger_kernel does not support {kind or type(model).__name__}; leave liger out of --kernels"
+        )
     package._apply_liger_kernel_to_instance(
         model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
     )

@@ -29,6 +29,7 @@ from octopipe.huggingface.shell import (
     shell_of,
     zeros_like_all_of,
 )
+from octopipe.runtime.stages.shards import marked, masked_embedding, names_of, with_rows
 
 SIDE = ("attention_mask", "position_ids")
 """Inputs that every layer's arguments may depend on."""
@@ -41,7 +42,7 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
         return {"input_ids": batch}
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise OctoPipeError("the batch is no tensor of tokens and no dict with input_ids; give one of them")
+        raise OctoPipeError("the batch is neither a tensor of tokens nor a dict with input_ids; give one of them")
     given = {key: value for key, value in batch.items() if value is not None}
     alien = sorted(set(given) - {"input_ids", *SIDE})
     if alien:
@@ -127,6 +128,26 @@ class Embed(nn.Module):
             beside[f"carried_{number}"] = got[k][0][i]
         return {"hidden": leaves[at], **beside} if beside else leaves[at]
 
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        """A part of the vocabulary, zero for all other tokens, so that the shards' hidden states add up."""
+        out = self.model.get_input_embeddings()  # type: ignore[operator]
+        paths = [name for name, module in self.named_modules() if module is out]
+        if not paths or not isinstance(out, nn.Embedding):
+            raise OctoPipeError(f"the embedding of {type(self.model).__name__} is no plain one and cannot be cut")
+        path = f"{paths[0]}.weight"
+        found = [masked_embedding(*with_rows(self, path, k, count)[:2], paths[0]) for k in range(count)]
+        ids = torch.arange(min(8, out.num_embeddings), device=out.weight.device)[None]
+        with torch.no_grad():
+            whole, parts = self(ids), [shard(ids) for shard in found]
+        plain = isinstance(whole, Tensor) and torch.allclose(sum(parts), whole, rtol=1e-3, atol=1e-3)
+        if not plain:
+            raise OctoPipeError(
+                f"{type(self.model).__name__} does more before its first layer than look up its embedding, so that "
+                "shards of it do not add up; use a plan with a whole embedding"
+            )
+        start = with_rows(self, path, number, count)[1]
+        return marked(found[number], start, dict.fromkeys(names_of(self, path), out.num_embeddings))
+
 
 class Block(nn.Module):
     """One of the model's layers, called as the model calls it."""
@@ -205,6 +226,22 @@ class Head(nn.Module):
             with self._routers.saying(self.model, said):
                 out = self.model(**inputs, use_cache=False)
             return out.logits, out.aux_loss
+
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        """A part of the vocabulary, with a copy of everything before the projection (`runtime/stages/shards.py`)."""
+        out = self.model.get_output_embeddings()  # type: ignore[operator]
+        paths = [name for name, module in self.named_modules() if module is out]
+        if self._routers is not None or not paths or type(out) is not nn.Linear:
+            what = "trains its routers" if self._routers is not None else "has no plain projection to its vocabulary"
+            raise OctoPipeError(f"the head of {type(self.model).__name__} cannot be cut: the model {what}")
+        cut: dict[str, int] = {}
+        shard: nn.Module = self
+        for name in ("weight", "bias") if out.bias is not None else ("weight",):
+            path = f"{paths[0]}.{name}"
+            names = names_of(shard, path)
+            shard, start, rows = with_rows(shard, path, number, count)
+            cut |= dict.fromkeys(names, rows)
+        return marked(shard, start, cut)
 
     def _stand_ins_on(self, device: torch.device) -> None:
         for name, like in self._missing:

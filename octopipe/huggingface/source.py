@@ -55,7 +55,7 @@ def read_config(source: Any, *, num_layers: int | None = None) -> Any:
         kind = data.get("model_type")
         if not isinstance(kind, str) or kind not in package.CONFIG_MAPPING:
             raise OctoPipeError(
-                f"{where}: transformers {package.__version__} knows no model type {kind!r}; "
+                f"{where}: transformers {package.__version__} does not know the model type {kind!r}; "
                 "use a newer transformers, or --own-layers"
             )
         with _quiet():
@@ -119,7 +119,7 @@ def inner_model(model: nn.Module) -> nn.Module:
     base = getattr(model, "get_base_model", None)
     found: Any = base() if callable(base) else model
     if not hasattr(found, "config") or not hasattr(found, "_init_weights"):
-        raise OctoPipeError(f"{type(model).__name__} is no transformers model; give one, its config, or its folder")
+        raise OctoPipeError(f"{type(model).__name__} is not a transformers model; give one, its config, or its folder")
     data = found.config.to_dict()
     refuse_towers(data, type(found).__name__)
     _refuse_other_kinds(found.config, type(found).__name__)

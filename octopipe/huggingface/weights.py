@@ -216,7 +216,7 @@ def file_of_keys(folder: Path) -> dict[str, str]:
         # An index comes with its files; one that points elsewhere is not a checkpoint's.
         if not isinstance(name, str) or name != Path(name).name or "\0" in name:
             where = f"{brief(key)} is in {brief(name)}"
-            raise OctoPipeError(f"{shown(index)}: {where}, which is no file beside it; download it again")
+            raise OctoPipeError(f"{shown(index)}: {where}, which is not a file beside it; download it again")
     return {key: str(folder / name) for key, name in listed.items()}
 
 

@@ -196,7 +196,7 @@ def _table(
     wanted = [EMBEDDING, *range(1, len(rows) - 1), HEAD]
     if numbers != wanted:
         raise OctoPipeError(
-            f"the ranks' chunks hold layers {numbers[:12]}, which is no whole model with an embedding, "
+            f"the ranks' chunks hold layers {numbers[:12]}, which is not a whole model with an embedding, "
             f"{len(rows) - 2} decoder layers and a head; give every rank all of its chunks"
         )
     groups: dict[str, list[dict[str, Any]]] = {}

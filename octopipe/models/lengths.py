@@ -80,14 +80,14 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
         try:
             lines = data.decode().splitlines()
         except UnicodeDecodeError:
-            raise OctoPipeError(f"{where}: is no text; give one length per line, or a JSON list") from None
+            raise OctoPipeError(f"{where}: not a text file; give one length per line, or a JSON list") from None
         values = []
         for number, line in enumerate(lines, 1):
             word = line.split("#", 1)[0].strip()
             if not word:
                 continue
             if not (word.isascii() and word.isdigit() and len(word) <= 12):
-                raise OctoPipeError(f"{where}, line {number}: {brief(word)} is no length; give a whole number")
+                raise OctoPipeError(f"{where}, line {number}: {brief(word)} is not a length; give a whole number")
             values.append(int(word))
     if not values:
         raise OctoPipeError(f"{where}: holds no lengths; give one per line, or a JSON list")

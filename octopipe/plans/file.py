@@ -1,215 +1,29 @@
-"""Plans as files: `octopipe.plan/1` or `/2` JSON in, the same JSON out (docs/plan-format.md).
+"""Plans as files and as JSON text, as functions (docs/plan-format.md).
 
-Knows: the file format and how files go wrong. Does not know: what a good plan is (`rules` does).
-
-Version 2 is written only for plans that version 1 has no words for: pairs, paths that fork or join, shards. Every
-other plan is written as version 1, byte for byte as ever.
+Knows: names that callers use. Does not know: the format (`written`), or what makes a plan wrong (`rules`).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import os
-from typing import Any
 
-import msgspec
-
-from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError, PlanError
-from octopipe.base.files import check_format, decode_json, plain, read_bytes, shown, write_whole
-from octopipe.base.limits import MAX_OPS, MAX_PLAN_BYTES, MAX_RANKS, MAX_STAGES, over
-from octopipe.costs.table import CostTable
-from octopipe.costs.table_file import record_of
-from octopipe.plans.plan import Plan, Stage, parse_orders, parse_slots
-
-FORMAT = "octopipe.plan/1"
-FORMAT_2 = "octopipe.plan/2"
-_KNOWN = {
-    "format",
-    "model",
-    "num_layers",
-    "num_ranks",
-    "num_micro_batches",
-    "stages",
-    "routes",
-    "route_of_micro_batch",
-    "orders",
-}
-_KNOWN_2 = _KNOWN | {"paths", "path_of_micro_batch"}
-
-
-class _StageFile(msgspec.Struct):
-    layers: tuple[int, int]
-    rank: int
-    recompute: bool | tuple[int, ...] = False
-    shard: tuple[int, int] | None = None
-
-
-class _PathFile(msgspec.Struct):
-    stages: tuple[int, ...] = ()
-    edges: tuple[tuple[int, int], ...] | None = None
-
-
-class _PlanFile(msgspec.Struct):
-    format: str
-    num_layers: int
-    num_ranks: int
-    num_micro_batches: int
-    stages: list[_StageFile]
-    orders: list[list[str]]
-    model: str = ""
-    routes: list[tuple[int, ...]] = []
-    route_of_micro_batch: tuple[int, ...] = ()
-    paths: list[_PathFile] = []
-    path_of_micro_batch: tuple[int, ...] = ()
+from octopipe.plans.plan import Plan
+from octopipe.plans.written import FORMAT, FORMAT_2, plan_to_json
 
 
 def plan_from_json(data: bytes | str, where: str = "plan") -> Plan:
     """A checked plan from JSON text; `where` names the source in errors."""
-    raw: Any = decode_json(data, where, most_values=2 * MAX_OPS)
-    if not isinstance(raw, dict):
-        raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT}"')
-    second = raw.get("format") == FORMAT_2
-    if not second:
-        check_format(raw.get("format"), FORMAT, where)
-    try:
-        # To version 1 the keys of version 2 are provenance like any other.
-        file = msgspec.convert({k: v for k, v in raw.items() if second or k in _KNOWN}, _PlanFile)
-    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
-        raise OctoPipeError(f"{where}: not a valid plan file: {_one_line(error)}") from None
-    too_many = [
-        *over("ranks", len(file.orders), MAX_RANKS),
-        *over("stages", len(file.stages), MAX_STAGES),
-        *over("ops in orders", sum(map(len, file.orders)), MAX_OPS),
-    ]
-    if too_many:
-        raise PlanError([f"{where}: {too_many[0]}"])
-    known = _KNOWN_2 if second else _KNOWN
-    try:
-        orders, pairs = parse_slots(file.orders) if second else (parse_orders(file.orders), frozenset())
-        routes, edges, taken = _paths(file)
-        plan = Plan(
-            model=file.model,
-            num_layers=file.num_layers,
-            num_ranks=file.num_ranks,
-            num_micro_batches=file.num_micro_batches,
-            stages=tuple(
-                Stage(
-                    first=s.layers[0],
-                    stop=s.layers[1],
-                    rank=s.rank,
-                    recompute=s.recompute,
-                    shard=s.shard if second else None,
-                )
-                for s in file.stages
-            ),
-            orders=orders,
-            routes=routes,
-            route_of_micro_batch=taken,
-            edges=edges,
-            pairs=pairs,
-            extra={key: value for key, value in raw.items() if key not in known},
-        )
-    except PlanError as error:
-        raise PlanError([f"{where}: {p}" for p in error.problems]) from None
-    return plan.check(where)
-
-
-def _paths(
-    file: _PlanFile,
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, int], ...], ...], tuple[int, ...]]:
-    """Routes, their arrows where any of them is more than a chain, and which one each micro-batch takes."""
-    if not file.paths:
-        return tuple(file.routes), (), file.route_of_micro_batch
-    if file.routes:
-        raise PlanError(['both "routes" and "paths" are given; keep one of the two'])
-    routes, edges = [], []
-    for number, path in enumerate(file.paths):
-        arrows = path.edges if path.edges is not None else tuple(itertools.pairwise(path.stages))
-        stages = path.stages or _forward_order(number, arrows)
-        routes.append(stages)
-        edges.append(arrows)
-    taken = file.path_of_micro_batch or file.route_of_micro_batch
-    if not taken and len(routes) == 1:
-        taken = (0,) * file.num_micro_batches if 0 <= file.num_micro_batches <= MAX_MICRO_BATCHES else ()
-    return tuple(routes), tuple(edges), taken
-
-
-def _forward_order(number: int, arrows: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """The stages that the arrows name, in the smallest order in which every arrow leads forward."""
-    left = {s: 0 for arrow in arrows for s in arrow}
-    after: dict[int, list[int]] = {}
-    for a, b in arrows:
-        left[b] += 1
-        after.setdefault(a, []).append(b)
-    ready = sorted(s for s, count in left.items() if count == 0)
-    out = []
-    while ready:
-        out.append(heapq.heappop(ready))
-        for b in after.get(out[-1], ()):
-            left[b] -= 1
-            if left[b] == 0:
-                heapq.heappush(ready, b)
-    if len(out) < len(left):
-        raise PlanError([f"path {number}: its arrows lead in a circle; remove one"])
-    return tuple(out)
+    return Plan.from_json(data, where)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read and check a plan file."""
-    return plan_from_json(read_bytes(path, most_bytes=MAX_PLAN_BYTES), shown(path))
-
-
-def plan_to_json(plan: Plan) -> bytes:
-    """The plan in the oldest version that can say it, a line per stage and per rank so that it reads and diffs well."""
-
-    def encode(value: Any) -> str:
-        # msgspec has a form of its own for dataclasses; the costs' one keeps arrays and pairs of ranks.
-        value = record_of(value) if isinstance(value, CostTable) else value
-        return msgspec.json.encode(value, enc_hook=plain).decode()
-
-    def rows(values: list[Any]) -> str:
-        return "[\n  " + ",\n  ".join(encode(v) for v in values) + "\n ]"
-
-    stages = [
-        {
-            "layers": [s.first, s.stop],
-            "rank": s.rank,
-            "recompute": s.recompute if isinstance(s.recompute, bool) else list(s.recompute),
-        }
-        | ({} if s.shard is None else {"shard": list(s.shard)})
-        for s in plan.stages
-    ]
-    second = bool(plan.pairs) or plan.forks
-    parts = {
-        "format": encode(FORMAT_2 if second else FORMAT),
-        "model": encode(plan.model),
-        "num_layers": encode(plan.num_layers),
-        "num_ranks": encode(plan.num_ranks),
-        "num_micro_batches": encode(plan.num_micro_batches),
-        "stages": rows(stages),
-    }
-    if plan.edges:
-        paths = [{"stages": route, "edges": arrows} for route, arrows in zip(plan.routes, plan.edges, strict=True)]
-        parts |= {"paths": rows(paths), "path_of_micro_batch": encode(plan.route_of_micro_batch)}
-    else:
-        parts |= {"routes": encode(plan.routes), "route_of_micro_batch": encode(plan.route_of_micro_batch)}
-    slots = (plan.slots(rank) for rank in range(len(plan.orders))) if plan.pairs else None
-    parts["orders"] = rows(
-        [[str(op) for op in order] for order in plan.orders]
-        if slots is None
-        else [["+".join(map(str, slot)) for slot in row] for row in slots]
-    )
-    known = _KNOWN_2 if second else _KNOWN
-    parts |= {key: encode(value) for key, value in plan.extra.items() if key not in known}
-    return ("{\n " + ",\n ".join(f"{encode(k)}: {v}" for k, v in parts.items()) + "\n}\n").encode()
+    return Plan.load(path)
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan; an interrupted write leaves the old file whole."""
-    write_whole(path, plan_to_json(plan))
+    plan.save(path)
 
 
-def _one_line(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    return " ".join(text.split())[:200]
+__all__ = ["FORMAT", "FORMAT_2", "load_plan", "plan_from_json", "plan_to_json", "save_plan"]

@@ -32,6 +32,13 @@ class Together(NamedTuple):
     """Whether they run one after the other after all, that being shorter."""
 
 
+def op_durations(plan: Plan, costs: CostTable) -> Array:
+    """Time of every op, in the op table's numbering; a pair's time stands at its first op, its second op has none."""
+    t = plan.table()
+    alone = np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
+    return alone if t.lead is None else paired(plan, costs, alone)
+
+
 def paired(plan: Plan, costs: CostTable, alone: Array) -> Array:
     """The ops' own times with every pair's time at its first op, and none at its second."""
     t = plan.table()

@@ -7,7 +7,12 @@ At most one of a pair is a backward (I or B): a device has one autograd thread. 
 
 from __future__ import annotations
 
-from octopipe.plans.plan import Op, Plan
+from typing import TYPE_CHECKING
+
+from octopipe.plans.op import Op
+
+if TYPE_CHECKING:
+    from octopipe.plans.plan import Plan
 
 MAX_PAIR_PROBLEMS = 20
 

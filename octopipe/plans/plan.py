@@ -1,89 +1,43 @@
 """Plan: every decision about a pipeline and nothing else, with the one rule for what an op depends on.
 
 Knows: stages, ranks, paths, orders, pairs. Does not know: times, transfers, memory, what makes a plan wrong (`rules`),
-how plans are written down (`file`; docs/plan-format.md).
-
->>> op = Op.parse("2F0"); op.stage, op.kind, op.micro_batch, str(op)
-(2, 'F', 0, '2F0')
+how plans are written down (`written`; docs/plan-format.md).
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.base.display import html_of, one_line
 from octopipe.base.errors import OctoPipeError, PlanError
+from octopipe.base.files import read_bytes, shown, write_whole
+from octopipe.base.limits import MAX_PLAN_BYTES
+from octopipe.plans.op import (
+    CODES,
+    KINDS,
+    B,
+    F,
+    I,
+    Op,
+    OpTable,
+    R,
+    Stage,
+    W,
+    joined,
+    parse_orders,
+    parse_slots,
+    slot_text,
+    with_rank_order,
+)
 from octopipe.plans.paths import Arrow, neighbours, only_chains
-
-KINDS = "FRIWB"
-"""Forward, recompute, input gradient, weight gradient, fused backward; the position is the array code."""
-F, R, I, W, B = range(5)
-CODES = {kind: code for code, kind in enumerate(KINDS)}
-_OP = re.compile(r"([0-9]{1,9})([FRIWB])([0-9]{1,9})")
-
-
-class Op(NamedTuple):
-    """One unit of compute: a stage, a kind (one of F, R, I, W, B) and a micro-batch."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Op:
-        match = _OP.fullmatch(text.strip())
-        if match is None:
-            raise OctoPipeError(f"{text[:40]!r} is not an op; write stage, kind (F, I, W, B, R), micro-batch: 2F0")
-        return cls(int(match[1]), match[2], int(match[3]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A run of consecutive layers on one rank."""
-
-    first: int
-    stop: int
-    """Half-open: layers first .. stop-1."""
-    rank: int
-    recompute: bool | tuple[int, ...] = False
-    """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""
-    shard: tuple[int, int] | None = None
-    """(k, n): the k-th of n equal parts of its layers, each a stage of its own (a head cut by its vocabulary)."""
-
-    @property
-    def num_layers(self) -> int:
-        return self.stop - self.first
-
-    @property
-    def recomputed_layers(self) -> tuple[int, ...]:
-        if self.recompute is True:
-            return tuple(range(self.first, self.stop))
-        return () if self.recompute is False else self.recompute
-
-
-class OpTable(NamedTuple):
-    """A plan's orders as integer arrays, rank after rank: what check, lowering and simulation compute on."""
-
-    stage: NDArray[np.int32]
-    kind: NDArray[np.int8]
-    micro_batch: NDArray[np.int32]
-    rank: NDArray[np.int32]
-    offsets: NDArray[np.int32]
-    """Ops of rank r are offsets[r] .. offsets[r+1]-1, in execution order."""
-    index: NDArray[np.int32]  # type: ignore[assignment]  # shadows tuple.index, which nobody needs here
-    """index[kind, stage, micro_batch]: the op's number, or -1."""
-    lead: NDArray[np.int32] | None = None
-    """The first op of the pair that the op is part of, itself where it is part of none; None in plans without pairs."""
+from octopipe.plans.rules import problems
+from octopipe.plans.written import plan_fields, plan_to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,12 +144,24 @@ class Plan:
         return tuple(s.num_layers for s in self.stages)
 
     def replicas(self) -> dict[int, tuple[int, ...]]:
-        """Layers that more than one rank holds, with those ranks: their gradients must be reduced."""
+        """Layers that more than one rank holds, with those ranks: their gradients must be reduced.
+
+        Shards of a layer are different parts of it, so a layer that is cut is no replica.
+        """
         holders: dict[int, set[int]] = {}
         for stage in self.stages:
-            for layer in range(stage.first, stage.stop):
+            for layer in range(stage.first, stage.stop) if stage.shard is None else ():
                 holders.setdefault(layer, set()).add(stage.rank)
         return {layer: tuple(sorted(ranks)) for layer, ranks in holders.items() if len(ranks) > 1}
+
+    def shards(self) -> dict[int, tuple[int, ...]]:
+        """Layers that are cut into shards, with the ranks of their shards, the first shard's first."""
+        parts: dict[int, dict[int, int]] = {}
+        for stage in self.stages:
+            if stage.shard is not None:
+                for layer in range(stage.first, stage.stop):
+                    parts.setdefault(layer, {})[stage.shard[0]] = stage.rank
+        return {layer: tuple(rank for _, rank in sorted(held.items())) for layer, held in parts.items()}
 
     def with_extra(self, **extra: Any) -> Plan:
         """The same plan with more provenance beside it."""
@@ -232,24 +198,28 @@ class Plan:
         return html_of(self)
 
     @classmethod
+    def from_json(cls, data: bytes | str, where: str = "plan") -> Plan:
+        """A checked plan from JSON text; `where` names the source in errors."""
+        fields = plan_fields(data, where)
+        try:
+            plan = cls(**fields)
+        except PlanError as error:
+            raise PlanError([f"{where}: {p}" for p in error.problems]) from None
+        return plan.check(where)
+
+    @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read and check a plan file (`octopipe.plan/1` or `/2`)."""
-        from octopipe.plans.file import load_plan  # the format is a module of its own, and it builds plans
-
-        return load_plan(path)
+        return cls.from_json(read_bytes(path, most_bytes=MAX_PLAN_BYTES), shown(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan with what is known about it; an interrupted write leaves the old file whole."""
-        from octopipe.plans.file import save_plan
-
-        save_plan(self, path)
+        write_whole(path, plan_to_json(self))
 
     # -- being right -----------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
         """Everything wrong with the plan, a line each that names op, rank and mend; empty when it can run."""
-        from octopipe.plans.rules import problems  # a module of its own, and it looks at plans
-
         return problems(self)
 
     def check(self, where: str = "") -> Plan:
@@ -258,46 +228,6 @@ class Plan:
         if problems:
             raise PlanError([f"{where}: {p}" if where else p for p in problems])
         return self
-
-
-def slot_text(slot: Sequence[Op]) -> str:
-    """An op, or a pair as PyTorch's schedule text writes it.
-
-    >>> slot_text((Op(2, "F", 3), Op(1, "I", 0)))
-    '(2F3;1I0)OVERLAP_F_B'
-    """
-    return str(slot[0]) if len(slot) == 1 else f"({';'.join(map(str, slot))})OVERLAP_F_B"
-
-
-def parse_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Op, ...], ...]:
-    """Orders from text ops; the error names rank and position."""
-    return parse_slots(rows, pairs=False)[0]
-
-
-def parse_slots(
-    rows: Sequence[Sequence[str]], *, pairs: bool = True
-) -> tuple[tuple[tuple[Op, ...], ...], frozenset[tuple[Op, Op]]]:
-    """Orders and the pairs in them from text, where a pair is two ops joined by a plus sign.
-
-    >>> parse_slots([["0F1+0B0"]])[0]
-    ((Op(stage=0, kind='F', micro_batch=1), Op(stage=0, kind='B', micro_batch=0)),)
-    """
-    orders = []
-    together = set()
-    for rank, row in enumerate(rows):
-        ops: list[Op] = []
-        for position, text in enumerate(row):
-            try:
-                found = [Op.parse(part) for part in (text.split("+") if pairs else [text])]
-            except OctoPipeError as error:
-                raise PlanError([f"rank {rank}, position {position}: {error}"]) from None
-            if len(found) > 2:
-                raise PlanError([f"rank {rank}, position {position}: {text[:40]!r} joins more than two ops"])
-            if len(found) == 2:
-                together.add((found[0], found[1]))
-            ops += found
-        orders.append(tuple(ops))
-    return tuple(orders), frozenset(together)
 
 
 def _encode(plan: Plan) -> OpTable:
@@ -359,28 +289,22 @@ def _predecessors(plan: Plan) -> NDArray[np.int32]:
     return preds
 
 
-def with_rank_order(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The data dependencies plus, as one more column, the op before on the same rank.
-
-    A pair is one node: its first op waits for what either of the two needs, and its second op, which takes no time of
-    its own, for the first. `preds` may name other nodes (transfers) as well.
-    """
-    previous = np.arange(-1, t.stage.size - 1, dtype=np.int32)
-    starts = t.offsets[:-1]
-    previous[starts[starts < t.stage.size]] = -1
-    return np.ascontiguousarray(np.column_stack((joined(t, preds), previous)).astype(np.int32))
-
-
-def joined(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The predecessors of pairs as one node each (see `with_rank_order`); the table itself where there are no pairs."""
-    if t.lead is None:
-        return preds
-    second = np.flatnonzero(t.lead != np.arange(t.lead.size))
-    first = t.lead[second]
-    width = preds.shape[1]
-    out = np.full((preds.shape[0], 2 * width), -1, np.int32)
-    out[:, :width] = preds
-    out[first, width:] = preds[second]
-    out[second, :width] = -1
-    out[second, 0] = first
-    return out
+__all__ = [
+    "CODES",
+    "KINDS",
+    "B",
+    "F",
+    "I",
+    "Op",
+    "OpTable",
+    "Plan",
+    "R",
+    "Stage",
+    "W",
+    "joined",
+    "parse_orders",
+    "parse_slots",
+    "route_neighbours",
+    "slot_text",
+    "with_rank_order",
+]

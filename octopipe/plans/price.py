@@ -103,7 +103,7 @@ def _layers(stage: Stage) -> NDArray[np.int64]:
     return np.arange(stage.first, stage.stop)
 
 
-def _part(stage: Stage) -> float:
+def part_of(stage: Stage) -> float:
     """The share of its layers' work, activations and weights that a stage has."""
     return 1.0 if stage.shard is None else 1.0 / stage.shard[1]
 
@@ -112,7 +112,7 @@ def _parts(plan: Plan) -> Array | float:
     """That share for all stages, as a column; plain 1 where no layer is cut."""
     if all(s.shard is None for s in plan.stages):
         return 1.0
-    return np.array([_part(s) for s in plan.stages])[:, None]
+    return np.array([part_of(s) for s in plan.stages])[:, None]
 
 
 @_kept
@@ -127,26 +127,25 @@ def stage_times(plan: Plan, costs: CostTable) -> Array:
     return out
 
 
-def op_durations(plan: Plan, costs: CostTable) -> Array:
-    """Time of every op, in the op table's numbering; a pair's time stands at its first op, its second op has none."""
-    t = plan.table()
-    alone = np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
-    if t.lead is None:
-        return alone
-    from octopipe.plans.pair_price import paired  # which prices single ops here
-
-    return paired(plan, costs, alone)
+PARTIAL_BYTES = 8.0
+"""What a shard of the head hands on per token: the logarithm of its part of the softmax's sum and the target's logit,
+each in 32 bits."""
 
 
 @_kept
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
-    """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches]."""
+    """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches].
+
+    A shard of the last layer hands on partial sums of the softmax, not the layer's output.
+    """
     last = [np.array([s.stop - 1]) for s in plan.stages]
     before = [np.array([s.first - 1] if s.first > 0 else [], dtype=np.int64) for s in plan.stages]
-    return (
-        _per_micro_batch(plan, costs, costs.boundary_bytes, last),
-        _per_micro_batch(plan, costs, costs.boundary_bytes, before),
-    )
+    out = _per_micro_batch(plan, costs, costs.boundary_bytes, last)
+    for s, stage in enumerate(plan.stages):
+        if stage.shard is not None and stage.stop == plan.num_layers:
+            tokens = np.full(plan.num_layers, PARTIAL_BYTES * (costs.tokens_per_micro_batch or 0))
+            out[s] = _per_micro_batch(plan, costs, tokens, [last[s]])[0]
+    return out, _per_micro_batch(plan, costs, costs.boundary_bytes, before)
 
 
 @_kept
@@ -188,7 +187,7 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
         stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
         inputs = np.array([k - 1 for k in sorted(again) if k - 1 not in again and k > 0], dtype=np.int64)
         kept[s] = (
-            _part(stage) * _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
+            part_of(stage) * _per_micro_batch(plan, costs, costs.activation_bytes, [stays])[0]
             + _per_micro_batch(plan, costs, costs.boundary_bytes, [inputs])[0]
         )
     return StageMemory(np.minimum(kept, activation), activation, stash)
@@ -199,14 +198,18 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
     shares with the embedding once on a rank that holds both."""
     out = np.zeros(plan.num_ranks)
     for stage in plan.stages:
-        out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum() * _part(stage)
+        out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum() * part_of(stage)
     if costs.tied_bytes:
-        whole = [s for s in plan.stages if s.shard is None]
-        first, last = ({s.rank for s in whole if k in range(s.first, s.stop)} for k in (0, plan.num_layers - 1))
-        out[list(first & last)] -= costs.tied_bytes
+        # A part of the embedding and the same part of the head are one tensor, as the whole ones are.
+        first, last = (
+            {(s.rank, s.shard or (0, 1)) for s in plan.stages if k in range(s.first, s.stop)}
+            for k in (0, plan.num_layers - 1)
+        )
+        for rank, (_, parts) in first & last:
+            out[rank] -= costs.tied_bytes / parts
     return out
 
 
 def workspace_bytes(plan: Plan, costs: CostTable) -> Array:
     """Extra bytes while an op of the stage runs: the hungriest layer's."""
-    return np.array([costs.workspace_bytes[s.first : s.stop].max() * _part(s) for s in plan.stages])
+    return np.array([costs.workspace_bytes[s.first : s.stop].max(initial=0.0) * part_of(s) for s in plan.stages])

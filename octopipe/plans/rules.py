@@ -9,14 +9,18 @@ looked for op by op.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octopipe.base.graph import find_cycle
 from octopipe.base.limits import plan_too_large
+from octopipe.plans.op import KINDS, B, F, I, Op, R, W, with_rank_order
 from octopipe.plans.pair_rules import pair_problems
 from octopipe.plans.paths import path_problems, too_many_arrows
-from octopipe.plans.plan import KINDS, B, F, I, Op, Plan, R, W, with_rank_order
+
+if TYPE_CHECKING:
+    from octopipe.plans.plan import Plan
 
 MAX_PROBLEMS = 20
 
@@ -38,7 +42,8 @@ def _structure_problems(plan: Plan) -> list[str]:
     if len(plan.orders) != plan.num_ranks:
         out.append(f"orders has {len(plan.orders)} rows for {plan.num_ranks} ranks; give one row per rank")
     for i, s in enumerate(plan.stages):
-        if not 0 <= s.first < s.stop <= plan.num_layers:
+        is_loss = s.first == s.stop == plan.num_layers and s.shard is None and not s.recompute
+        if not 0 <= s.first < s.stop <= plan.num_layers and not is_loss:
             out.append(f"stage {i} has layers [{s.first}, {s.stop}); they must lie inside [0, {plan.num_layers})")
         if not 0 <= s.rank < plan.num_ranks:
             out.append(f"stage {i} is on rank {s.rank}; ranks go from 0 to {plan.num_ranks - 1}")

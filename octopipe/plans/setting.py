@@ -130,7 +130,7 @@ def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); mend it or give --model') from None
+        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it or give --model') from None
 
 
 def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
@@ -144,5 +144,5 @@ def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise OctoPipeError(f'{where}: "{COST_TABLE}" is no object; write the plan again or give --model')
+        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again or give --model')
     return value

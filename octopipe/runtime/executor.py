@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.plans.plan import B, F, R, W
+from octopipe.plans.plan import B, F, Plan, R, W
 from octopipe.runtime.batch_gradients import Outside, wants_gradient
 from octopipe.runtime.failures import note_op
 from octopipe.runtime.measured import Recorder
@@ -63,9 +63,9 @@ class Executor:
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
         self._timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
-        firsts = {route[0] for route in plan.routes}
+        firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
-        self.chains = {s: StageChain.of_plan(plan, s, layers, first=s in firsts, side_inputs=side_inputs) for s in mine}
+        self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
         self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast)
         self.at: Step | None = None
         """The instruction that runs now."""
@@ -77,6 +77,9 @@ class Executor:
         self._seeds: dict[Any, Tensor] = {}
         self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
         transport.open(program)
+
+    def _chain(self, number: int, layers: dict[int, nn.Module], *, first: bool, side: Sequence[str]) -> StageChain:
+        return StageChain.of_plan(self.program.plan, number, layers, first=first, side_inputs=side)
 
     def run(
         self,
@@ -403,6 +406,15 @@ class Executor:
         lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
         waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
+
+
+def first_stages(plan: Plan) -> set[int]:
+    """Stages that take the batch on some path."""
+    if not plan.edges:
+        return {route[0] for route in plan.routes}
+    return {
+        s for route, arrows in zip(plan.routes, plan.edges, strict=True) for s in set(route) - {b for _, b in arrows}
+    }
 
 
 def _output(value: Any) -> Any:

@@ -33,8 +33,8 @@ from octopipe.plans.plan import Plan
 from octopipe.plans.setting import lowering_costs
 from octopipe.runtime.agreement import agreed_program
 from octopipe.runtime.batches import join, rows_of, sizes, to_device, weights
-from octopipe.runtime.executor import Executor
 from octopipe.runtime.failures import Failures, warn_of_missing
+from octopipe.runtime.graph_executor import make_executor
 from octopipe.runtime.mean_losses import mean_losses
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.precision import Autocast, autocast_context, keep_main_gradients
@@ -45,8 +45,7 @@ from octopipe.runtime.ranks.pending_board import Board, Watchdog, board_name
 from octopipe.runtime.ranks.reduce import Reducer, Shared
 from octopipe.runtime.ranks.replicas import Replicas
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.slots import rank_program
-from octopipe.runtime.stages.crossing import keep_apart, known_layers
+from octopipe.runtime.stages.crossing import keep_apart, known_layers, warn_of_copies
 from octopipe.runtime.step_inputs import StepInputs
 from octopipe.runtime.verify import Verifier
 from octopipe.runtime.wire.transports import Transport, make_transport
@@ -168,8 +167,9 @@ class Pipeline:
         self.board = Board(world.store(), board_name(world), self.rank, world.size)
         self.recorder = Recorder(len(self.plan.orders[self.rank]), self.device)
         self.transport = make_transport(self._transport_wanted, world, self.program, self.device, timeout_s)
-        self.executor = Executor(
-            rank_program(self.program, self.rank),
+        self.executor = make_executor(
+            self.program,
+            self.rank,
             self.layers.modules,
             self._loss_fn,
             self.transport,
@@ -265,6 +265,8 @@ class Pipeline:
             self._finish_step()
             if first and verifier is None:  # after the reduction: a tied parameter's gradient may be another rank's
                 warn_of_missing(self.rank, self.named_parameters())
+            if first:
+                warn_of_copies(self.executor.chains, self.layers.ranks_of)
             return self._mean_loss(losses, shares, batch) if reduce_loss else None
 
     def _mean_loss(self, losses: Mapping[int, Tensor], shares: list[float] | None, batch: Any) -> Tensor:

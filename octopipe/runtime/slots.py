@@ -138,7 +138,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
     """The steps of one rank."""
     plan = program.plan
     if plan.forks:
-        raise OctoPipeError("this plan's paths fork or join, which the executor does not run; plan chains of stages")
+        raise OctoPipeError("this plan's paths fork or join: `graph_program` makes its steps")
     cells = _cells(plan, rank)
     transfers = {}
     steps: list[Step] = []
@@ -170,7 +170,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
         steps.append(Step(SEND if sending else RECEIVE, slot.cell, slot, op))
     computes = [s for s in steps if s.code < SEND]
     base = int(t.offsets[rank])
-    done = _layers_done(plan, rank)
+    done = layers_done(plan, rank)
     for k, step in enumerate(computes):
         step.number = k
         step.layers_done = done.get(k, ())
@@ -178,7 +178,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
         if carried:
             step.slot = transfers[carried[0], False]
     sends = [s for s in transfers.values() if s.sending]
-    released = _releases(program, rank, sends)
+    released = proven_releases(program, rank, sends)
     for k, step in enumerate(computes):
         step.release = tuple(released.get(k, ()))
     return RankProgram(
@@ -220,7 +220,7 @@ def _cells(plan: Plan, rank: int) -> dict[tuple[int, int], Cell]:
     return cells
 
 
-def _layers_done(plan: Plan, rank: int) -> dict[int, tuple[int, ...]]:
+def layers_done(plan: Plan, rank: int) -> dict[int, tuple[int, ...]]:
     """Position in the rank's order -> layers that get no more gradient on this rank after it."""
     last: dict[int, int] = {}
     for k, op in enumerate(plan.orders[rank]):
@@ -250,7 +250,7 @@ def _clocks(plan: Plan) -> NDArray[np.int32]:
     return clocks[:-1]
 
 
-def _releases(program: Program, rank: int, sends: list[Slot]) -> dict[int, list[Slot]]:
+def proven_releases(program: Program, rank: int, sends: list[Slot]) -> dict[int, list[Slot]]:
     """Position in the rank's order -> sends proven received by then; -1: at the end of the step."""
     plan = program.plan
     t = plan.table()

@@ -60,7 +60,10 @@ def _heaviest(plan: Plan, costs: CostTable) -> list[str]:
         return []
     name = _NAMES.get(costs.symbols[k], f"{costs.symbols[k]!r}")
     known = f"the {name} layer" if costs.symbols.count(costs.symbols[k]) == 1 else f"{name} layer {k}"
-    words = f"{known} is {100.0 * layer_ms[k] / total:.0f} % of all work and cannot be split"
+    share = f"{known} is {100.0 * layer_ms[k] / total:.0f} % of all work"
+    if parts := plan.shards().get(k):
+        return [f"{share} and is cut over ranks {', '.join(map(str, sorted(parts)))}"]
+    words = f"{share} and cannot be split"
     holders = plan.replicas().get(k, ())
     if len(holders) > 1:
         return [f"{words}; ranks {' and '.join(map(str, holders))} hold a copy of it each and share its work"]

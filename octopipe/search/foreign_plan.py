@@ -199,7 +199,7 @@ def torch_plan(
     count = max(op.stage for order in orders for op in order) + 1
     micro_batches = max(op.micro_batch for order in orders for op in order) + 1
     if count > 1 << 16 or micro_batches > 1 << 20:
-        raise OctoPipeError(f"{where}: {count} stages, {micro_batches} micro-batches; that is no schedule")
+        raise OctoPipeError(f"{where}: {count} stages, {micro_batches} micro-batches; that is not a schedule")
     home: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for op in order:
@@ -223,7 +223,7 @@ def torch_plan(
             f"--partition has {sum(sizes)} layers, {costs.model} has {costs.num_layers}; make them equal"
         )
     if schedule.communicates:
-        notes.append("its sends and receives are derived anew: a plan holds the order of computation")
+        notes.append("its sends and receives are derived again: a plan holds the order of computation")
     if schedule.pairs:
         notes.append(f"{len(schedule.pairs)} OVERLAP_F_B are pairs of the plan: their ops run together")
     last = [op.micro_batch for op in orders[home[count - 1]] if op.stage == count - 1 and op.kind == "F"]

@@ -24,8 +24,8 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.layer_times import TIMES
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import CODES, B, Plan
-from octopipe.plans.price import op_durations
 from octopipe.search.systems import build_plan
 from octopipe.simulation.contention import predict
 

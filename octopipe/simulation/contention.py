@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import B, Plan
-from octopipe.plans.price import op_durations
 from octopipe.simulation.lanes import lane_spans
 from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together
 from octopipe.simulation.simulator import after_pipeline, memory_curves

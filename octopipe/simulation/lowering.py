@@ -29,8 +29,9 @@ from octopipe.base.display import one_line
 from octopipe.base.errors import DeadlockError, OctoPipeError
 from octopipe.base.graph import find_cycle, topological_order
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import F, Op, OpTable, Plan, joined, with_rank_order
-from octopipe.plans.price import boundary_bytes, match, op_durations
+from octopipe.plans.price import boundary_bytes, match
 from octopipe.simulation import engine as _engine
 from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
 
@@ -300,7 +301,19 @@ def _transfer_prices(plan: Plan, costs: CostTable, source: Ints, target: Ints) -
         link = costs.network.link(x, y)
         mine = (a == x) & (b == y)
         latency[mine], per_byte[mine] = link.latency_ms, link.ms_per_byte
+    if plan.edges:
+        # What one rank sends to several others leaves over one link, and so do the gradients that come back.
+        per_byte *= _sharing(t, maker, np.where(t.kind[source] == F, b, a), t.kind[source] == F)
     return nbytes, latency + nbytes * per_byte
+
+
+def _sharing(t: OpTable, maker: Ints, other: Ints, forward: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Per transfer: to how many ranks its tensor goes, or from how many the gradients of it come."""
+    peers: dict[tuple[int, bool], set[int]] = {}
+    keys = [(int(m), bool(f)) for m, f in zip(maker, forward, strict=True)]
+    for key, rank in zip(keys, other, strict=True):
+        peers.setdefault(key, set()).add(int(rank))
+    return np.array([len(peers[key]) for key in keys], np.int64)
 
 
 def _simulate_nodes(program: Program, duration: Floats) -> tuple[Floats, Floats, Ints]:

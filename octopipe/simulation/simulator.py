@@ -19,12 +19,13 @@ from octopipe.base.graph import topological_order
 from octopipe.base.limits import checked_seed
 from octopipe.costs.cluster.hardware import Link
 from octopipe.costs.table import CostTable
+from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import KINDS, B, F, I, Plan, R, W, route_neighbours
 from octopipe.plans.price import (
     boundary_bytes,
     hop_times,
     match,
-    op_durations,
+    part_of,
     stage_memory,
     static_bytes,
     workspace_bytes,
@@ -225,8 +226,8 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
         mine = sorted(held[rank], key=lambda s: (ready_at[s], plan.stages[s].first))
         for s in mine:
             stage = plan.stages[s]
-            nbytes = float(costs.gradient_bytes[stage.first : stage.stop].sum())
-            holders = replicas.get(stage.first, (rank,))
+            nbytes = float(costs.gradient_bytes[stage.first : stage.stop].sum()) * part_of(stage)
+            holders = replicas.get(stage.first, (rank,)) if stage.shard is None else (rank,)
             ready, took = ready_at[s], 0.0
             if len(holders) > 1:
                 other = next(h for h in holders if h != rank)
@@ -236,7 +237,10 @@ def after_pipeline(plan: Plan, costs: CostTable, spans: Spans) -> tuple[Extra, .
                 begin = max(clock, ready)
                 clock = begin + took
                 extras.append(Extra(f"reduce stage {s}", rank, begin, clock))
-        update = sum(float(costs.optimizer_ms[plan.stages[s].first : plan.stages[s].stop].sum()) for s in mine)
+        update = sum(
+            float(costs.optimizer_ms[plan.stages[s].first : plan.stages[s].stop].sum()) * part_of(plan.stages[s])
+            for s in mine
+        )
         if update > 0:
             begin = max([clock, *(float(done[s]) for s in mine)])
             extras.append(Extra("optimizer", rank, begin, begin + update * costs.slowdown(rank)))

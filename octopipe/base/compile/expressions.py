@@ -199,7 +199,7 @@ class Expressions(Text):
         if b.const == 2 and not isinstance(b.const, bool):
             return self.binary(ast.Mult, a, a)
         if FLOAT not in (a.type, b.type):
-            raise TypeError("a power of whole numbers is none of the language but the square; use float()")
+            raise TypeError("of powers of whole numbers only the square is supported; use float()")
         x, y = self.convert(a, FLOAT).regs[0], self.convert(b, FLOAT).regs[0]
         return Value(FLOAT, [self.reg(f"call double @llvm.pow.f64(double {x}, double {y})")])
 

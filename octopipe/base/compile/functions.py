@@ -37,7 +37,7 @@ def _as(type_: str) -> Callable[..., Value]:
     def make(text: Text, value: Value) -> Value:
         if type_ == UINT and value.const is not None:
             if value.const < 0 or not isinstance(value.const, int):
-                raise TypeError(f"{value.const} is no whole number without a sign")
+                raise TypeError(f"{value.const} is not an unsigned whole number")
             return Value(UINT, [str(int(value.const))], int(value.const))
         return text.convert(value, type_)
 

@@ -1,4 +1,4 @@
-"""`octopipe doctor`: what works on this machine, what does not, and the mend.
+"""`octopipe doctor`: what works on this machine, what does not, and how to fix it.
 
 Knows: what is looked at without torch, and how findings are shown. Does not know: torch; `runtime/torch_check.py` looks
 at that in a process of its own, so that neither a missing nor a crashing torch stops the rest.

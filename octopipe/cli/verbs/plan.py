@@ -7,7 +7,11 @@ Knows: the flags and what is written. Does not know: how splits are found (octop
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import (
@@ -27,9 +31,10 @@ if TYPE_CHECKING:
     from octopipe.cli.verbs.plan_answer import Reasons
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
-    from octopipe.search.planner.pricing import Candidate
     from octopipe.search.planner.search import Found
 
+SEARCHING = 0.85
+"""Share of the budget that the search gets where files are written besides."""
 FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 
 
@@ -80,7 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.svg",
         help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the winner's plan here")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE|FOLDER/",
+        help="write the winner's plan here; a folder (run/) gets plan.json, train.sh, a Slurm file and a README",
+    )
     parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -94,7 +104,7 @@ def _systems(text: str) -> tuple[str, ...]:
     names = known if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in known:
-            raise argparse.ArgumentTypeError(f"{name[:40]!r} plans no cluster; one of {', '.join(known)}, or all")
+            raise argparse.ArgumentTypeError(f"{name[:40]!r} does not plan clusters; one of {', '.join(known)}, or all")
     return names
 
 
@@ -110,9 +120,10 @@ def share(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octopipe.base.clock import process_began
     from octopipe.base.errors import DoesNotFitError, OctoPipeError
     from octopipe.base.stop import StopRequest
-    from octopipe.cli.verbs.plan_answer import numbers_of, reasons_of, show
+    from octopipe.cli.verbs.plan_answer import numbers_of, provenance_of, reasons_of, show
     from octopipe.cli.verbs.tune import _check_writable
     from octopipe.plans.file import plan_to_json, save_plan
     from octopipe.search.planner.commands import command_lines
@@ -120,6 +131,10 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.search.planner.search import search
     from octopipe.search.planner.splits import parse_split
 
+    # The budget counts from the command's start, Python's own start included.
+    began = process_began() if sys.argv[1:2] == ["plan"] else time.monotonic()
+    folder = _folder(args.output)
+    args.output = str(folder / "plan.json") if folder is not None else args.output
     for path in (args.output, args.page, args.why):
         if path:
             _check_writable(path)
@@ -149,7 +164,9 @@ def run(args: argparse.Namespace) -> int:
                 today=parse_split(args.today) if args.today else None,
                 runtime=RUNTIMES[args.runtime],
                 recompute=args.recompute or "auto",
-                budget_s=args.budget,
+                # The picture of other numbers of GPUs needs a share of the same time.
+                budget_s=args.budget * (SEARCHING if args.output or args.page else 1.0),
+                began=began,
                 margin=args.margin,
                 seed=args.seed,
                 say=None if status is None else status.update,
@@ -168,7 +185,8 @@ def run(args: argparse.Namespace) -> int:
         _write_why(args.why, found, reasons)
     record: dict[str, Any] = {}
     if args.output or args.page:
-        record = _record(args, spec, base, found, fixed)
+        left = 0.0 if found.interrupted else 0.95 * args.budget - (time.monotonic() - began)
+        record = _record(args, spec, base, found, fixed, left)
     plan = None
     if best.plan is not None:
         plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
@@ -179,12 +197,43 @@ def run(args: argparse.Namespace) -> int:
         from octopipe.views.report.cluster import page
 
         write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
-    lines = command_lines(best, spec=spec, model=args.model, plan_file=args.output, runtime=args.runtime)
+    plan_file = args.output if folder is None else "plan.json"
+    lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
+    if folder is not None:
+        _write_folder(folder, spec, found, lines, reasons)
     if args.json:
         print_json(numbers_of(args, found, lines, reasons))
     else:
         show(args, spec, found, lines, reasons)
     return stop.exit_code(0)
+
+
+def _folder(output: str | None) -> Path | None:
+    """The folder that -o names, made where it is not there; None where it names a file."""
+    from octopipe.base.errors import OctoPipeError
+
+    if not output or not (output.endswith(("/", os.sep)) or os.path.isdir(output)):
+        return None
+    try:
+        os.makedirs(output, exist_ok=True)
+    except OSError as error:
+        raise OctoPipeError(f"{output}: cannot make the folder ({error.strerror}); give another one to -o") from None
+    return Path(output)
+
+
+def _write_folder(folder: Path, spec: ModelSpec, found: Found, lines: dict[str, str], reasons: Reasons) -> None:
+    """The script, the Slurm file and the page beside the plan."""
+    from octopipe.base.files import write_whole
+    from octopipe.cli.verbs.plan_answer import changes, why_words
+    from octopipe.search.planner.launch import launch_of
+
+    title = f"{spec.name} on {found.best.setup.num_gpus} GPUs"
+    words = [*changes(found), *why_words(reasons)]
+    made = launch_of(found.best, lines, title=title, words=words, skipped=found.skipped)
+    for name, text in made.files.items():
+        write_whole(folder / name, text.encode())
+        if name.endswith((".sh", ".sbatch")):
+            os.chmod(folder / name, 0o755)
 
 
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
@@ -218,17 +267,21 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
 
 
 def _record(
-    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int]
+    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int], seconds: float
 ) -> dict[str, Any]:
     """What the panel of a report and the page draw."""
     from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.runtimes import RUNTIMES
 
-    # Whoever has ended the search does not wait for what it would be on other numbers of GPUs.
-    more: dict[str, Any] = {"budget_s": 0.0} if found.interrupted else {}
     points = scaled(
-        spec, base, found, global_batch=args.global_batch, fixed=fixed, runtime=RUNTIMES[args.runtime], **more
+        spec,
+        base,
+        found,
+        global_batch=args.global_batch,
+        fixed=fixed,
+        runtime=RUNTIMES[args.runtime],
+        budget_s=max(seconds, 0.0),
     )
     words = [*changes(found), *why_words(reasons_of(found, spec))]
     return record_of(found, spec, words=words, scaling=points)
@@ -246,16 +299,3 @@ def _write_why(path: str, found: Found, reasons: Reasons) -> None:
         if why is not None and candidate is not None:
             rows.append((f"{name}: {short(candidate.split.words())}", why.as_dict()))
     write_whole(path, why_svg(rows, alone=True).encode())
-
-
-def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
-    """The plan's set-up, and the keywords that price it again."""
-    from octopipe.costs.cluster.setup import keyword_fields
-    from octopipe.plans.setting import carried
-
-    known = best.setup.as_dict()
-    setting = {"model": args.model, **{k: known[k] for k in keyword_fields() if known.get(k) is not None}}
-    if "nodes" in setting:
-        del setting["gpu"]
-    known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
-    return {**known_by, "setup": known, "step_ms": best.step_ms}

@@ -26,6 +26,8 @@ BY = {"estimated": "est.", "interleaved": "inter", "interleaved-overlap": "inter
 
 def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], reasons: Reasons) -> dict[str, Any]:
     """The answer as one JSON object."""
+    from octopipe.search.planner.errors import expected_error
+
     return {
         "model": args.model,
         "gpus": found.best.setup.num_gpus,
@@ -36,6 +38,7 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], re
         "tokens_per_gpu_per_second": found.best.tokens_per_gpu_per_second,
         "mfu": found.best.mfu,
         "fits": found.best.fits,
+        "expected_error": expected_error(found.best.setup),
         "today": None if found.today is None else found.today.as_dict(),
         "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
         "changes": [*changes(found), *why_words(reasons)],
@@ -118,13 +121,17 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
     """The splits, best first, and how much of the space was looked at."""
     from rich.table import Table
 
+    from octopipe.search.planner.errors import errors_in_words, expected_error
+
     out, best = console(), found.best
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    titles = ("tp", "cp", "ep", "pp", "vp", "dp", "mb", "Z", "recompute", "tok/s", "MFU%", "bub%", "GiB", "fits", "by")
+    sizes = ("tp", "cp", "ep", "pp", "vp", "dp", "mb", "Z", "recompute")
+    titles = (*sizes, "tok/s", "±", "MFU%", "bub%", "GiB", "fits", "by")
     for title in titles:
         left = title in ("recompute", "by")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
     rows = [*([found.today] if found.today else []), *found.ranked[: args.rows]]
+    error = expected_error(best.setup)
     for c in rows:
         s = c.split
         style = "bold green" if c is best else "yellow" if c is found.today else None
@@ -132,6 +139,7 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
             *map(str, (s.tp, s.cp, s.ep, s.pp, s.vp, s.dp, s.micro_batch_size, s.zero)),
             c.recompute,
             f"{c.tokens_per_gpu_per_second:.0f}",
+            "?" if error is None else f"{error * c.tokens_per_gpu_per_second:.0f}",
             "" if c.mfu is None else f"{100 * c.mfu:.1f}",
             f"{100 * c.bubble:.1f}",
             f"{c.peak_gib:.0f}/{c.limit_gib:.0f}",
@@ -141,6 +149,7 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
         )
     out.print(table)
     out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
+    out.print(errors_in_words(best.setup) or "±: no published run calibrates this GPU here", style="dim")
     rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
     seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
     out.print(seen, style="dim")
@@ -206,3 +215,16 @@ def changes(found: Found) -> list[str]:
         moved.append("partition, placement and order tuned")
     out.append("what changed: " + (", ".join(moved) if moved else "nothing") + ".")
     return out
+
+
+def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
+    """The plan's set-up, and the keywords that price it again."""
+    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.plans.setting import carried
+
+    known = best.setup.as_dict()
+    setting = {"model": args.model, **{k: known[k] for k in keyword_fields() if known.get(k) is not None}}
+    if "nodes" in setting:
+        del setting["gpu"]
+    known_by = {"setting": setting} if best.costs is None else carried(best.costs, setting)
+    return {**known_by, "setup": known, "step_ms": best.step_ms}

@@ -88,7 +88,7 @@ def run_published(
 
 
 def _write(args: argparse.Namespace, found: Found | None, best: SystemPlan | None) -> None:
-    from octopipe.cli.verbs.plan import provenance_of
+    from octopipe.cli.verbs.plan_answer import provenance_of
     from octopipe.costs.table_file import record_of
     from octopipe.plans.file import save_plan
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
     parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
     parser.add_argument(
-        "--layers", dest="num_layers", type=whole_number, help="keep so many layers, embedding and head included"
+        "--layers", dest="num_layers", type=whole_number, help="keep this many layers, embedding and head included"
     )
     add_precision_arguments(parser)
     parser.add_argument(

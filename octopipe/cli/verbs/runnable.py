@@ -66,7 +66,7 @@ def add_precision_arguments(group: Any) -> None:
         choices=PRECISIONS,
         help="default: bf16-main-fp32 on cuda (bfloat16 layers, float32 gradients and master weights), fp32 on cpu",
     )
-    group.add_argument("--dtype", choices=tuple(OLDER_NAMES), help="an older word for --precision")
+    group.add_argument("--dtype", choices=tuple(OLDER_NAMES), help="the old name of --precision")
 
 
 def kernel_words(text: str) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     per_pipeline = setup.tp * setup.cp * setup.pp
     for count in counts:
         if count % per_pipeline:
-            raise OctoPipeError(f"{count} GPUs are no multiple of tp x cp x pp = {per_pipeline}; give multiples of it")
+            raise OctoPipeError(f"{count} GPUs are not a multiple of tp x cp x pp = {per_pipeline}; give multiples")
     rows = {kind: _rows(args, setup, counts, weak=kind == "weak") for kind in ("weak", "strong")}
     if args.json:
         print_json({"model": args.model, "setup": setup.as_dict(), "jitter": args.jitter, **rows})

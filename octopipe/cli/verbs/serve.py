@@ -50,8 +50,7 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
-    from octopipe.cli.verbs.plan import provenance_of
-    from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
+    from octopipe.cli.verbs.plan_answer import changes, provenance_of, reasons_of, why_words
     from octopipe.costs.cluster.fields import of_text
     from octopipe.costs.cluster.setup import Setup, form_fields
     from octopipe.costs.resolve import resolve_spec

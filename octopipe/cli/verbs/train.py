@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
     size.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
     size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
-    size.add_argument("--layers", type=whole_number, help="keep so many layers, embedding and head included")
+    size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
     size.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's own layers of its sizes")
     size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
     size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
@@ -392,7 +392,7 @@ def lengths_from(
             raise OctoPipeError(f"--{args.batching} says what is made of sequences of different length; give --lengths")
         return (), ()
     if args.batching == "pack" or (isinstance(setting, dict) and setting.get("packed")):
-        raise OctoPipeError("train pads: its layers know no borders between packed sequences; give --pad or --dynamic")
+        raise OctoPipeError("train pads sequences: its layers cannot keep packed ones apart; give --pad or --dynamic")
     for name in ("seq", "micro_batches", *(["micro_batch_size"] if planned or args.batching == "dynamic" else [])):
         if getattr(args, name) is not None:
             raise OctoPipeError(f"--{name.replace('_', '-')}: the lengths say it; leave it out")

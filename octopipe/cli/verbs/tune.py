@@ -102,6 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the search hold a layer on more than one rank (default: yes where the costs include weights)",
     )
     parser.add_argument(
+        "--cut-head",
+        "--vocab-parallel",
+        dest="cut_head",
+        action="store_true",
+        help="let the search cut the head, and with it the embedding, by vocabulary over several ranks",
+    )
+    parser.add_argument(
         "--measure",
         action="store_true",
         help="MODEL is a profile: run plans for real, correct its costs, tune again; the plan measured fastest wins",
@@ -133,6 +140,9 @@ def run(args: argparse.Namespace) -> int:
         raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
     if args.copies and args.method != "best":
         raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
+    if args.cut_head and (args.method != "best" or args.target != "octopipe"):
+        who = f"method {args.method}" if args.method != "best" else args.target
+        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out")
     if args.output:
         _check_writable(args.output)
     if args.measure:
@@ -166,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
                 iterations=args.iterations,
                 recompute=args.recompute in (None, "auto") and not args.no_recompute,
                 copies=args.copies,
+                cut_head=args.cut_head and target == "octopipe",
                 phases=args.phases or PHASES,
                 target=target,  # type: ignore[arg-type]
                 progress=show,

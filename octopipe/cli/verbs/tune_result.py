@@ -227,6 +227,8 @@ def tell(told: Told, out: Console) -> None:
     more = f", {again} of them recompute" if again else ""
     if copied := len(plan.replicas()):
         more += f", {counted(copied, 'layer')} on several ranks"
+    if cut := plan.shards():
+        more += f", {counted(len(cut), 'layer')} cut into shards"
     out.print(
         f"{len(plan.stages)} stages on {counted(plan.num_ranks, 'rank')}{more}; "
         f"{result.iterations:,} moves in {result.seconds:.1f} s, method {result.method}",
@@ -242,9 +244,11 @@ def tell(told: Told, out: Console) -> None:
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
         if told.model is not None and told.target == "octopipe":
             out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}", markup=False)
-        # The text formats of other trainers know no layer on two ranks.
+        # The text formats of other trainers know no layer on two ranks and no path that forks.
         target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
-        out.print(f"      octopipe export {name} --to {'perfetto' if plan.replicas() else target}", markup=False)
+        out.print(
+            f"      octopipe export {name} --to {'perfetto' if plan.replicas() or plan.forks else target}", markup=False
+        )
     else:
         out.print("next: the same command with -o plan.json keeps the plan; then octopipe report plan.json")
 

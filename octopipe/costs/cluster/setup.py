@@ -134,9 +134,9 @@ class Setup:
     """What the busiest expert rank gets over the mean, or the tokens of every expert; empty: all get the same."""
     vocab_parallel: bool = asked(
         False, YesNo(), part="ranks", of_a_model=True, words="embedding and head divided over all pipeline ranks",
-        unless_given="no",
+        unless_given="no", has_flag=False,
     )  # fmt: skip
-    """Embedding and head divided over all pipeline ranks."""
+    """Embedding and head priced as divided over all pipeline ranks; `octopipe tune --cut-head` plans such a head."""
     reserve_gib: float | None = asked(
         None, Number(), part="training", optional=True, words="GiB kept free per GPU",
         unless_given="6 %, at least 1.5",

@@ -46,7 +46,8 @@ def micro_batches_of(*, global_batch: int | None, micro_batch_size: int, dp: int
     Whole().read("global_batch", global_batch)
     if global_batch % (micro_batch_size * dp):
         raise OctoPipeError(
-            f"global batch {global_batch} is no multiple of micro-batch size {micro_batch_size} x dp {dp}; change one"
+            f"global batch {global_batch} is not a multiple of micro-batch size {micro_batch_size} x dp {dp}; "
+            "change one"
         )
     found = global_batch // (micro_batch_size * dp)
     if given is not None and given != found:

@@ -105,7 +105,7 @@ def _columns(base: sqlite3.Connection, table: str, where: str) -> set[str]:
     """A table's columns; one that is computed when it is read is not what nsys writes, and may never end."""
     sql = base.execute("SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", (table,)).fetchone()[0]
     if not isinstance(sql, str) or re.match(r"\s*CREATE\s+VIRTUAL", sql, re.IGNORECASE):
-        raise OctoPipeError(f"{where}: {table} is no plain table; export it again with nsys")
+        raise OctoPipeError(f"{where}: {table} is not a plain table; export it again with nsys")
     found = set()
     for _, name, *_, hidden in base.execute(f"PRAGMA table_xinfo({table})"):
         if hidden:
@@ -219,7 +219,7 @@ def _number(text: str | None, where: str, line: int) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise OctoPipeError(f"{where}: line {line}: {brief(text)} is no time; export it again")
+        raise OctoPipeError(f"{where}: line {line}: {brief(text)} is not a time; export it again")
     return number
 
 

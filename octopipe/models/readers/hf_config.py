@@ -171,7 +171,7 @@ def _check_decoder(config: Config) -> None:
     good = ("CausalLM", "LMHead", "ConditionalGeneration")
     if config.flag("is_encoder_decoder") or (names and not any(g in n for n in names for g in good)):
         shown_name = brief(names[0]) if names else "an encoder-decoder"
-        raise OctoPipeError(f"{config.where}: {shown_name} is no decoder; give the config of a causal LM")
+        raise OctoPipeError(f"{config.where}: {shown_name} is not a decoder; give the config of a causal LM")
 
 
 # The families that are built differently.

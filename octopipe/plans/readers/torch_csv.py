@@ -68,6 +68,6 @@ def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
 
 def _unknown(where: str, rank: int, position: int, word: str) -> OctoPipeError:
     return OctoPipeError(
-        f"{where}: line {rank + 1}, cell {position + 1}: {brief(word)} is no op of PyTorch's schedules; "
+        f"{where}: line {rank + 1}, cell {position + 1}: {brief(word)} is not an op of PyTorch's schedules; "
         "write stage, kind and micro-batch: 2F0"
     )

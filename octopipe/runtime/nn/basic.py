@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octopipe.models import layers as spec
+from octopipe.runtime.stages.shards import marked, rows_at, with_rows
 
 Made = dict[str, Any]
 """The dtype and device every constructor passes on to its parameters."""
@@ -81,11 +82,27 @@ class Embedding(nn.Module):
         self.multiplier = layer.multiplier
         self.tied_to: dict[str, str] = {"weight": "embedding"} if tied else {}
 
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        """A part of the vocabulary, zero for all other tokens; positions are added by the first shard alone."""
+        shard, start, whole = with_rows(self, "weight", number, count)
+        shard.start, shard.first = start, number == 0  # type: ignore[assignment]
+        return marked(shard, start, {"weight": whole})
+
+    start: int | None = None
+    """Of a shard: its first word."""
+    first = True
+    """Whether positions are added here."""
+
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = F.embedding(tokens, self.weight)
+        if self.start is None:
+            hidden = F.embedding(tokens, self.weight)
+        else:
+            hidden = rows_at(tokens, self.weight, self.start)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
-        return hidden if self.positions is None else hidden + self.positions[: tokens.shape[-1]]
+        if self.positions is None or not self.first:
+            return hidden
+        return hidden + self.positions[: tokens.shape[-1]]
 
 
 class Mlp(Residual):

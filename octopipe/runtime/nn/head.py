@@ -1,7 +1,7 @@
 """The head and a cross-entropy that never holds full-precision logits of a whole micro-batch.
 
 Knows: final norm, projection to the vocabulary, the loss over it. Does not know: how the losses of several
-micro-batches are averaged (the executor), vocabulary parallelism.
+micro-batches are averaged (the executor), how the loss is made of a cut head's shards (`stages/shards.py`).
 
 Memory: one pass over blocks of tokens computes the loss and turns each block of logits into its gradient,
 kept in the activations' own dtype: 2 bytes per token and word in bfloat16 until W, instead of the 10 or so
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from octopipe.models import layers as spec
 from octopipe.runtime.nn.basic import Made, empty, norm
+from octopipe.runtime.stages.shards import MeanCrossEntropy, marked, with_rows
 from octopipe.runtime.stages.wgrad import WeightSite, add_product, site_of
 from octopipe.runtime.stages.wgrad_ops import Layout
 
@@ -56,6 +57,11 @@ class Head(nn.Module):
         self.weight = empty(layer.vocab, layer.hidden, made=made)
         self.lean = lean
         self.tied_to: dict[str, str] = {"weight": "embedding"} if layer.tied else {}
+
+    def vocabulary_shard(self, number: int, count: int) -> nn.Module:
+        """A part of the vocabulary, with a copy of the norm (`stages/shards.py`)."""
+        shard, start, whole = with_rows(self, "weight", number, count)
+        return marked(shard, start, {"weight": whole})
 
     def forward(self, hidden: Tensor) -> LazyLogits | Tensor:
         out = LazyLogits(self.norm(hidden), self.weight, self.loss_kind)
@@ -193,3 +199,6 @@ def cross_entropy(output: LazyLogits | Tensor, target: Tensor, ignore_index: int
     return LeanCrossEntropy.apply(
         hidden.flatten(0, -2), weight, target.flatten(), ignore_index, block, site_of(weight), kind
     )
+
+
+cross_entropy.of_shards = MeanCrossEntropy  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from octopipe.runtime.ranks.reduce import Shared
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.ranks.wrappers import take_over
 from octopipe.runtime.stages.rng import micro_batch_seed
+from octopipe.runtime.stages.shards import cut_module
 
 
 class Layers:
@@ -58,8 +59,12 @@ class Layers:
         """Buffers of this rank that are one object with one of a layer on other ranks, and what that one is called."""
         for k in numbers:
             module = _build(layers[k], k, seed)
+            if (part := self._part(k)) is not None:
+                module = cut_module(module, *part, k)
             self.buffers_elsewhere |= shared.elsewhere(k, module)
             self.modules[k] = shared.moved(module, device)
+        if loss is not None and last - 1 in plan.shards():
+            raise OctoPipeError("the loss has parameters of its own, and the plan cuts the head; use a whole head")
         if loss is not None and last - 1 in self.modules:
             self.modules[last] = shared.moved(loss, device)
         take_over(self.modules, world)
@@ -81,6 +86,7 @@ class Layers:
         if self.has_loss:
             self.ranks_of[last] = self.ranks_of[last - 1]
         self._canonical = _merge([t for _, theirs, _ in said for t in theirs], last + self.has_loss)
+        members = self._members()
         self._tie_here()
         self._places = self._registered()
         everything = (inner for module in self.modules.values() for inner in module.modules())
@@ -92,14 +98,12 @@ class Layers:
             for parameter in module.parameters():
                 # The loss's gradients are complete with the last layer's.
                 self._layers_of.setdefault(id(parameter), set()).add(min(k, last - 1))
-        members: dict[str, set[str]] = {}
-        for name, key in self._canonical.items():
-            members.setdefault(key, {key}).add(name)
         self._shared: list[Shared] = []
         for name, parameter in self.named.items():
             key = self._canonical.get(name, name)
             everywhere = {int(n.split(".", 1)[0]) for n in members.get(key, {name})}
-            holders = set().union(*(self.ranks_of[k] for k in everywhere))
+            # A part of a layer that is cut is nobody else's.
+            holders = {world.rank} if self.is_cut(name) else set().union(*(self.ranks_of[k] for k in everywhere))
             self._shared.append(
                 Shared(
                     key=key,
@@ -108,6 +112,38 @@ class Layers:
                     holders=tuple(sorted(holders)),
                 )
             )
+
+    def _part(self, layer: int) -> tuple[int, int] | None:
+        """Which shard of a layer this rank holds; None where it holds the whole."""
+        held = {s.shard for s in self.plan.stages if s.rank == self.world.rank and s.first <= layer < s.stop}
+        if len(held) > 1:
+            raise OctoPipeError(
+                f"rank {self.world.rank} holds several parts of layer {layer}; put its shards on different ranks"
+            )
+        return next(iter(held))
+
+    def is_cut(self, name: str) -> bool:
+        """Whether this rank holds a part of the parameter `layer.name`, and other ranks the others."""
+        layer, _, path = name.partition(".")
+        return path in getattr(self.modules.get(int(layer)), "cut_parameters", ())
+
+    def _members(self) -> dict[str, set[str]]:
+        """Every tie's names, by its first name; refused where the plan cuts only some of their layers."""
+        members: dict[str, set[str]] = {}
+        for name, key in self._canonical.items():
+            members.setdefault(key, {key}).add(name)
+        for names in members.values():
+            numbers = [int(name.split(".", 1)[0]) for name in names]
+            held = {
+                frozenset((s.rank, s.shard) for s in self.plan.stages if s.first <= number < s.stop)
+                for number in numbers
+            }
+            if len(held) > 1 and any(number in self.plan.shards() for number in numbers):
+                raise OctoPipeError(
+                    f"{' and '.join(sorted(names))} are one parameter, but the plan cuts only one of them; cut both on "
+                    "the same ranks, or none (octopipe tune --cut-head does, where it knows that they are tied)"
+                )
+        return members
 
     def _named_now(self) -> dict[str, nn.Parameter]:
         """The parameters that the modules register at this moment, each once."""

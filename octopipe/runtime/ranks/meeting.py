@@ -130,7 +130,7 @@ def _wait_for_port(host: str, port: int, where: str, timeout_s: float) -> None:
             with socket.create_connection((host, port), timeout=max(0.1, min(5.0, end - time.monotonic()))):
                 return
         except socket.gaierror:
-            raise OctoPipeError(f"MASTER_ADDR {host[:80]!r} is no host that this one knows; check the name") from None
+            raise OctoPipeError(f"MASTER_ADDR {host[:80]!r} cannot be resolved to a host; check the name") from None
         except OSError as error:
             why = error.strerror or str(error)
         if time.monotonic() >= end:

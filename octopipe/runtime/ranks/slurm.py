@@ -73,7 +73,7 @@ def first_host(nodes: str) -> str:
     if inside is not None:
         name += re.split(r"[,-]", inside)[0]
     if not name + rest:
-        raise OctoPipeError(f"{nodes[:60]!r} is no list of Slurm nodes; set MASTER_ADDR to the first rank's host")
+        raise OctoPipeError(f"{nodes[:60]!r} is not a list of Slurm nodes; set MASTER_ADDR to the first rank's host")
     return name + rest
 
 

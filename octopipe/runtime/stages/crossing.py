@@ -12,8 +12,9 @@ such a place is refused. What only its own stage can reach is nobody else's busi
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,6 +74,21 @@ def keep_apart(
             things = [(f"layer {j}", ref) for j, ref in layers.items() if j not in own]
             has_loss = number in last and k == len(chain.parts) - 1
             replay.elsewhere = Elsewhere(things, None if has_loss else loss_fn).check if things else None
+
+
+def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Collection[int]]) -> None:
+    """A word about layers that count or keep something and are held by several ranks of the plan."""
+    for chain in chains.values():
+        for stage, _ in chain.parts:
+            holders = sorted(ranks_of.get(stage.first_layer, ()))
+            if len(holders) > 1 and (places := stage.replay.kept()):
+                warnings.warn(
+                    f"{places[0]} changes from forward to forward, and ranks {holders} each hold a copy of its layer: "
+                    "every copy sees its own micro-batches only (buffers are averaged, other things stay apart); plan "
+                    "without copies (--no-copies) where they must be one",
+                    stacklevel=4,
+                )
+                return
 
 
 def known_layers(layers: Sequence[Any] | Mapping[int, Any]) -> dict[int, weakref.ref[nn.Module]]:

@@ -2,10 +2,11 @@
 
 Knows: to find the places (`state.py`): attributes of modules and of other objects, buffers, lists, dicts, sets, queues,
 numpy arrays, variables in closures, arguments' defaults, attributes of a user's classes, global variables that a
-user's function names. Does not know: what forwards do to them.
+user's function names, itself or through functions and modules of the user's that it names. Does not know: what
+forwards do to them.
 
-Not found: iterators and generators half way through, state inside extension libraries, files, global variables that
-are only reached through another function, and whatever lies behind more than `MOST_PLACES` places. A forward that
+Not found: iterators and generators half way through, state inside libraries and installed packages, files, functions
+that are only found by their name in a string, and whatever lies behind more than `MOST_PLACES` places. A forward that
 depends on those is found out by its outputs alone.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +34,8 @@ _LIBRARIES = frozenset(
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
 )  # fmt: skip
 """Packages whose classes and functions keep nothing of a user's in their own namespaces."""
+_PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+"""Where Python's own modules and installed packages are."""
 
 
 def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = ()) -> Snapshot:
@@ -59,6 +63,7 @@ class _Walk:
         self._alive: list[Any] = []
         """Numbers of `_seen` are of living objects."""
         self._classes: set[type] = set()
+        self._modules: set[tuple[int, tuple[str, ...]]] = set()
 
     def box(self, box: Box) -> None:
         if id(box.thing) in self._seen and box.kind not in ("variables", "fields"):
@@ -153,10 +158,25 @@ class _Walk:
             self.value(default, f"a default of {function.__qualname__}")
         if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
-        own = function.__globals__
-        names = [n for n in _named(function.__code__) if n in own and _may_be_state(own[n])]
+        named = tuple(dict.fromkeys(_named(function.__code__)))
+        self._namespace(function.__globals__, named, function.__module__)
+
+    def _namespace(self, own: dict[str, Any], named: tuple[str, ...], module: str | None) -> None:
+        """What code that names these reaches in a module: variables, functions, and other modules of a user's."""
+        here = [n for n in named if n in own]
+        names = tuple(n for n in here if _may_be_state(own[n]))
         if names:
-            self.box(Box("variables", own, f"global of {function.__module__}", tuple(names)))
+            self.box(Box("variables", own, f"global of {module}", names))
+        for value in [own[n] for n in here]:
+            if len(self.found.boxes) > MOST_PLACES:
+                return
+            if isinstance(value, types.FunctionType):
+                self._function(value, value.__qualname__)
+            elif isinstance(value, types.ModuleType) and _is_users(value):
+                key = (id(value), named)
+                if key not in self._modules:
+                    self._modules.add(key)
+                    self._namespace(vars(value), named, value.__name__)
 
     def _class(self, kind: type, label: str) -> None:
         """What a user's class keeps itself, and the functions in it."""
@@ -196,6 +216,12 @@ def _may_be_state(value: Any) -> bool:
     if isinstance(value, (list, dict, set, deque)):
         return len(value) <= MOST_ITEMS
     return isinstance(value, (bool, int, float, Tensor)) or value is None or _is_source(value) or _is_array(value)
+
+
+def _is_users(module: types.ModuleType) -> bool:
+    """Whether a module is neither a library's nor Python's own."""
+    file = getattr(module, "__file__", None) or ""
+    return module.__name__.partition(".")[0] not in _LIBRARIES and bool(file) and not file.startswith(_PYTHONS)
 
 
 def _is_array(value: Any) -> bool:

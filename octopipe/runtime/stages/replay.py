@@ -167,6 +167,11 @@ class Replay:
         """Whether forwards are known to change anything besides their outputs."""
         return bool(self._watch)
 
+    def kept(self) -> list[str]:
+        """Places other than buffers that forwards are known to change."""
+        buffers = {id(m._buffers) for top in self._modules for m in top.modules()}
+        return [box.label for box in self._watch.values() if id(box.thing) not in buffers]
+
     def is_known(self) -> bool:
         """Whether a forward has run while the modules were as they are now (`train()`, `eval()`)."""
         return self._training == [m.training for m in self._modules]

@@ -187,6 +187,8 @@ def switch(
     world = pipe.world
     mine: dict[int, dict[str, Any]] = {}
     problem = _unfinished(pipe)
+    if pipe.plan.shards() or plan.shards():
+        problem = "a layer that is cut over ranks cannot change its plan on the way; save a checkpoint and load it"
     if not problem and isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.owners is not None:
         problem = (
             "the optimizer's state is divided over data-parallel pipelines, and a switch knows one pipeline; "

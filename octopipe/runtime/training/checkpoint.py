@@ -53,6 +53,7 @@ from octopipe.runtime.training.saved_state import (
     put_state,
     settings_by_parameter,
 )
+from octopipe.runtime.training.shard_state import part_of, with_whole_layers
 from octopipe.runtime.training.shelf import (
     ASIDE,
     FORMAT,
@@ -150,7 +151,7 @@ class Saving:
         _agree(pipe, _attempt(lambda: _fresh(self._partial), self._home) if self._leads else "")
         if not writes:
             return
-        contents = _contents(pipe, optimizer, step, elsewhere)
+        contents = with_whole_layers(pipe, _contents(pipe, optimizer, step, elsewhere))
         if not background:
             self._write(contents)
             return
@@ -247,6 +248,7 @@ def load_checkpoint(
         return files[k]
 
     state = {f"{k}.{n}": v for k in pipe.modules() for n, v in loadable(layer(k)["state"]).items()}
+    state = {name: part_of(pipe, name, value) for name, value in state.items()}
     moments: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = []
     if optimizer is not None:
         # A tied parameter's state is kept with its first name: its layer may be another rank's.
@@ -256,13 +258,14 @@ def load_checkpoint(
             if saved is None:
                 raise OctoPipeError(f"{shown(home)}: no optimizer state of {shared.key}; use the same model")
             settings = layer(int(number)).get("settings", {}).get(name, {})
-            moments.append((shared.key, shared.parameter, saved, settings))
+            moments.append((shared.key, shared.parameter, part_of(pipe, shared.key, saved), settings))
         put_settings(optimizer, ((key, p, settings) for key, p, _, settings in moments))
     pipe.load_state_dict(state)
     if isinstance(optimizer, MixedPrecisionOptimizer):
         for shared in pipe.layers.shared():  # the file's values are the masters', not what the weights round to
             number, name = shared.key.split(".", 1)
-            optimizer.set_master(shared.parameter, layer(int(number))["state"][name].to(shared.parameter.device))
+            value = part_of(pipe, shared.key, layer(int(number))["state"][name])
+            optimizer.set_master(shared.parameter, value.to(shared.parameter.device))
     for _, parameter, saved, _ in moments:
         assert optimizer is not None
         put_state(optimizer, parameter, saved)
@@ -332,8 +335,9 @@ def _contents(
             number, name = shared.key.split(".", 1)
             moments.setdefault(int(number), {})[name] = compact(_state_of(optimizer, shared.parameter, elsewhere))
             groups.setdefault(int(number), {})[name] = settings.get(id(shared.parameter), {})
+    cut = pipe.plan.shards()  # every holder has a part, which goes to the writer
     for k, module in pipe.modules().items():
-        if writer[k] == pipe.rank:
+        if writer[k] == pipe.rank or k in cut:
             state, mine = layer_state(k, module, optimizer, elsewhere), moments.get(k, {})
             yield {"layer": k, "step": step, "state": state, "optimizer": mine, "settings": groups.get(k, {})}
 

@@ -77,7 +77,7 @@ def _apart(job: TrainJob, corpora: list[Corpus], tell: Callable[[Any], None]) ->
 
 def _obstacle(job: TrainJob) -> str:
     if isinstance(job.spec, ModelSpec):
-        return "octopipe's own layers know no borders inside a sequence"
+        return "octopipe's own layers cannot keep documents of one sequence apart"
     import torch
 
     return cannot_keep_apart(job.spec.layers(dtype=torch.float32, device="cpu", seed=0))

@@ -150,7 +150,8 @@ def settings_by_parameter(optimizer: torch.optim.Optimizer) -> dict[int, dict[st
     strangers = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if strangers:
         warnings.warn(
-            f"{type(optimizer).__name__} keeps state under {strangers[0]!r}, which is no parameter: it is not kept",
+            f"{type(optimizer).__name__} keeps state under {strangers[0]!r}, which is not a parameter: that state is "
+            "not saved",
             stacklevel=3,
         )
     out: dict[int, dict[str, Any]] = {}

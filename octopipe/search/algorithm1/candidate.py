@@ -91,6 +91,10 @@ class Candidate:
         return self.step_ms - excess_ms(self.timeline.busy_ms)
 
 
+class TooSlow(Exception):
+    """An order that is being derived cannot end before the cutoff any more."""
+
+
 def excess_ms(loads_ms: Floats) -> float:
     """How much more than the mean the busiest rank works."""
     return float(loads_ms.max() - loads_ms.mean())
@@ -267,18 +271,23 @@ class Desk:
         return recomputing(replace(st, stages=stages, prices=self.price(stages, st.routes, st.route_of)))
 
     def arranged(
-        self, st: State, keys: Floats, *, flight: int | None = None, wait_ms: float = 0.0, overrun: float = 1.0
-    ) -> State | None:
+        self, st: State, keys: Floats, *, flight: int | None = None, wait_ms: float = 0.0, overrun: float = 1.0,
+        cutoff_ms: float = np.inf,
+    ) -> State | None:  # fmt: skip
         """The chain with orders by list scheduling under these keys [F or I, stage, micro_batch]; None where the
-        scheduler gets stuck."""
-        p, n, most = st.prices, len(st.stages), self.num_micro_batches
+        scheduler gets stuck. Raises TooSlow where it would take longer than the cutoff."""
+        p, most = st.prices, self.num_micro_batches
         again = np.array([bool(s.recompute) for s in st.stages])
-        size = 4 * n * most
+        # The busiest rank's F, R, I and W.
+        size = 4 * int(np.bincount(p.rank).max()) * most
         out = np.zeros((self.num_ranks, size, 3), np.int32)
         lengths = arrange(
             size, np.ascontiguousarray(keys), most if flight is None else flight, wait_ms, overrun, again, p.ms, p.rank,
-            p.forward_ms, p.gradient_ms, p.kept, p.held, p.stash, p.work, p.static, self.capacity, out,
+            p.forward_ms, p.gradient_ms, p.kept, p.held, p.stash, p.work, p.static, self.capacity,
+            cutoff_ms, out,
         )  # fmt: skip
+        if lengths[0] == -2:
+            raise TooSlow
         if lengths[0] < 0:
             return None
         ops = np.concatenate([out[r, : lengths[r]] for r in range(self.num_ranks)])

@@ -106,10 +106,11 @@ def replay(  # type: ignore[no-untyped-def]
 @njit
 def arrange(  # type: ignore[no-untyped-def]
     size, keys, flight, wait_ms, overrun, recomputes, ms, rank, forward_ms, gradient_ms, kept, held, stash, work,
-    static, capacity, out,
+    static, capacity, cutoff_ms, out,
 ):  # fmt: skip
-    """Orders of a chain of stages by list scheduling, written to out[rank]; returns their lengths, or none at all (the
-    first is -1) where it gets stuck. Micro-batches pass every stage in the order of their numbers.
+    """Orders of a chain of stages by list scheduling, written to out[rank]; returns their lengths, or none at all: the
+    first is -1 where it gets stuck, -2 where some rank cannot end before the cutoff any more. Micro-batches pass every
+    stage in the order of their numbers.
 
     keys[0 or 1, stage, micro_batch]: of F and of I. `flight`: most micro-batches under way. `wait_ms`: how long a rank
     waits for an op of smaller key. `overrun`: share of a W that may stick out of the gap it fills.
@@ -129,16 +130,37 @@ def arrange(  # type: ignore[no-untyped-def]
             # What R brings back must always find its place.
             for m in range(micro_batches):
                 room[rank[s]] = max(room[rank[s]], held[s, m] - kept[s, m])
+    # The stages of every rank, one rank after the other.
+    listed, begin_of = np.zeros(stages, np.int64), np.zeros(ranks + 1, np.int64)
+    count = 0
+    for r in range(ranks):
+        for s in range(stages):
+            if rank[s] == r:
+                listed[count] = s
+                count += 1
+        begin_of[r + 1] = count
+    # What every rank has left to do: with its clock, the earliest time at which it can end.
+    undone = np.zeros(ranks)
+    for s in range(stages):
+        for m in range(micro_batches):
+            undone[rank[s]] += ms[F, s, m] + ms[I, s, m] + ms[W, s, m]
+    # What every rank would do next; decided again only where something it depends on has changed.
+    next_at, next_stage, next_kind = np.full(ranks, np.inf), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    decided = np.zeros(ranks, np.bool_)
     left = 2 * stages * micro_batches
     while left > 0:
         # The rank whose next op starts first decides first: what others do later cannot arrive before.
         best_at, who, what, kind = np.inf, -1, -1, -1
         for r in range(ranks):
+            if decided[r]:
+                if next_at[r] < best_at:
+                    best_at, who, what, kind = next_at[r], r, next_stage[r], next_kind[r]
+                continue
+            decided[r] = True
             key, at, s_of, k_of = np.inf, np.inf, -1, -1
             for turn in range(2):
-                for s in range(stages):
-                    if rank[s] != r:
-                        continue
+                for place in range(begin_of[r], begin_of[r + 1]):
+                    s = listed[place]
                     for k in range(2):
                         m = f_next[s] if k == 0 else i_next[s]
                         if m >= micro_batches:
@@ -182,13 +204,16 @@ def arrange(  # type: ignore[no-untyped-def]
                 took = ms[W, w_stage[r, w_head[r]], w_batch[r, w_head[r]]]
                 if begins - clock[r] > 1e-9 and begins - clock[r] >= (1.0 - overrun) * took:
                     begins, s_of, k_of = clock[r], -1, 2
+            next_at[r], next_stage[r], next_kind[r] = begins, s_of, k_of
             if begins < best_at:
                 best_at, who, what, kind = begins, r, s_of, k_of
         if who < 0:
             length[0] = -1
             return length
         r = who
+        decided[r] = False
         if kind == 2:
+            undone[r] -= ms[W, w_stage[r, w_head[r]], w_batch[r, w_head[r]]]
             _weight(r, ms, stash, used, clock, w_stage, w_batch, w_head, out, length)
             continue
         s = what
@@ -204,6 +229,7 @@ def arrange(  # type: ignore[no-untyped-def]
             takes = held[s, m] - kept[s, m] if recomputes[s] else 0.0
         reserve = room[r] if kind == 0 else 0.0
         while used[r] + takes + work[s] + reserve > capacity[r] and w_head[r] < w_tail[r] and takes > 0.0:
+            undone[r] -= ms[W, w_stage[r, w_head[r]], w_batch[r, w_head[r]]]
             _weight(r, ms, stash, used, clock, w_stage, w_batch, w_head, out, length)
         if used[r] + takes + work[s] > capacity[r] and takes > 0.0:
             length[0] = -1
@@ -217,6 +243,10 @@ def arrange(  # type: ignore[no-untyped-def]
         code = F if kind == 0 else I
         now = begins + ms[code, s, m]
         clock[r] = now
+        undone[r] -= ms[code, s, m]
+        if now + undone[r] > cutoff_ms:
+            length[0] = -2
+            return length
         out[r, length[r], 0], out[r, length[r], 1], out[r, length[r], 2] = s, code, m
         length[r] += 1
         left -= 1
@@ -227,6 +257,7 @@ def arrange(  # type: ignore[no-untyped-def]
                     now = max(now, channel[r, rank[s + 1]]) + forward_ms[s, m]
                     channel[r, rank[s + 1]] = now
                 f_at[s + 1, m] = now
+                decided[rank[s + 1]] = False
             else:
                 i_at[s, m] = now
         else:
@@ -239,6 +270,7 @@ def arrange(  # type: ignore[no-untyped-def]
                     now = max(now, channel[r, rank[s - 1]]) + gradient_ms[s, m]
                     channel[r, rank[s - 1]] = now
                 i_at[s - 1, m] = now
+                decided[rank[s - 1]] = False
     for r in range(ranks):
         while w_head[r] < w_tail[r]:
             _weight(r, ms, stash, used, clock, w_stage, w_batch, w_head, out, length)

@@ -68,7 +68,10 @@ def _orders(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[st
             # Gradients a little sooner or later against forwards.
             name, base = "shift I against F", keys + np.array([0.0, lot.gauss(0.0, 2.0 * longest)])[:, None, None]
         wait, overrun = lot.choice((0.0, 0.0, 0.1, 0.3)) * longest, lot.choice((1.0, 1.0, 0.5, 0.0))
-        yield from ((name, order) for order in derived(desk, now.state, base, wait_ms=wait, overrun=overrun))
+        yield from (
+            (name, order)
+            for order in derived(desk, now.state, base, wait_ms=wait, overrun=overrun, cutoff_ms=now.step_ms)
+        )
 
 
 def _recomputations(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[tuple[str, State]]:
@@ -95,7 +98,7 @@ def _recomputations(desk: Desk, now: Candidate, lot: random.Random) -> Iterator[
             continue
         moved = desk.restaged(st, stages_of(st.bounds, st.prices.rank.tolist(), then))
         yield name, moved
-        yield from ((name, order) for order in derived(desk, moved, keys))
+        yield from ((name, order) for order in derived(desk, moved, keys, cutoff_ms=now.step_ms))
 
 
 class _Waits:
@@ -192,4 +195,4 @@ class _Waits:
         keys = keys_of(self.state, self.spans.start_ms)
         row, stage, batch = (0 if self.spans.kind[x] == F else 1), self.spans.stage[x], self.spans.micro_batch[x]
         keys[row, stage, batch] = self.spans.start_ms[y] - _TINY
-        yield from ((name, order) for order in derived(self.desk, self.state, keys))
+        yield from ((name, order) for order in derived(self.desk, self.state, keys, cutoff_ms=self.timeline.step_ms))

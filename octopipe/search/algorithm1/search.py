@@ -5,8 +5,8 @@ Each iteration reads the current plan's bubbles and tunes one phase:
 - else boundary bubbles exceed residual bubbles: placement (placement.py);
 - else: schedule (schedule.py).
 
-An iteration judges a few dozen of the phase's moves and takes the best one; migrations repeat until none helps.
-What the paper leaves open, and our reading of it:
+An iteration judges a few of the phase's moves and takes the best one: of the partition phase it is one migration that
+is evaluated again, as the paper's counts of iterations (Table IV) show. What the paper leaves open, and our reading:
 - idle times are those of a step, so the layer's time is that of all micro-batches (no migration can shift less);
 - a phase that finds nothing better hands over to the next one until the plan changes;
 - a placement is judged by the step time less the imbalance it leaves: the partition phase comes next and mends that;
@@ -207,13 +207,13 @@ class IterativeSearch:
                 self.spent.add(phase)
             else:
                 now = then
-                # The partition phase went on until nothing was better.
-                self.spent = {phase} if phase == "partition" else set()
+                self.spent = set()
                 if then.step_ms < here.step_ms * (1 - self.settings.better):
                     here, stale = then, 0
                     self._keep(then)
             self.log.append(Step(self.iteration, self.elapsed(), phase, move, before, now.step_ms, self.best.step_ms))
-            away = 0 if now is here else away + 1
+            # Iterations that mend the plan step by step are not lost ones.
+            away = 0 if now is here else away + (then is None or phase == "placement")
             if now is here:
                 spent_here = set(self.spent)
             elif len(self.spent) == len(self.phases) or away >= self.settings.returns:
@@ -263,32 +263,24 @@ class IterativeSearch:
         return "nothing better", None
 
     def _migrate(self, now: Candidate) -> tuple[str, Candidate | None]:
-        """Migrations, each the best of its round, until no better partition is found."""
+        """The best of a few migrations, where that is better than no migration."""
         desk, st, ms = self.desk, now.state, now.step_ms
-        names: list[str] = []
         if not st.chain:
             return "nothing better", None
-        while len(names) < self.settings.migration_rounds and not self.late():
-            chosen: tuple[str, State] | None = None
-            # Orders stay as they are; where the schedule phase is on they may also be derived anew from their times.
-            keys = keys_of(st, desk.time(st)[2]) if "schedule" in self.phases else None
-            for move, moved in partition.migrations(desk, st, self.lot):
-                for order in (moved, *(derived(desk, moved, keys) if keys is not None else ())):
-                    then_ms, fitting = desk.judge(order, ms)
-                    if then_ms < ms * (1 - self.settings.better):
-                        ms, chosen = then_ms, (move, fitting)
-                if self.late():
-                    break
-            if chosen is None:
+        chosen: tuple[str, State] | None = None
+        # Orders stay as they are; where the schedule phase is on they may also be derived anew from their times.
+        keys = keys_of(st, now.timeline.spans.start_ms) if "schedule" in self.phases else None
+        for move, moved in partition.migrations(desk, st, self.lot):
+            for order in (moved, *(derived(desk, moved, keys, cutoff_ms=ms) if keys is not None else ())):
+                then_ms, fitting = desk.judge(order, ms)
+                if then_ms < ms * (1 - self.settings.better):
+                    ms, chosen = then_ms, (move, fitting)
+            if self.late():
                 break
-            names.append(chosen[0])
-            st = chosen[1]
-        if not names:
+        then = None if chosen is None else desk.view(chosen[1])
+        if chosen is None or then is None or then.step_ms >= now.step_ms * (1 - self.settings.better):
             return "nothing better", None
-        then = desk.view(st)
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        better = then is not None and then.step_ms < now.step_ms * (1 - self.settings.better)
-        return names[0] + more, then if better else None
+        return chosen[0], then
 
     def _report(self, phase: str) -> None:
         best = self.best

@@ -12,45 +12,43 @@ from dataclasses import dataclass
 class Settings:
     """Every count, share and threshold of the paper's tuner."""
 
-    patience: int = 60
+    patience: int = 240
     """Iterations without a better plan after which a start is given up."""
     returns: int = 4
-    """Iterations away from the best plan after which the search goes back to it."""
+    """Iterations away from the best plan that mend nothing, after which the search goes back to it."""
     better: float = 1e-9
     """Step times closer than this share are equal."""
     most_stages: int = 8
     """Stages a rank may hold on average."""
-    migration_rounds: int = 12
-    """Most migrations in one iteration of the partition phase."""
-    migrations: int = 20
-    """Migrations judged in a round, the most even first."""
+    migrations: int = 8
+    """Migrations judged in an iteration of the partition phase, the most even first."""
     reach: int = 6
     """Stage boundaries that slide together."""
-    paired: int = 24
+    paired: int = 12
     """Single migrations that are tried together with every other."""
     spread: float = 0.05
     """Weight of the spread of all ranks' loads beside the largest one."""
-    dispersions: int = 8
+    dispersions: int = 4
     """Stages dispersed in an iteration of the placement phase, each in a few ways."""
-    refinements: int = 3
+    refinements: int = 1
     """Ways to disperse every stage at once that are judged in an iteration."""
-    exchanges: int = 8
+    exchanges: int = 2
     """Pairs of layers exchanged in an iteration."""
     comparable: float = 0.25
     """Ranks whose work differs by no more than this share of the mean are comparable."""
     placement_slack: float = 1.15
     """No placement may slow the best plan by more than this, whatever balancing promises."""
-    advances: int = 10
+    advances: int = 4
     """Advances of F and I judged in an iteration of the schedule phase."""
-    insertions: int = 8
+    insertions: int = 3
     """Ops inserted into bubbles, judged in an iteration."""
-    delays: int = 4
+    delays: int = 2
     """W moved to later bubbles, judged in an iteration."""
-    rules: int = 4
+    rules: int = 1
     """Whole orders derived anew (F and I as early as may be, W into gaps), judged in an iteration."""
     recomputations: int = 6
     """Changes of what is recomputed, judged in an iteration under a memory limit."""
-    bubbles: int = 6
+    bubbles: int = 4
     """Longest bubbles that are looked into."""
     depth: int = 40
     """Most delays followed back from one op."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from octopipe.plans.plan import B, F, I, Stage, W
-from octopipe.search.algorithm1.candidate import Desk, Floats, State, recomputing
+from octopipe.search.algorithm1.candidate import Desk, Floats, State, TooSlow, recomputing
 
 Keys = tuple[float, float, float, float, float]
 
@@ -134,8 +134,11 @@ def even_cuts(work: Floats, first: int, stop: int, ways: int) -> list[int]:
     return [*cuts, stop]
 
 
-def derived(desk: Desk, st: State, keys: Floats, *, wait_ms: float = 0.0, overrun: float = 1.0) -> Iterator[State]:
-    """Orders of the chain by list scheduling; under a memory limit with fewer micro-batches under way as well."""
+def derived(
+    desk: Desk, st: State, keys: Floats, *, wait_ms: float = 0.0, overrun: float = 1.0, cutoff_ms: float = np.inf
+) -> Iterator[State]:
+    """Orders of the chain by list scheduling; under a memory limit with fewer micro-batches under way as well. Those
+    that would take longer than the cutoff are left out."""
     most = desk.num_micro_batches
     flights = [most]
     if desk.has_limit:
@@ -147,9 +150,12 @@ def derived(desk: Desk, st: State, keys: Floats, *, wait_ms: float = 0.0, overru
         flights = sorted({most, min(2 * safe, most), min(safe + 1, most), safe, max(1, safe - 1), 1}, reverse=True)
     found = 0
     for flight in flights:
-        new = desk.arranged(st, keys, flight=flight, wait_ms=wait_ms, overrun=overrun)
+        try:
+            new = desk.arranged(st, keys, flight=flight, wait_ms=wait_ms, overrun=overrun, cutoff_ms=cutoff_ms)
+        except TooSlow:
+            new, found = None, found + 1
         if new is not None:
             yield new
             found += 1
-            if found == 2:
-                return
+        if found >= 2:
+            return

@@ -15,18 +15,35 @@ from octopipe.search.planner.megatron_line import megatron_line
 from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
 
+TITAN_CONFIGS = {
+    "llama3-8b": ("llama3", "llama3_8b"),
+    "llama3-70b": ("llama3", "llama3_70b"),
+    "llama3.1-405b": ("llama3", "llama3_405b"),
+    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+    "gpt-oss-20b": ("gpt_oss", "gpt_oss_20b"),
+    "gpt-oss-120b": ("gpt_oss", "gpt_oss_120b"),
+    "qwen3-14b": ("qwen3", "qwen3_14b"),
+    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
+    "qwen3-32b": ("qwen3", "qwen3_32b"),
+}
+"""Models that torchtitan has a config of: its module and config, at the version `runtimes.py` names."""
 Line = Callable[[Candidate, ModelSpec, str, str | None], str]
 """(split, model, the model as the user named it, the plan's file) -> a command; raises where there is none."""
 
 
-def torchrun(candidate: Candidate) -> str:
-    """The launcher's part: as many processes a node as the node has GPUs."""
+def nodes_of(candidate: Candidate) -> tuple[int, int]:
+    """Nodes, and GPUs on each."""
     setup = candidate.setup
     assert setup.gpu is not None
     per_node = min(setup.gpus_per_node or setup.gpu.gpus_per_node, setup.num_gpus)
     # A rack of 64 on one fast network is made of trays of four.
     per_node = 4 if per_node > 8 and setup.num_gpus % 4 == 0 else per_node
-    nodes = -(-setup.num_gpus // per_node)
+    return -(-setup.num_gpus // per_node), per_node
+
+
+def torchrun(candidate: Candidate) -> str:
+    """The launcher's part: as many processes a node as the node has GPUs."""
+    nodes, per_node = nodes_of(candidate)
     where = "" if nodes == 1 else f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
     return f"torchrun{where} --nproc-per-node {per_node}"
 
@@ -130,10 +147,10 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         flags += ["--parallelism.pipeline_parallel_schedule _PipelineScheduleRuntime"]
         flags += ["--parallelism.pipeline_parallel_schedule_csv schedule.csv"]
     note = f"; {recomputed(candidate)}: choose it in the config" if setup.recompute != "none" else ""
-    names = "MODULE=<family> CONFIG=<config>"
-    return (
-        f"{before}{names} {torchrun(candidate)} -m torchtitan.train {' '.join(flags)}  # your config of {model}{note}"
-    )
+    module, config = TITAN_CONFIGS.get(spec.name, ("${MODULE}", "${CONFIG}"))
+    about = f"your config of {model}" if module == "${MODULE}" else f"torchtitan's own config of {model}"
+    start = f"{torchrun(candidate)} -m torchtitan.train --module {module} --config {config}"
+    return f"{before}{start} {' '.join(flags)}  # {about}{note}"
 
 
 def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:

@@ -37,23 +37,30 @@ class Estimate:
 
 
 def estimate(
-    price: Price, pp: int, chunks: int, micro_batches: int, *, modes: tuple[str, ...] = ("none", "selective", "full")
+    price: Price,
+    pp: int,
+    chunks: int,
+    micro_batches: int,
+    *,
+    modes: tuple[str, ...] = ("none", "selective", "full"),
+    pairs: bool = False,
 ) -> Estimate:
-    """The least recomputation that fits, and what the step then takes; the leanest where nothing fits."""
+    """The least recomputation that fits, and what the step then takes; the leanest where nothing fits. `pairs`: a tuned
+    plan may hide the experts' exchange behind compute."""
     if "full" in modes and len(modes) > 1:
         # Most splits of a large model do not fit at all: ask the leanest first.
-        leanest = _under(price("full"), "full", pp, chunks, micro_batches)
+        leanest = _under(price("full"), "full", pp, chunks, micro_batches, pairs)
         if not leanest.fits:
             return leanest
     best: Estimate | None = None
     for mode in modes:
-        best = _under(price(mode), mode, pp, chunks, micro_batches)
+        best = _under(price(mode), mode, pp, chunks, micro_batches, pairs)
         if best.fits:
             break
     assert best is not None
     if best.fits and best.recompute == "full" and len(modes) > 1:
         # Between selective and all layers, memory and time are taken as straight lines.
-        lean = _under(price("selective"), "selective", pp, chunks, micro_batches)
+        lean = _under(price("selective"), "selective", pp, chunks, micro_batches, pairs)
         if lean.peak_gib > best.limit_gib > best.peak_gib:
             share = min(1.0, (lean.peak_gib - best.limit_gib) / (lean.peak_gib - best.peak_gib) + 1.0 / (1 + chunks))
             if share < 1.0:
@@ -88,7 +95,19 @@ def evenest_ms(layer_ms: np.ndarray, slowdowns: np.ndarray) -> float:
     return float(loads.max())
 
 
-def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int) -> Estimate:
+def paired_ms(costs: CostTable) -> np.ndarray:
+    """Per layer: F, I and W where every exchange runs behind compute of another micro-batch, which it slows down."""
+    if costs.segments is None:
+        return costs.layer_ms
+    segments = costs.segments
+    exchange = costs.forward_ms * segments.share("F", "exchange") + costs.input_ms * segments.share("I", "exchange")
+    compute = costs.layer_ms - exchange
+    # Beside an exchange, compute gets on at 1 / (1 + slows_compute) of its pace.
+    behind = exchange / (1.0 + segments.slows_compute)
+    return np.where(compute >= behind, exchange + compute - behind, exchange)
+
+
+def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int, pairs: bool = False) -> Estimate:
     sizes = np.array(even_sizes(costs, pp * chunks))
     edges = np.concatenate(([0], np.cumsum(sizes)))
     rank_of = np.arange(pp * chunks) % pp
@@ -124,7 +143,8 @@ def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int) -> Estimat
         after = after + 2 * (n - 1) / n * per_rank(costs.gradient_bytes) * costs.reduction.ms_per_byte
     step = makespan + float(after.max())
     fill = (pp - 1) * (float(stage.mean()) + 2 * hop)
-    tuned = m * evenest_ms(costs.layer_ms, slow) + fill + float(after.max())
+    layer_ms = paired_ms(costs) if pairs else costs.layer_ms
+    tuned = m * evenest_ms(layer_ms, slow) + fill + float(after.max())
     return Estimate(
         step_ms=step,
         tuned_ms=min(step, tuned),

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
+from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.segments import together_ms
@@ -23,7 +25,6 @@ from octopipe.search.planner.estimate import Estimate, estimate
 from octopipe.search.planner.splits import Split, least_state_bytes
 from octopipe.search.recompute import least_recomputing, plan_under, recomputing
 from octopipe.search.systems import build_plan
-from octopipe.simulation.bounds.bounds import lanes_of
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, Timeline
 
@@ -95,17 +96,19 @@ class Pricer:
         global_batch: int,
         *,
         recompute_ops: bool = False,
+        pairs: bool = False,
         overlaps: tuple[str, ...] = (),
     ):
-        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `overlaps`: the schedules in
-        which experts' exchanges run behind computation."""
+        """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `pairs`: an order may hold pairs
+        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other.
+        `overlaps`: the published schedules that the runtime runs with such pairs."""
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
-        self.overlaps = overlaps
+        self.pairs, self.overlaps = pairs or bool(overlaps), overlaps
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
         self._known: dict[Setup, CostTable] = {}
-        self._work: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
         setup = split.setup(self.base, self.global_batch)
@@ -117,29 +120,49 @@ class Pricer:
     def bound_ms(self, split: Split) -> float:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        # Without ZeRO-3 a layer's time does not depend on how many ranks and replicas there are.
-        # ZeRO-3's gathers can only add to it.
-        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep)
+        # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
+        # gathers and reductions.
+        among = (split.zero, split.dp) if split.zero >= 2 else ()
+        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
         if key not in self._work:
-            costs = self.costs(replace(split, zero=0))
-            lanes = lanes_of(costs) if self.overlaps else [costs]
-            work = max(float(lane.layer_ms.sum()) for lane in lanes)
-            self._work[key] = work, float(min(costs.slowdown(r) for r in range(split.pp)))
-        work, fastest = self._work[key]
-        return fastest * (m * work / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+            self._work[key] = self._least_work(split)
+        work, lane, fastest = self._work[key]
+        # One micro-batch's way has nothing to hide behind; all of them together do.
+        return fastest * (m * lane / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+
+    def _least_work(self, split: Split) -> tuple[float, float, float]:
+        """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
+        it where ops do not run in pairs), and the fastest rank's slowdown."""
+        if self.base.nodes:
+            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0))
+            work = float(costs.layer_ms.sum())
+            return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
+        setup = split.setup(self.base, self.global_batch)
+        setup = setup if split.zero >= 2 else replace(setup, zero=0)
+        layers = price_layers(self.spec, Pricing.of(setup))[0]
+        work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
+        rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
+        exchange = sum(ms for lane, ms in rows if lane == "exchange")
+        return work, max(work - exchange, exchange) if self.pairs else work, 1.0
 
     def may_fit(self, split: Split) -> bool:
-        """Is there room for the state alone?"""
+        """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        return least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes) < limit
+        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes)
+        m = self.global_batch // (split.dp * split.micro_batch_size)
+        tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
+        width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
+        # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
+        kept = 2.0 * tokens * width * (self.spec.num_layers - 2) * min(m, split.pp) / split.pp
+        return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes)
-        if self.overlaps and split.ep > 1 and split.pp > 1 and found.fits:
+        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes, pairs=self.pairs)
+        interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
+        if interleaved and split.ep > 1 and split.pp > 1 and found.fits:
             hidden = estimate(lambda *how: exchange_hidden(self.costs(split, *how)), split.pp, split.vp, m, modes=modes)
-            interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
-            found = replace(found, step_ms=hidden.step_ms if interleaved else found.step_ms, tuned_ms=hidden.tuned_ms)
+            found = replace(found, step_ms=hidden.step_ms, tuned_ms=min(found.tuned_ms, hidden.tuned_ms))
         return self._candidate(split, self.costs(split), "estimated", found)
 
     def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
@@ -174,17 +197,24 @@ class Pricer:
         system = "interleaved" if split.vp > 1 else "1f1b"
         options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
 
-        def build(costs: CostTable) -> Plan:
-            return build_plan(system, costs, split.pp, m, **options)
+        def build(costs: CostTable, micro_batches: int = m) -> Plan:
+            return build_plan(system, costs, split.pp, micro_batches, **options)
 
         if self.recompute_ops:
             costs = self.costs(split)
             plan = build(costs)
             if recompute != "none":
                 plan = recomputing(plan) if recompute == "full" else least_recomputing(plan, costs)
-        else:
+            return self.of_plan(split, plan, costs, system)
+        # A rank holds no more activations after three rounds than it does after any number of them: how much must be
+        # recomputed is found on a short step.
+        short = min(m, 3 * split.pp)
+        _, costs = plan_under(recompute, lambda c: build(c, short), lambda *how: self.costs(split, *how))
+        found = self.of_plan(split, build(costs), costs, system)
+        if not found.fits and recompute == "auto" and short < m:
             plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
-        return self.of_plan(split, plan, costs, system)
+            found = self.of_plan(split, plan, costs, system)
+        return found
 
     def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:
         """The split under a published schedule; None where it does not apply or fit."""

@@ -11,9 +11,12 @@ from typing import Any
 
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
+from octopipe.search.planner.budget import Budget
+from octopipe.search.planner.errors import expected_error
+from octopipe.search.planner.judging import judge, modes_of
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
-from octopipe.search.planner.search import Found, judge, modes_of
+from octopipe.search.planner.search import Found
 from octopipe.search.planner.splits import splits
 from octopipe.search.planner.why import why
 
@@ -33,6 +36,7 @@ def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[
         "title": f"{spec.name} on {setup.words()}",
         "gpus": setup.num_gpus,
         "global_batch": setup.global_batch,
+        "expected_error": expected_error(setup),
         "words": words,
         "candidates": out,
         "scaling": scaling,
@@ -69,19 +73,20 @@ def scaled(
     if base.nodes:
         return rows
     open_ones = {k: v for k, v in (fixed or {}).items() if k not in ("dp", "pp")}
-    until = time.monotonic() + budget_s
+    until, longest = time.monotonic() + budget_s, 0.0
     for share in STEPS:
-        count = int(gpus * share)
-        if count < 1 or count == gpus or time.monotonic() > until:
+        count, began = int(gpus * share), time.monotonic()
+        if count < 1 or count == gpus or began + longest > until:
             continue
         pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
-        modes = modes_of("auto", runtime)
-        kept, *_ = judge(pricer, every, modes, lambda words: None, cpu_s=budget_s / (2 * len(STEPS)))
+        judging = Budget(seconds=budget_s / (2 * len(STEPS)))
+        kept, *_ = judge(pricer, every, modes_of("auto", runtime), lambda words: None, over=judging.over)
         if not kept:
             rows.append({"gpus": count, "fits": False})
             continue
         rows.append(_point(count, pricer.simulated(kept[0].split)))
+        longest = max(longest, time.monotonic() - began)
     return sorted(rows, key=lambda row: row["gpus"])
 
 

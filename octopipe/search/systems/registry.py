@@ -117,7 +117,7 @@ def _load_all() -> None:
             point.load()
         except Exception as error:
             raise OctoPipeError(
-                f"the systems plug-in {point.name} ({point.value}) fails to load: {error}; mend or uninstall it"
+                f"the systems plug-in {point.name} ({point.value}) fails to load: {error}; fix or uninstall it"
             ) from error
 
 

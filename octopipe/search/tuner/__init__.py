@@ -57,23 +57,29 @@ def tune(
     progress: Callback | None = None,
     recompute: bool = True,
     copies: bool | None = None,
+    cut_head: bool = False,
     phases: Sequence[str] = PHASES,
     target: Target = "octopipe",
 ) -> TuneResult:
     """The fastest plan found within the budget; it always fits in memory.
 
-    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")? Left
-    open they may where the costs know weights; without, copies would cost nothing. `phases`: those of Algorithm 1 that
-    are on (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only
-    what it can run is searched (see restricted.py), with method "best". `TuneResult.plans` says which plans the bound
-    and `optimal` speak of. `iterations` (moves per lane; of method "exact" the solver's conflicts) instead of time
-    makes the plan, to its last byte on disk, depend on the seed alone: on any machine, with any number of workers.
+    `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
+    Left open they may where the costs know weights; without, copies would cost nothing. `cut_head`: may the head,
+    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `phases`:
+    those of Algorithm 1 that are on (methods "octopipe" and "random"). `target`: the runtime that is to run the
+    plan; for another than ours only what it can run is searched (see restricted.py), with method "best".
+    `TuneResult.plans` says which plans the bound and `optimal` speak of. `iterations` (moves per lane; of method
+    "exact" the solver's conflicts) instead of time makes the plan, to its last byte on disk, depend on the seed
+    alone: on any machine, with any number of workers.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
     if tuple(phases) != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     notes = []
+    if cut_head and (method != "best" or target != "octopipe"):
+        who = f"method {method}" if method != "best" else f"the runtime of --for {target}"
+        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out, or use --method best for octopipe")
     if target != "octopipe":
         if target not in TARGETS or method != "best" or robust:
             known = f"one of {', '.join(TARGETS)}"
@@ -90,12 +96,14 @@ def tune(
             "time in the profile; start from a plan that does not"
         )
     if recompute and unlike:
-        recompute = False
+        # The other methods know recomputation of every stage or of none.
+        recompute = method == "best" and len(unlike) < costs.num_layers
         which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
-        notes.append(f"nothing is recomputed: {which} did something else when run a second time in the profile")
+        what = "no stage with them" if recompute and len(unlike) > 1 else "no stage with it" if recompute else "nothing"
+        notes.append(f"{what} is recomputed: {which} did something else when run a second time in the profile")
     compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
-    plans = PlanClass(recompute=recompute, copies=copies and method == "best")
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head)
     bound_name, bound = lower_bound(*setting, *plans)
     began = time.monotonic()
     optimal = False
@@ -107,7 +115,8 @@ def tune(
         found, optimal = solved.found, solved.optimal and not costs.exchanges
         if costs.exchanges:
             notes.append(
-                "the exact method knows no pairs: it proves nothing about plans that hide the experts' exchange"
+                "the exact method does not consider pairs: it proves nothing about plans that hide the experts' "
+                "exchange"
             )
         elif solved.lower_bound_ms > bound and not plans.copies:
             bound_name, bound = "CP-SAT", solved.lower_bound_ms
@@ -120,6 +129,8 @@ def tune(
         plain = costs.replace(segments=None) if pairs else costs
         if pairs:
             common["budget_s"] = budget_s * (1.0 - SETTINGS.pairs)
+        if cut_head:
+            common["budget_s"] *= 1.0 - SETTINGS.cut_head
         found = Search(
             plain, num_ranks, num_micro_batches, workers=workers, iterations=iterations, copies=copies,
             lower_bound_ms=bound, jitter=jitter, **common,
@@ -128,6 +139,21 @@ def tune(
             found = with_pairs(
                 found, *setting, budget_s=budget_s * SETTINGS.pairs, seed=seed, iterations=iterations, copies=copies
             )
+        if cut_head and not found.interrupted:
+            from octopipe.search.graphs.choose import with_cut_head  # which uses parts of this package
+
+            def search_chain(chain: CostTable, seconds: float) -> Found:
+                return Search(
+                    chain, num_ranks, num_micro_batches, budget_s=seconds, seed=seed, workers=workers,
+                    iterations=iterations, copies=False, recompute=False, progress=progress,
+                    lower_bound_ms=lower_bound(chain, num_ranks, num_micro_batches, False).ms,
+                ).run()  # fmt: skip
+
+            found, whole_ms = with_cut_head(
+                found, *setting, budget_s=budget_s * SETTINGS.cut_head, seed=seed, iterations=iterations,
+                lower_bound_ms=bound, progress=progress, search_chain=search_chain, workers=workers,
+            )  # fmt: skip
+            notes.append(_cut_words(found.plan, found.timeline.step_ms, whole_ms))
     else:
         search = IterativeSearch if method == "octopipe" else RandomSearch
         found = search(*setting, iterations=iterations, lower_bound_ms=bound, phases=phases, **common).run()
@@ -135,7 +161,7 @@ def tune(
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
-    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops and not chosen.pairs
+    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops and not chosen.pairs and not chosen.forks
     if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after, cut_short = _hide(chosen, timeline, costs, budget_s, iterations, seed)
         found = replace(found, interrupted=cut_short)
@@ -210,6 +236,18 @@ def _copies_would_help(systems: Mapping[str, float], step_ms: float) -> list[str
     ]
 
 
+def _cut_words(plan: Plan, step_ms: float, whole_ms: float) -> str:
+    """What cutting the head has brought."""
+    ranks = plan.shards().get(plan.num_layers - 1, ())
+    if not ranks:
+        return f"no plan with a cut head was faster than the one with a whole head ({whole_ms:.2f} ms)"
+    what = "head and embedding are" if 0 in plan.shards() else "the head is"
+    return (
+        f"{what} cut into {len(ranks)} shards on ranks {', '.join(map(str, sorted(ranks)))}: "
+        f"{whole_ms / step_ms:.3f}x the speed of the best plan found with a whole head ({whole_ms:.2f} ms)"
+    )
+
+
 def _row(step: Step, *, counted: bool) -> dict[str, Any]:
     """A line of the search as a plan keeps it; where moves are counted, when it was made says nothing about it."""
     row = step.as_dict()
@@ -221,7 +259,11 @@ def _row(step: Step, *, counted: bool) -> dict[str, Any]:
 def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
     """The class, widened to hold this plan."""
     recomputes = any(s.recompute for s in plan.stages)
-    return PlanClass(recompute=plans.recompute or recomputes, copies=plans.copies or bool(plan.replicas()))
+    return PlanClass(
+        recompute=plans.recompute or recomputes,
+        copies=plans.copies or bool(plan.replicas()),
+        cuts_head=plans.cuts_head or plan.forks,
+    )
 
 
 def _check(

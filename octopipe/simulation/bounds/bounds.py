@@ -42,6 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.costs.table import CostTable
+from octopipe.simulation.bounds.cut import with_cut_ends
 from octopipe.simulation.bounds.loads import dealable, deals
 from octopipe.simulation.bounds.ramp import Ramp
 from octopipe.simulation.simulator import _all_reduce_ms as all_reduce_ms
@@ -59,15 +60,19 @@ class PlanClass(NamedTuple):
     """They may recompute activations."""
     copies: bool = False
     """They may hold layers on several ranks."""
+    cuts_head: bool = False
+    """They may cut the head, and with it the embedding, by vocabulary."""
 
     @property
     def words(self) -> str:
         """`plans that hold each layer once and recompute nothing`."""
         held = "may hold layers on several ranks" if self.copies else "hold each layer once"
-        return f"plans that {held} and {'may recompute' if self.recompute else 'recompute nothing'}"
+        cut = "may cut the head, " if self.cuts_head else ""
+        return f"plans that {cut}{held} and {'may recompute' if self.recompute else 'recompute nothing'}"
 
     def as_dict(self) -> dict[str, object]:
-        return {"copies": self.copies, "recompute": self.recompute, "words": self.words}
+        cut = {"cuts_head": True} if self.cuts_head else {}
+        return {"copies": self.copies, "recompute": self.recompute, **cut, "words": self.words}
 
 
 class Bound(NamedTuple):
@@ -78,9 +83,18 @@ class Bound(NamedTuple):
 
 
 def bounds(
-    costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True, copies: bool = False
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    recompute: bool = True,
+    copies: bool = False,
+    cuts_head: bool = False,
 ) -> tuple[Bound, ...]:
     """Every bound on plans of this class, the strongest first."""
+    if cuts_head:
+        less = bounds(with_cut_ends(costs, num_ranks), num_ranks, num_micro_batches, recompute, copies)
+        every = [_work(lane, num_ranks, num_micro_batches) for lane in lanes_of(costs)]
+        return _ordered([*less, max(every, key=lambda b: b.ms)])
     found: list[list[Bound]] = []
     for lane in lanes_of(costs):
         if copies:
@@ -113,10 +127,15 @@ def lanes_of(costs: CostTable) -> list[CostTable]:
 
 
 def lower_bound(
-    costs: CostTable, num_ranks: int, num_micro_batches: int, recompute: bool = True, copies: bool = False
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    recompute: bool = True,
+    copies: bool = False,
+    cuts_head: bool = False,
 ) -> Bound:
-    """The strongest bound on plans of this class (`PlanClass(recompute, copies)`), with its name."""
-    return bounds(costs, num_ranks, num_micro_batches, recompute, copies)[0]
+    """The strongest bound on plans of this class (the fields of `PlanClass`), with its name."""
+    return bounds(costs, num_ranks, num_micro_batches, recompute, copies, cuts_head)[0]
 
 
 def lower_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_GPUS
-from octopipe.views.report.page import asset, fill
+from octopipe.views.report.assets import asset, fill
 from octopipe.views.report.why_picture import why_svg
 
 KEY = "cluster_plan"
@@ -39,7 +40,8 @@ STYLE = """
 .plan-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 12px; }
 .plan-table th { text-align: right; color: var(--quiet); font-weight: 500; font-size: 12px; padding: 3px 8px; }
 .plan-table td { text-align: right; padding: 4px 8px; border-top: 1px solid var(--line); white-space: nowrap; }
-.plan-table td:first-child, .plan-table th:first-child { text-align: left; white-space: normal; min-width: 15em; }
+.plan-table td:nth-child(2), .plan-table th:nth-child(2) { text-align: left; white-space: normal; min-width: 15em; }
+.plan-compare .plan-table td:first-child { text-align: left; }
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
 .plan-why { margin-top: 14px; max-width: 980px; }
@@ -68,7 +70,8 @@ def panel(record: object) -> str:
         scaling = [row for row in record.get("scaling", ()) if isinstance(row, Mapping)][:MOST_POINTS]
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
-        table, parts = _table(rows), _why(rows)
+        error = record.get("expected_error")
+        table, parts = _table(rows, None if error is None else float(error)), _why(rows)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
         raise OctoPipeError(f"the plan's {KEY} cannot be drawn ({why}); plan again, or remove the key") from None
@@ -109,7 +112,7 @@ def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
         "title": html.escape(f"OctoPipe: {str(record.get('title', 'a cluster')).split(': ', 1)[0]}"),
         "style": asset("report.css") + STYLE,
         "panel": panel(record) + link,
-        "script": THEME,
+        "script": THEME + asset("compare.js") + "compare(document);",
     }
     return fill(asset("cluster.html"), parts)
 
@@ -236,8 +239,8 @@ def short(split: str) -> str:
     return label if len(label) <= 34 else label[:33] + "…"
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = ("split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
+def _table(rows: Sequence[Mapping[str, Any]], error: float | None = None) -> str:
+    head = ("compare", "split", "ZeRO", "recompute", "tokens/s/GPU", "MFU", "bubble", "GiB", "found by")
     out = ["<tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>"]
     for i, r in enumerate(rows):
         mfu, guessed = r.get("mfu"), r.get("how") == "estimated"
@@ -245,22 +248,29 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
             str(r["split"]),
             str(r.get("zero", "")),
             str(r.get("recompute", "")),
-            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}",
+            f"{'~' * guessed}{float(r['tokens_per_gpu_per_second']):.0f}"
+            + ("" if error is None else f" ± {error * float(r['tokens_per_gpu_per_second']):.0f}"),
             "" if mfu is None else f"{100 * float(mfu):.1f} %",
             f"{100 * float(r['bubble']):.1f} %",
             f"{float(r['peak_gib']):.0f} of {float(r['limit_gib']):.0f}",
             str(r.get("how", "")) + (", chosen" if i == 0 else ""),
         )
         kind = "today" if r.get("how") == "today" else "best" if i == 0 else ""
-        out.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+        known = isinstance(r.get("why"), Mapping)
+        data = f' data-why="{html.escape(json.dumps(r["why"], allow_nan=False))}"' if known else ""
+        first = kind in ("best", "today") and known
+        box = f'<td><input class="choose" type="checkbox" aria-label="compare"{" checked" if first else ""}></td>'
+        out.append(f'<tr class="{kind}"{data}>{box}' + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
     notes = []
     if any(r.get("how") == "estimated" for r in rows):
         notes.append("~ estimated by a formula and not simulated; such rows come after all that were simulated.")
     speeds = [float(r["tokens_per_gpu_per_second"]) for r in rows if r.get("how") != "estimated" and r.get("fits")]
     if speeds and max(speeds) > speeds[0]:
         notes.append("Splits that are nearly as fast as the fastest count as equal; the simplest of them is chosen.")
+    if error is not None:
+        notes.append(f"±: half of the published runs lie within {100 * error:.0f} % of their prediction.")
     said = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
-    return f'<table class="plan-table">{"".join(out)}</table>{said}'
+    return f'<table class="plan-table">{"".join(out)}</table>{said}<div class="plan-compare"></div>'
 
 
 def _frame(heading: str, label: str, height: int = HEIGHT) -> str:

@@ -246,8 +246,11 @@ def search_points(search: Any, limit: int = 2000) -> list[list[Any]]:
 def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> dict[str, Any] | None:
     """All that the page's simulator needs: op times split by layer kind, transfer times, what follows.
 
-    Micro-batches of one size and route share a class: times are per class, not per micro-batch.
+    Micro-batches of one size and route share a class: times are per class, not per micro-batch. None for paths
+    that fork or join, and for layers that are cut: the page's simulator knows chains.
     """
+    if plan.forks:
+        return None
     kinds = list(dict.fromkeys(costs.symbols))
     factor = costs.micro_batch_factor
     member, class_of = micro_batch_classes(plan, costs)

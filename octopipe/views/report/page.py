@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -17,14 +15,11 @@ import msgspec
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.views.export.style import BUBBLES, COLOURS, NAMES
+from octopipe.views.report.assets import SCRIPTS, asset, embed, fill, script
+from octopipe.views.report.cluster import KEY, STYLE, panel
 from octopipe.views.report.entry import Entry, entry_data
 from octopipe.views.report.pack import Packer
 
-SCRIPTS = (
-    "whatif.js", "decode.js", "words.js", "memory.js", "numbers.js", "gantt.js", "overlay.js", "pointer.js", "find.js",
-    "panels.js", "strips.js", "whatif_panel.js", "main.js",
-)  # fmt: skip
-"""In this order; page.js (or serve.js) comes last and starts things."""
 SYMBOLS: Mapping[str, str] = MappingProxyType(
     {
         "E": "embedding",
@@ -47,18 +42,6 @@ SYMBOLS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@cache
-def asset(name: str) -> str:
-    """A source file of the page."""
-    return resources.files("octopipe.views.report").joinpath(name).read_text("utf-8")
-
-
-def script(last: str) -> str:
-    """All scripts in one closure, `last` at the end."""
-    body = "\n".join(asset(name) for name in (*SCRIPTS, last))
-    return f'(() => {{\n"use strict";\n{body}\n}})();'
-
-
 def report_data(entries: Sequence[Entry]) -> tuple[dict[str, Any], str]:
     """What the page's scripts read: the head (JSON-ready) and the packed columns."""
     if not entries:
@@ -76,12 +59,6 @@ def report_data(entries: Sequence[Entry]) -> tuple[dict[str, Any], str]:
     }
     # A measured timeline may carry numpy's numbers, which JSON does not know.
     return msgspec.to_builtins(head, enc_hook=float), pack.text()
-
-
-def embed(value: Any) -> str:
-    """JSON that can stand inside a script element, whatever its strings hold."""
-    text = msgspec.json.encode(value).decode()
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def report_html(entries: Sequence[Entry], *, title: str = "") -> str:
@@ -103,22 +80,9 @@ def report_html(entries: Sequence[Entry], *, title: str = "") -> str:
 
 def _clusters(entries: Sequence[Entry]) -> str:
     """The panels of plans that were found for a whole cluster."""
-    from octopipe.views.report.cluster import KEY, STYLE, panel
-
     panels = [panel(e.plan.extra.get(KEY)) for e in entries if e.plan is not None]
     shown = "".join(panels)
     return f'<style>{STYLE}</style><div class="cluster-panels">{shown}</div>' if shown else ""
-
-
-def fill(template: str, parts: Mapping[str, str]) -> str:
-    """Replace each {{name}} once, without looking at what was filled in."""
-    out = []
-    rest = template
-    while "{{" in rest:
-        before, _, after = rest.partition("{{")
-        name, _, rest = after.partition("}}")
-        out += [before, parts[name]]
-    return "".join([*out, rest])
 
 
 def _subtitle(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
@@ -127,3 +91,6 @@ def _subtitle(entries: Sequence[Entry], ranks: Sequence[int]) -> str:
     if micro_batches:
         words.append(f"{' and '.join(map(str, micro_batches))} micro-batches")
     return ", ".join(words)
+
+
+__all__ = ["SCRIPTS", "asset", "embed", "fill", "report_data", "report_html", "script"]

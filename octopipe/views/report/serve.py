@@ -35,6 +35,9 @@ from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
 from octopipe.views.report.page import asset, embed, fill, script
 
 MAX_BODY = 1 << 16
+MAX_ANSWER = 64 << 20
+"""Bytes of an answer's file that is opened again: it holds the plan."""
+ANSWER = "octopipe.cluster-answer/1"
 Planner = Callable[[Mapping[str, Any], Callable[[], bool]], Mapping[str, Any]]
 """(what was asked for, as names and strings; whether to stop) -> the record that `cluster.panel` draws."""
 _JOB = re.compile(r"/api/jobs/(\d{1,9})/(events|data|cancel|plan\.json|report\.html)")
@@ -149,8 +152,15 @@ def plan_page(models: Mapping[str, str]) -> str:
         "models": options(list(models), "llama3-70b"),
         "gpus": options(list(GPUS), "h100"),
         "theme": THEME,
+        "compare": asset("compare.js"),
     }
     return fill(asset("plan.html"), parts)
+
+
+def shown_answer(record: Mapping[str, Any], plan: str | None) -> dict[str, Any]:
+    """An answer as the page gets it: the panel, the plan's file, and the file to share that opens again."""
+    kept = {"format": ANSWER, "record": record, "plan": plan}
+    return {"html": panel(record), "plan": plan, "answer": kept}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -213,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _post(self) -> None:
         path = self.path.partition("?")[0]
-        body = self._body()
+        body = self._body(MAX_ANSWER if path == "/api/answer" else MAX_BODY)
         if body is None or not self._welcome():
             return
         job, what = self._job(path)
@@ -226,6 +236,8 @@ class Handler(BaseHTTPRequestHandler):
             self._json(HTTPStatus.CREATED, {"id": started.number})
         elif path == "/api/plan" and self.server.planner is not None:
             self._plan(body, self.server.planner)
+        elif path == "/api/answer" and self.server.planner is not None:
+            self._answer(body)
         elif job is not None and what == "cancel":
             job.cancel()
             self._json(HTTPStatus.OK, job.status())
@@ -244,13 +256,24 @@ class Handler(BaseHTTPRequestHandler):
             asked["model"] = self.server.jobs.models[str(asked["model"])]
             record = dict(planner(asked, self._is_unwanted))
             plan = record.pop("plan", None)
-            status, answer = HTTPStatus.OK, {"html": panel(record), "plan": plan}
+            status, answer = HTTPStatus.OK, shown_answer(record, plan)
         except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         finally:
             self.server.planning.release()
         # After the release: whoever has an answer may ask again at once.
         self._json(status, answer)
+
+    def _answer(self, body: bytes) -> None:
+        """An answer that somebody has kept in a file, shown again."""
+        try:
+            kept = msgspec.json.decode(body, type=dict[str, Any])
+            if kept.get("format") != ANSWER or not isinstance(kept.get("record"), dict):
+                raise OctoPipeError(f'this file is no answer of the page (its "format" is not {ANSWER}); plan again')
+            plan = kept.get("plan")
+            self._json(HTTPStatus.OK, shown_answer(kept["record"], plan if isinstance(plan, str) else None))
+        except (OctoPipeError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            self._problem(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_unwanted(self) -> bool:
         """Whether nobody waits for this answer any more: the server is closing, or the client has gone."""
@@ -262,13 +285,13 @@ class Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError):
             return True
 
-    def _body(self) -> bytes | None:
+    def _body(self, most: int) -> bytes | None:
         """The request's body; None (and an answer) where it is missing, too long or no JSON."""
         length = self.headers.get("Content-Length", "")
         # Not isdigit(): "²" is a digit and no number.
-        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > MAX_BODY:
+        if not re.fullmatch(r"[0-9]{1,9}", length) or int(length) > most:
             self.close_connection = True
-            self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {MAX_BODY} bytes")
+            self._problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"send a body of at most {most} bytes")
             return None
         body = self.rfile.read(int(length))
         # Browsers let foreign pages post forms, but not JSON.

@@ -11,31 +11,50 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import octopipe
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import write_whole
 from octopipe.costs.measured import AUTHORS
 from octopipe.costs.table import CostTable
-from octopipe.plans.file import load_plan, save_plan
 from octopipe.plans.plan import Plan
-from octopipe.search.tuner import PHASES, Method, tune
+from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
+from octopipe.search.algorithm1.settings import Settings
+from octopipe.search.result import Found
+from octopipe.search.tuner import tune
+from octopipe.search.tuner.search import Search
 from octopipe.simulation.bounds.bounds import lower_bound
 from octopipe.simulation.lowering import Channel
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.views.reproduce.models import GPU, costs_in_words, model_costs, spec_of
-from octopipe.views.reproduce.reading import LINK_GB_PER_S, Reading, baseline, read, reading_of
+from octopipe.views.reproduce.reading import (
+    BASELINES,
+    LINK_GB_PER_S,
+    Head,
+    Reading,
+    baseline,
+    read,
+    reading_of,
+    whole_plan,
+    with_backward,
+)
+from octopipe.views.reproduce.store import Shelf
 
 PROFILES_VARIABLE = "OCTOPIPE_PROFILES"
 ROOT = Path(octopipe.__file__).resolve().parents[1]
 MEASURED = ROOT / "benchmarks" / "results" / "h200-copy-engine-2026-11-15.jsonl"
-LANES = 2
-"""Threads of a search. Fixed: what lanes tell each other is part of the result."""
+WITHOUT_END = Settings(patience=1 << 30)
+"""Algorithm 1 that makes all its iterations, as the paper's does until its time is over."""
 FOREVER_S = 86400.0
+
+
+def _never(_: CostTable, __: str) -> bool:
+    return False
 
 
 def _nowhere(_: str) -> None:
@@ -50,10 +69,10 @@ class Options:
     """Folder of the authors' layer times; None: analytic costs."""
     measured: Path | None = None
     """Runs measured on a device, one JSON object a line; None: there are none."""
-    iterations: int = 12000
-    """Moves per lane of a search."""
+    iterations: int = 3000
+    """Moves per lane of our search."""
     rounds: int = 100
-    """Iterations of Algorithm 1 in the ablation; the search process takes three times as many."""
+    """Iterations of Algorithm 1; the search process takes three times as many, which are the paper's 300."""
     seed: int = 0
 
     def digest(self) -> str:
@@ -79,14 +98,22 @@ ELSEWHERE = (
 """Rooms whose code makes no number of the reproduction."""
 
 
+SEARCHING = ("costs", "models", "plans", "simulation", "search/systems", "search/result.py", "search/restricted.py")
+"""Rooms that decide what any search finds; with them the room of the search itself."""
+ROOM_OF = {"algorithm1": "search/algorithm1", "random": "search/algorithm1", "exact": "search/exact"}
+
+
 @cache
-def code_digest(*, without: str = "") -> str:
-    """Of the package's sources: a number made by other code is another number. `without`: a room left out."""
+def code_digest(method: str | None = None) -> str:
+    """Of the package's sources: a number made by other code is another number. With a method: of what decides what it
+    finds."""
     h = hashlib.sha256()
     folder = Path(octopipe.__file__).resolve().parent
+    inside = None if method is None else (*SEARCHING, ROOM_OF.get(method, "search/tuner"))
     for file in sorted(folder.rglob("*.py")):
         name = file.relative_to(folder).as_posix()
-        if not any(name == room or name.startswith(f"{room}/") for room in (*ELSEWHERE, without) if room):
+        rooms = ELSEWHERE if inside is None else inside
+        if any(name == room or name.startswith(f"{room}/") for room in rooms) == (inside is not None):
             h.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return h.hexdigest()[:16]
 
@@ -113,23 +140,61 @@ def find_measured(given: str | None) -> Path | None:
     return Path(given)
 
 
+Tuner = Literal["algorithm1", "search"]
+TUNERS: tuple[Tuner, Tuner] = ("algorithm1", "search")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Step times of every system on one model and setting, under one reading of the head."""
+
+    steps: dict[str, float]
+    """Of the four baselines, "algorithm1" and "search", in ms."""
+    bound_ms: float
+    """No plan that holds each layer once and recomputes nothing of its own accord takes less."""
+
+    def over(self, name: str, tuner: str = "algorithm1") -> float:
+        """The speed-up of a tuner's plan over a system."""
+        return self.steps[name] / self.steps[tuner]
+
+    def gap(self, name: str) -> float:
+        """How far above the bound, as a share of the step."""
+        return 1.0 - self.bound_ms / self.steps[name]
+
+
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """Costs, baselines and searches of one reproduction, each made once."""
 
     options: Options
-    shelf: Path | None = None
-    """Folder of plans that were found already; None: nothing is kept."""
+    shelf: Shelf = field(default_factory=Shelf)
     fresh: bool = False
     """Search again what stands on the shelf, and put it there."""
+    searches: bool = True
+    """May a plan that is not on the shelf be searched?"""
     say: Callable[[str], None] = _nowhere
     """Told what is being worked on."""
     steps: dict[str, Timeline] = field(default_factory=dict)
-    plans: dict[str, Plan] = field(default_factory=dict)
+    cells: dict[str, Cell] = field(default_factory=dict)
+    search_again: Callable[[CostTable, str], bool] = _never
+    """Of a kept plan: must a search find the same one again? (costs, method)"""
+    asked: set[str] = field(default_factory=set)
+    """Keys of all plans that rows were made from."""
+    made: set[str] = field(default_factory=set)
+    """Keys of plans searched by this bench."""
 
     @property
     def reading(self) -> Reading:
-        return reading_of(self.options.profiles is not None)
+        return reading_of("published" if self.options.profiles is not None else None)
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """The readings of the head; with analytic costs, which hold the loss already, there is one."""
+        return ("published", "fitted") if self.options.profiles is not None else ("published",)
+
+    def tuners(self, head: Head) -> tuple[Tuner, ...]:
+        """Our search runs on the published times alone; Algorithm 1, which is judged, on the fitted ones too."""
+        return TUNERS if head == "published" else ("algorithm1",)
 
     @property
     def costs_in_words(self) -> str:
@@ -147,11 +212,12 @@ class Bench:
         tp: int = 8,
         dp: int = 1,
         recompute: bool = False,
+        head: Head = "published",
         reading: Reading | None = None,
         authors: bool | None = None,
         gb_per_s: float = LINK_GB_PER_S,
     ) -> CostTable:
-        """A model's costs under the reading (of the paper's runs, or of analytic costs)."""
+        """A model's costs under a reading of the head (or any other reading)."""
         table = model_costs(
             model,
             self.options.profiles,
@@ -165,90 +231,178 @@ class Bench:
         if authors is False or not self.is_measured(model):
             return table
         hidden = spec_of(model, authors=True).hidden
-        return read(table, reading or reading_of(True, model), hidden=hidden, tp=tp, gb_per_s=gb_per_s)
+        return read(table, reading or reading_of(head, model), hidden=hidden, tp=tp, gb_per_s=gb_per_s)
 
     def baseline(
         self, name: str, costs: CostTable, ranks: int, micro_batches: int, *, reading: Reading | None = None
     ) -> Timeline:
         """A baseline's step; the same one is predicted once."""
         used = reading or self.reading
-        key = f"{name} {costs.digest()} {ranks} {micro_batches} {used}"
+        key = f"{name} {costs.digest()} {ranks} {micro_batches} {used.without_head}"
         if key not in self.steps:
             self.steps[key] = baseline(name, costs, ranks, micro_batches, used)
         return self.steps[key]
 
-    def tuned(self, costs: CostTable, ranks: int, micro_batches: int) -> Plan:
-        """The plan the default search finds: each layer on one rank, nothing recomputed, as in the paper."""
-        return self.searched(costs, ranks, micro_batches, iterations=self.options.iterations)
+    def one_f_one_b(self, costs: CostTable, ranks: int, micro_batches: int) -> Plan:
+        """Where Algorithm 1 begins, as in the paper."""
+        return with_backward(whole_plan("1f1b", costs, ranks, micro_batches), costs, self.reading.backward)
+
+    def plan(self, tuner: Tuner, costs: CostTable, ranks: int, micro_batches: int) -> Plan:
+        """A tuner's plan: each layer on one rank, nothing recomputed, as in the paper."""
+        if tuner == "algorithm1":
+            return self.iterated(costs, ranks, micro_batches, iterations=self.options.rounds)
+        return self.searched(costs, ranks, micro_batches)
+
+    def cell(
+        self,
+        model: str,
+        ranks: int,
+        micro_batches: int,
+        head: Head,
+        *,
+        dp: int = 1,
+        recompute: bool = False,
+    ) -> Cell:
+        """The six systems on a model. Plans are tuned for one replica; reductions among replicas are timed after."""
+        key = f"{model} {ranks} {micro_batches} {head} {dp} {recompute}"
+        if key not in self.cells:
+            tuned_on = self.costs(model, ranks, micro_batches, head=head, recompute=recompute)
+            costs = tuned_on if dp == 1 else self.costs(model, ranks, micro_batches, head=head, dp=dp)
+            steps = {name: self.baseline(name, costs, ranks, micro_batches).step_ms for name in BASELINES}
+            for tuner in self.tuners(head):
+                steps[tuner] = self.step(self.plan(tuner, tuned_on, ranks, micro_batches), costs).step_ms
+            bound = lower_bound(costs, ranks, micro_batches, False, False).ms
+            self.cells[key] = Cell(steps=steps, bound_ms=bound)
+        return self.cells[key]
+
+    # -- searches --------------------------------------------------------------------------------------
 
     def searched(
+        self, costs: CostTable, ranks: int, micro_batches: int, *, exact: bool = False, robust: bool = False
+    ) -> Plan:
+        """Our default search of so many moves a lane; `exact`: CP-SAT until it has proven the optimum."""
+        method = "exact" if exact else "robust" if robust else "best"
+        moves = EXACT_CONFLICTS if exact else self.options.iterations
+
+        def search() -> tuple[Plan, dict[str, object]]:
+            if not exact and not robust:
+                # Without the last step of `tune`, which puts transfers behind computation where that costs nothing.
+                plain = Search(
+                    costs,
+                    ranks,
+                    micro_batches,
+                    budget_s=FOREVER_S,
+                    seed=self.options.seed,
+                    iterations=moves,
+                    recompute=False,
+                    copies=False,
+                ).run()
+                if plain.interrupted:
+                    raise KeyboardInterrupt  # what somebody cut short is not the search of so many moves
+                return plain.plan, {}
+            result = tune(
+                costs,
+                ranks,
+                micro_batches,
+                budget_s=FOREVER_S,
+                seed=self.options.seed,
+                method="exact" if exact else "best",
+                iterations=moves,
+                recompute=False,
+                copies=False,
+                robust=robust,
+            )
+            if result.interrupted:
+                raise KeyboardInterrupt
+            return result.plan, {"optimal": result.optimal}
+
+        return self._kept((method, moves, self.options.seed), costs, ranks, micro_batches, search)
+
+    def iterated(
         self,
         costs: CostTable,
         ranks: int,
         micro_batches: int,
         *,
         iterations: int,
-        method: Method = "best",
         phases: Sequence[str] = PHASES,
         start: Plan | None = None,
         seed: int | None = None,
+        by_lot: bool = False,
+        kind: type[IterativeSearch] | None = None,
     ) -> Plan:
-        """A search of so many moves; found once it is read from disk. `plan.extra` has its log."""
+        """Algorithm 1 from 1F1B, random search over the same moves, or another rule; `plan.extra` has its log."""
         seed = self.options.seed if seed is None else seed
-        begin = "" if start is None else hashlib.sha256(repr((start.stages, start.orders)).encode()).hexdigest()
-        parts = (
-            costs.digest(),
-            ranks,
-            micro_batches,
-            iterations,
-            method,
-            tuple(phases),
-            begin,
-            seed,
-            LANES,
-            code_digest(without="views/reproduce"),
-        )
-        key = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-        if key in self.plans:
-            return self.plans[key]
-        path = None if self.shelf is None else self.shelf / f"{key}.json"
-        if path is not None and path.exists() and not self.fresh:
-            self.plans[key] = load_plan(path)
-            return self.plans[key]
-        self.say(f"searching {costs.model}, pp {ranks}, {micro_batches} micro-batches")
-        found = tune(
-            costs,
-            ranks,
-            micro_batches,
-            budget_s=FOREVER_S,
-            seed=seed,
-            method=method,
-            start=start,
-            workers=LANES,
-            iterations=iterations,
-            recompute=False,
-            copies=False,
-            phases=phases,
-        )
-        if found.interrupted:
-            # A search that somebody cut short is not the search of so many moves: nothing of it is kept.
-            raise KeyboardInterrupt
-        log = [[s.phase, s.best_ms] for s in found.log]
-        extra = {"system": "octopipe", "search_log": log, "phase_iterations": dict(found.phase_iterations)}
-        plan = replace(found.plan, extra=extra)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_plan(plan, path)
-        self.plans[key] = plan
-        return plan
+        begin = start or self.one_f_one_b(costs, ranks, micro_batches)
+        method = "random" if by_lot else "algorithm1"
+        question: tuple[object, ...] = (method, iterations, tuple(phases), seed, _digest(begin))
+        if kind is not None:
+            question = (*question, kind.__name__)
 
-    def most(self, costs: CostTable, ranks: int, micro_batches: int) -> float:
-        """The largest speed-up over 1F1B that any plan can have which holds each layer once and recomputes nothing."""
-        bound = lower_bound(costs, ranks, micro_batches, False, False)
-        return self.baseline("1f1b", costs, ranks, micro_batches).step_ms / bound.ms
+        def search() -> tuple[Plan, dict[str, object]]:
+            rule = kind or (RandomSearch if by_lot else IterativeSearch)
+            found: Found = rule(
+                costs,
+                ranks,
+                micro_batches,
+                budget_s=FOREVER_S,
+                seed=seed,
+                iterations=iterations,
+                start=begin,
+                recompute=False,
+                phases=phases,
+                settings=WITHOUT_END,
+            ).run()
+            if found.interrupted:
+                raise KeyboardInterrupt
+            log = [[s.phase, round(s.best_ms, 6)] for s in found.log]
+            return found.plan, {"search_log": log, "phase_iterations": dict(found.phase_iterations)}
+
+        return self._kept(question, costs, ranks, micro_batches, search)
+
+    def _kept(
+        self,
+        question: tuple[object, ...],
+        costs: CostTable,
+        ranks: int,
+        micro_batches: int,
+        search: Callable[[], tuple[Plan, dict[str, object]]],
+    ) -> Plan:
+        key = hashlib.sha256(repr((costs.digest(), ranks, micro_batches, *question)).encode()).hexdigest()[:24]
+        self.asked.add(key)
+        code = code_digest(str(question[0]))
+        kept = self.shelf.get(key, code)
+        again = (self.fresh or self.search_again(costs, str(question[0]))) and key not in self.made
+        if kept is not None and not again:
+            return kept
+        self.made.add(key)
+        if again and kept is not None and not self.fresh:
+            plan, log = search()
+            if (plan.stages, plan.orders) != (kept.stages, kept.orders):
+                raise OctoPipeError(
+                    f"{costs.model}, pp {ranks}, {question[0]}: today's search finds another plan than the page's; run "
+                    "make reproduce"
+                )
+            return kept
+        if not self.searches:
+            raise OctoPipeError(
+                f"{costs.model}, pp {ranks}, {micro_batches} micro-batches, {question[0]}: no plan is kept: the page "
+                "is not of this code; run make reproduce"
+            )
+        self.say(f"{question[0]}: {costs.model}, pp {ranks}, {micro_batches} micro-batches")
+        plan, log = search()
+        return self.shelf.put(key, code, plan, log)
 
     def step(self, plan: Plan, costs: CostTable, *, channel: Channel = "directed", label: str = "OctoPipe") -> Timeline:
-        return simulate(plan, costs, channel=channel, label=label)
+        return simulate(plan, costs, channel=channel, label=label, check=False)
+
+
+EXACT_CONFLICTS = 4000
+"""Of CP-SAT on the two-stage example: some 50 prove it."""
+
+
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(repr((plan.stages, plan.orders)).encode()).hexdigest()[:24]
 
 
 def write_json(path: Path, value: object) -> None:

@@ -1,16 +1,26 @@
-"""Results as Markdown: a page per part, and the page of the whole reproduction.
+"""Results as Markdown: the page, its appendix, and a page per part.
 
-Knows: tables and words. Does not know: how a result came about.
+Knows: tables and words; that rows of one group share a line of the page. Does not know: how a result came about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from octopipe.views.reproduce.part import Part
-from octopipe.views.reproduce.row import VERDICTS, Result, Row, Value
+from octopipe.views.reproduce.row import COUNTED, VERDICTS, Pair, Result, Row, Value
 
-COLUMNS = ("claim", "paper", "ours", "ratio", "verdict", "note")
+COLUMNS = ("claim", "paper", "Algorithm 1", "our search", "Algorithm 1, head fitted", "verdict", "head fitted")
+SHORT = {
+    "agrees": "agrees",
+    "trend agrees": "trend",
+    "differs, higher": "**higher**",
+    "differs, lower": "**lower**",
+    "by construction": "built",
+    "fitted": "fitted",
+    "": "",
+}
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
@@ -42,27 +52,88 @@ def text(value: Value, unit: str = "") -> str:
 
 
 def rows_table(rows: Iterable[Row]) -> str:
-    """The rows of a part: paper, ours, ratio, verdict."""
+    """The rows of a part, one a line."""
     return table(
-        COLUMNS,
-        (
-            (
-                row.claim + (f" ({row.source})" if row.source else ""),
-                text(row.paper, row.unit),
-                text(row.ours, row.unit),
-                "" if row.ratio is None else f"{row.ratio:.3f}",
-                row.verdict if row.verdict != "not reproduced" else "**not reproduced**",
-                row.note,
-            )
-            for row in rows
-        ),
+        ("id", *COLUMNS, "reason, and the row that tests it"), ((row.id, *_cells([row]), _reason(row)) for row in rows)
     )
+
+
+def _reason(row: Row) -> str:
+    if not any(v.startswith("differs") for v in row.verdicts) or not row.why:
+        return ""
+    return row.why + (f" ({row.tested})" if row.tested else "")
+
+
+def grouped(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows that share a line of the page."""
+    return [list(some) for _, some in groupby(rows, key=lambda row: row.group or row.id)]
+
+
+def _cells(rows: list[Row]) -> tuple[str, ...]:
+    """The cells of a line: values joined by slashes."""
+    unit = rows[0].unit
+    plain = any(r.published[0] is not None for r in rows)
+    return (
+        _claim(rows),
+        _joined([r.paper for r in rows], unit),
+        _joined([r.published[0] for r in rows], unit) if plain else "",
+        _joined([r.published[1] for r in rows], unit),
+        _joined([r.fitted[0] if r.fitted[0] is not None else r.fitted[1] for r in rows], unit)
+        + _gap(rows[0].fitted, rows[0].bound[1], unit),
+        _verdicts([r.verdict for r in rows]) + _gap(rows[0].published, rows[0].bound[0], unit),
+        _verdicts([r.fitted_verdict for r in rows]),
+    )
+
+
+def _gap(values: Pair, bound: Value, unit: str) -> str:
+    """How far above the proven bound a step time is, as a share of it."""
+    value = values[0] if values[0] is not None else values[1]
+    if unit not in ("ms", "T") or not isinstance(bound, float) or not isinstance(value, float):
+        return ""
+    return f" (bound {text(bound)}: {100 * (1 - bound / value):.0f} % above)"
+
+
+def _claim(rows: list[Row]) -> str:
+    source = f" ({rows[0].source})" if rows[0].source else ""
+    if len(rows) == 1:
+        return rows[0].claim + source
+    claims = [r.claim for r in rows]
+    start = claims[0]
+    while not all(c.startswith(start) for c in claims):
+        start = start[:-1]
+    start = start[: start.rfind(" ") + 1]
+    ends = [c[len(start) :] for c in claims]
+    back = ends[0]
+    while not all(c.endswith(back) for c in ends):
+        back = back[1:]
+    back = back[back.find(" ") :] if " " in back else ""
+    return start + " / ".join(e[: len(e) - len(back)] for e in ends) + back + source
+
+
+def _joined(values: list[Value], unit: str) -> str:
+    shown = [text(v, unit) for v in values]
+    if not any(shown):
+        return ""
+    if len(shown) > 1 and unit:
+        shown = [s.removesuffix(unit).strip() for s in shown]
+        return " / ".join(s or "–" for s in shown) + (f" {unit}" if unit != "×" else " ×")
+    return " / ".join(s or "–" for s in shown)
+
+
+def _verdicts(verdicts: list[str]) -> str:
+    counts = [(v, sum(x == v for x in verdicts)) for v in (*VERDICTS, "")]
+    given = [(v, n) for v, n in counts if n and v]
+    if len(given) == 1 and given[0][1] == len(verdicts):
+        return SHORT[given[0][0]]
+    return ", ".join(f"{n} {SHORT[v]}" for v, n in given)
 
 
 def part_page(part: Part, result: Result, *, level: int = 1, pictures: str = "") -> str:
     """One part: title, words, rows, further tables, pictures."""
-    blocks = [f"{'#' * level} {part.title}", f"*{', '.join(part.labels)}* · costs: {result.costs}.", *result.text]
-    blocks.append(rows_table(result.rows))
+    named = f"*{', '.join(part.labels)}* · " if part.labels else ""
+    blocks = [f"{'#' * level} {part.title}", f"{named}costs: {result.costs}.", *result.text]
+    if result.rows:
+        blocks.append(rows_table(result.rows))
     for title, columns, lines in result.tables:
         blocks += [f"**{title}**", table(columns, lines)]
     blocks += [f"![{part.title}]({pictures}{name})" for name in sorted(result.pictures)]
@@ -70,45 +141,44 @@ def part_page(part: Part, result: Result, *, level: int = 1, pictures: str = "")
 
 
 def whole_page(results: Sequence[tuple[Part, Result]], *, preface: Sequence[str], pictures: str) -> str:
-    """The page of the whole reproduction."""
+    """The page: verdicts counted, every claim on a line with others of its group, open assumptions, pictures."""
     rows = [row for _, result in results for row in result.rows]
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in VERDICTS}
-    told = sum(counts[v] for v in VERDICTS if v != "shown")
-    lines = [
-        "# The paper, number by number",
-        *preface,
-        f"**{told} claims: {counts['reproduced']} reproduced, {counts['better']} better, {counts['not reproduced']} "
-        f"not reproduced** (and {counts['shown']} numbers of ours for which the paper prints none).",
-        table(
-            ("part", "labels", *VERDICTS),
-            (
-                (
-                    f"[{part.title}](#{anchor(part.title)})",
-                    ", ".join(part.labels),
-                    *(float(sum(row.verdict == v for row in result.rows)) for v in VERDICTS),
-                )
-                for part, result in results
-            ),
-        ),
+    claims = [row for row in rows if row.verdict]
+    lines = ["# The paper, number by number", *preface, _counts(claims)]
+    tall = [
+        (part, [r for r in result.rows if r.verdict and r.verdict != "by construction"]) for part, result in results
     ]
-    missed = [(part, row) for part, result in results for row in result.rows if row.verdict == "not reproduced"]
-    if missed:
-        lines += ["## What is not reproduced, and why"]
-        lines.append("\n".join(f"- *{part.title}*: {row.claim}. {_sentence(row)}" for part, row in missed))
-    page = "\n\n".join(lines) + "\n"
-    return page + "".join("\n" + part_page(part, result, level=2, pictures=pictures) for part, result in results)
+    body = [_cells(some) for _, own in tall for some in grouped(own)]
+    lines += ["## Every table and figure", table(COLUMNS, body)]
+    shown = [row for row in rows if not row.verdict]
+    tests = [r for r in shown if not r.id.startswith("beyond.")]
+    lines += [
+        "## Reasons tested, and assumptions changed one at a time",
+        table(("what was changed", "paper", "what came of it"), (_shown(r) for r in tests)),
+        "## Beyond the paper",
+        table(("what", "what came of it"), ((r.claim, _shown(r)[2]) for r in shown if r.id.startswith("beyond."))),
+        "## Pictures: ours as bars and curves, the paper's as black marks",
+        "\n".join(f"![{part.title}]({pictures}{name})" for part, result in results for name in sorted(result.pictures)),
+    ]
+    return "\n\n".join(lines) + "\n"
 
 
-def _sentence(row: Row) -> str:
-    numbers = f"Paper {text(row.paper, row.unit) or '–'}, ours {text(row.ours, row.unit) or '–'}: "
-    return numbers + row.note
+def _shown(row: Row) -> tuple[str, str, str]:
+    values = [v for v in (*row.published, *row.fitted) if v is not None]
+    return row.claim, text(row.paper, row.unit), _joined(list(values), row.unit)
 
 
-def anchor(title: str) -> str:
-    """The name by which a heading is linked to.
+def _counts(claims: Sequence[Row]) -> str:
+    """How many claims got each verdict, under both readings of the head."""
+    both = [[row.verdict for row in claims], [row.fitted_verdict for row in claims if row.fitted_verdict]]
+    lines = [
+        (name, *(float(sum(x == v for x in some)) for v in VERDICTS), float(sum(x in COUNTED for x in some)))
+        for name, some in zip(("head as published", "head fitted"), both, strict=True)
+    ]
+    return table(("claims", *VERDICTS, "that count"), lines)
 
-    >>> anchor("PP sizes 4, 8 and 16")
-    'pp-sizes-4-8-and-16'
-    """
-    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -")
-    return kept.replace(" ", "-")
+
+def appendix(results: Sequence[tuple[Part, Result]]) -> str:
+    """Every row with its reason, and the further tables, part by part."""
+    page = "# The paper, row by row\n\nThe appendix of [the page](../reproduction.md), made with it; do not edit.\n"
+    return page + "".join("\n" + part_page(part, result, level=2) for part, result in results)

@@ -22,8 +22,9 @@ from octopipe.views.reproduce.bench import Bench, Options, code_digest, write_js
 from octopipe.views.reproduce.markdown import part_page
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.row import Result, result_from
+from octopipe.views.reproduce.store import Shelf
 
-FORMAT = "octopipe.reproduction/1"
+FORMAT = "octopipe.reproduction/2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Finished:
     part: Part
     result: Result
     reused: bool
+    plans: tuple[str, ...] = ()
+    """Keys of the plans its rows were made from."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -60,10 +63,11 @@ def run_parts(
     *,
     progress: Progress | None = None,
     fresh: bool = False,
+    bench: Bench | None = None,
 ) -> list[Finished]:
     """Every part's result; what an earlier run finished with the same options and code is read from the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options=options, shelf=folder / "plans", fresh=fresh)
+    bench = bench or Bench(options=options, shelf=Shelf(folder=folder / "plans"), fresh=fresh)
     out = []
     for number, part in enumerate(parts):
 
@@ -73,15 +77,16 @@ def run_parts(
 
         bench.say = say
         say("")
-        result = None if fresh else _kept(part, options, folder)
-        reused = result is not None
-        if result is None:
+        finished = None if fresh else _kept(part, options, folder)
+        if finished is None:
+            bench.asked = set()
             # A search that is interrupted returns what it has: that is not the result of this part.
             with StopRequest(grace_s=0.0) as stop:
                 result = part.run(bench)
             stop.raise_if_asked()
-            _keep(part, options, folder, result)
-        out.append(Finished(part=part, result=result, reused=reused))
+            finished = Finished(part=part, result=result, reused=False, plans=tuple(sorted(bench.asked)))
+            _keep(finished, options, folder)
+        out.append(finished)
     if progress is not None:
         progress("done", len(parts), len(parts))
     return out
@@ -91,22 +96,25 @@ def digest_of(options: Options) -> str:
     return f"{options.digest()}-{code_digest()}"
 
 
-def _keep(part: Part, options: Options, folder: Path, result: Result) -> None:
+def _keep(finished: Finished, options: Options, folder: Path) -> None:
+    part, result = finished.part, finished.result
     for name, svg in result.pictures.items():
         write_whole(folder / name, svg.encode())
     write_whole(folder / f"{part.name}.md", part_page(part, result).encode())
-    record = {"format": FORMAT, "part": part.name, "title": part.title, "digest": digest_of(options)}
+    record: dict[str, Any] = {"format": FORMAT, "part": part.name, "title": part.title, "digest": digest_of(options)}
+    record["plans"] = list(finished.plans)
     write_json(folder / f"{part.name}.json", record | result.as_dict())
 
 
-def _kept(part: Part, options: Options, folder: Path) -> Result | None:
+def _kept(part: Part, options: Options, folder: Path) -> Finished | None:
     """The result of an earlier run; None where there is none that still holds, or its files are damaged."""
     try:
         record: dict[str, Any] = json.loads((folder / f"{part.name}.json").read_text())
         if record["format"] != FORMAT or record["digest"] != digest_of(options):
             return None
         pictures = {name: (folder / name).read_text() for name in record["pictures"]}
-        return result_from(record, pictures)
+        result = result_from(record, pictures)
+        return Finished(part=part, result=result, reused=True, plans=tuple(record["plans"]))
     except (OSError, ValueError, KeyError, TypeError, OctoPipeError):
         return None
 

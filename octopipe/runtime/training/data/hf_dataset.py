@@ -81,7 +81,7 @@ def _ready(rows: Any, fields: tuple[str, ...], where: str) -> Iterator[Document]
     for number, row in _numbered(rows, fields):
         ids = row["input_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise OctoPipeError(f"{where} row {number}: input_ids is no list of integers; tokenize it again")
+            raise OctoPipeError(f"{where} row {number}: input_ids is not a list of integers; tokenize it again")
         if len(fields) == 1:
             yield Document(ids)
             continue

@@ -65,7 +65,7 @@ def read_megatron(path: str | os.PathLike[str], *, dtype: str | None = None) -> 
         raise OctoPipeError(f"{where}: version {version}; version 1 is read")
     kind = _DTYPES.get(code)
     if kind is None:
-        raise OctoPipeError(f"{where}: type code {code} is no integer type; write the dataset again")
+        raise OctoPipeError(f"{where}: type code {code} is not an integer type; write the dataset again")
     if dtype is not None and np.dtype(dtype).itemsize != np.dtype(kind).itemsize:
         raise OctoPipeError(f"{where} says that the ids are {kind}; leave --data-dtype {dtype} out")
     width, at = np.dtype(kind).itemsize, len(MAGIC) + _HEADER.size

@@ -34,7 +34,7 @@ def look(path: str | os.PathLike[str], key: str) -> tuple[str, ...]:
     for number, record in _records(path):
         where = f"{shown(path)} line {number}"
         if not isinstance(record, dict):
-            raise OctoPipeError(f"{where}: a JSON value that is no object; one object per line is read")
+            raise OctoPipeError(f"{where}: this JSON value is not an object; write one object per line")
         found = fields_of(record, key, where)
         texts_of(record, found, where)
         return found

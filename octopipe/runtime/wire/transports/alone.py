@@ -14,6 +14,6 @@ class NoTransport(Transport):
     name = "none"
 
     def _refuse(self, slot: Slot, *_: Any) -> Any:
-        raise TransferError(slot, "a single rank has nobody to talk to")
+        raise TransferError(slot, "a single rank has no other rank to send to")
 
     post = send_forward = take_forward = send_gradient = take_gradient = release = _refuse  # type: ignore[assignment]

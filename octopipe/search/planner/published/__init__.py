@@ -46,7 +46,7 @@ def plan_by(
     `recompute` none, selective or full holds for every stage; auto takes the first of them with which the system fits.
     """
     if name not in PLANNERS:
-        raise OctoPipeError(f"{name[:40]!r} plans no cluster; one of {', '.join(PLANNERS)}")
+        raise OctoPipeError(f"{name[:40]!r} does not plan clusters; choose one of {', '.join(PLANNERS)}")
     began = time.monotonic()
     modes = ("none", "selective", "full") if recompute == "auto" else (recompute,)
     if name == "mist" and recompute in ("auto", "full"):

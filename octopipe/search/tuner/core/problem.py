@@ -20,9 +20,9 @@ RANKS, MICRO_BATCHES, LAYERS, VARIANTS, HAS_EXTRAS, HAS_LIMIT, HAS_BUFFERS, NUM_
 """Places in `Problem.count`; the last three are 0 or 1."""
 FORWARD, INPUT, WEIGHT, ACTIVATION, STASH, BOUNDARY, NUM_LAYER = range(7)
 """Rows of `Problem.layer`; BOUNDARY is no sum but the bytes of the tensor that enters a layer (0 for the first)."""
-STATIC, OPTIMIZER, GRADIENT, TOTAL, AGAIN, FASTEST, WORKSPACE, NUM_WHOLE = range(8)
+STATIC, OPTIMIZER, GRADIENT, TOTAL, AGAIN, FASTEST, ONCE, WORKSPACE, NUM_WHOLE = range(9)
 """Rows of `Problem.whole`: weights and optimizer state, optimizer time, gradient bytes, work of all micro-batches,
-their forwards alone, the smallest one's forwards; WORKSPACE is per layer."""
+their forwards alone, the smallest one's forwards, layers that cannot be recomputed; WORKSPACE is per layer."""
 SLOW, CAPACITY, MARGIN, NUM_RANK = range(4)
 """Rows of `Problem.rank`: compute-time factor, bytes (infinite without a limit), bytes kept free."""
 LATENCY, PER_BYTE = range(2)
@@ -112,9 +112,12 @@ def make_problem(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Pr
         *(summed(size * v) for v in (costs.activation_bytes, costs.stash_bytes)),
         np.concatenate((np.zeros((size.shape[0], 1)), size * costs.boundary_bytes), axis=1),
     ])  # fmt: skip
+    once = np.zeros(layers)
+    once[list(costs.not_repeatable())] = 1.0
     whole = np.concatenate([
         *(summed(v) for v in (costs.static_bytes, costs.optimizer_ms, costs.gradient_bytes)),
         *(summed(v) for v in (every * costs.layer_ms, every * costs.forward_ms, size.min(axis=0) * costs.forward_ms)),
+        summed(once),
         np.append(costs.workspace_bytes, 0.0)[None],
     ])  # fmt: skip
     slow = np.array([costs.slowdown(r) for r in range(num_ranks)])
@@ -235,7 +238,10 @@ def bell(rng):  # type: ignore[no-untyped-def]
 
 @njit
 def price(p, st, sc):  # type: ignore[no-untyped-def]
-    """Fill the scratch's per-stage prices and per-rank sums. False when static memory alone does not fit."""
+    """Fill the scratch's per-stage prices and per-rank sums. False when static memory alone does not fit.
+
+    A stage that got a layer which cannot be recomputed is recomputed no more.
+    """
     size, stages = st[SIZE, 0], st[SIZE, 0] * st[ROUTES, 0]
     for r in range(p.count[RANKS]):
         sc.place[FIRST, r] = 0
@@ -246,6 +252,8 @@ def price(p, st, sc):  # type: ignore[no-untyped-def]
         k, r = s % size, st[RANK, s]
         a, z = st[BOUNDS, k], st[BOUNDS, k + 1]
         slow = p.rank[SLOW, r]
+        if p.whole[ONCE, z] > p.whole[ONCE, a]:
+            st[REDO, s] = 0
         sc.place[FIRST, r] += 1
         sc.mine[r, USED] += p.whole[STATIC, z] - p.whole[STATIC, a]
         work = 0.0

@@ -10,7 +10,6 @@ import importlib
 from octopipe.views.reproduce.part import Part
 
 MODULES = (
-    "readings",
     "bubbles",
     "two_stages",
     "deadlock",
@@ -27,6 +26,8 @@ MODULES = (
     "large_scale",
     "recomputation",
     "illustrations",
+    "sensitivity",
+    "beyond",
 )
 
 

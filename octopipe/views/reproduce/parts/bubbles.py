@@ -2,96 +2,112 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from octopipe.simulation.timeline import Timeline
 from octopipe.views.reproduce.bench import Bench
 from octopipe.views.reproduce.part import Part
-from octopipe.views.reproduce.parts.readings import BUBBLE, largest_bubble
+from octopipe.views.reproduce.parts.common import both, plain
 from octopipe.views.reproduce.pictures import bars
-from octopipe.views.reproduce.reading import NODE_GB_PER_S
-from octopipe.views.reproduce.row import Result, Row
+from octopipe.views.reproduce.reading import NODE_GB_PER_S, READING, Head
+from octopipe.views.reproduce.row import Result, Row, baseline
 
-SECTION = "Fig. 2, §III-A"
+SOURCE = "Fig. 2, §III-A"
+BUBBLE = 0.538
 RANKS, MICRO_BATCHES = 4, 8
 
 
 def run(bench: Bench) -> Result:
-    gpt, nemotron = (
-        bench.costs(name, RANKS, MICRO_BATCHES, tp=1, gb_per_s=NODE_GB_PER_S)
-        for name in ("gpt-13b", "nemotron-nano-v2-9b")
-    )
-    first, second = (bench.baseline("1f1b", costs, RANKS, MICRO_BATCHES) for costs in (gpt, nemotron))
-    a, b = largest_bubble(first), largest_bubble(second)
-    gaps = [float(t.busy_ms.max() - t.busy_ms.min()) for t in (first, second)]
-    measured = bench.is_measured("nemotron-nano-v2-9b")
+    seen = {h: _timelines(bench, h) for h in bench.heads}
+    gpt, nemotron = seen["published"]
+    fit = {"used_in_fit": True}
+    gap = {h: [float(t.busy_ms.max() - t.busy_ms.min()) for t in pair] for h, pair in seen.items()}
     rows = [
-        Row.close(
+        Row.number(
+            "bubbles.gpt",
             "GPT-13B, 1F1B: largest bubble of a rank",
             0.214,
-            a,
+            baseline(largest_bubble(gpt)),
             unit="%",
-            within=0.2,
-            source=SECTION,
-            why="its layer times are not published; with analytic ones the last stage's head weighs less or more",
-            note="analytic costs: no published times; within 20 %",
+            source=SOURCE,
+            why="analytic costs: its layer times are not published",
+            tested="bubbles.gpt.slower",
         ),
-        Row.close(
+        Row.number(
+            "bubbles.nemotron",
             "Nemotron-9B, 1F1B: largest bubble of a rank",
             BUBBLE,
-            b,
+            plain(bench, lambda h: largest_bubble(seen[h][1])),
             unit="%",
-            source=SECTION,
-            why="analytic costs balance the layer kinds better than the authors' kernels"
-            if not measured
-            else "the head's time",
+            source=SOURCE,
+            why="the published head is short: with the fitted one the bubble is the paper's",
+            tested="sensitivity.head",
+            **fit,
         ),
-        Row.holds(
+        Row.order(
+            "bubbles.order",
             "the heterogeneous model has the larger bubble",
-            "21.4 % < 53.8 %",
-            f"{100 * a:.1f} % < {100 * b:.1f} %",
-            a < b,
+            "21.4 < 53.8 %",
+            plain(bench, lambda h: " < ".join(f"{100 * largest_bubble(t):.1f}" for t in seen[h]) + " %"),
+            both(bench, lambda h: largest_bubble(seen[h][0]) < largest_bubble(seen[h][1])),
+            source=SOURCE,
             why="the costs are too even",
-            source=SECTION,
         ),
-        Row.close(
-            "GPT-13B: gap between the most and least loaded stage",
+        Row.number(
+            "bubbles.gpt.gap",
+            "GPT-13B: gap between the most and the least loaded stage",
             200.0,
-            gaps[0],
+            baseline(gap["published"][0]),
             unit="ms",
-            within=0.5,
-            source=SECTION,
-            note="'about 200 ms'; analytic costs, within 50 %",
-            why="analytic costs are of a healthy run, about twice as fast as the paper's",
+            source=SOURCE,
+            why="GPT-13B's last stage differs by its head alone, which weighs more in the paper's runs",
+            tested="bubbles.gpt.slower",
         ),
-        Row.at_least(
-            "Nemotron-9B: gap between the most and least loaded stage",
+        Row.number(
+            "bubbles.nemotron.gap",
+            "Nemotron-9B: gap between the most and the least loaded stage",
             1800.0,
-            gaps[1],
+            plain(bench, lambda h: gap[h][1]),
             unit="ms",
-            source=SECTION,
-            why="not possible for these layer times: with eight micro-batches the whole step of 1F1B on the "
-            f"authors' own times is {second.makespan_ms:.0f} ms here (1331 ms with their published head), less than "
-            "the gap printed; the figure must be of more micro-batches or of several steps",
+            source=SOURCE,
+            why=f"the whole step of these layer times is {nemotron.makespan_ms:.0f} ms, less than the gap printed",
+            tested="bubbles.nemotron.batches",
+        ),
+        Row.order(
+            "bubbles.gap.grows",
+            "the gap grows with heterogeneity",
+            "200 → 1800 ms",
+            plain(bench, lambda h: f"{gap[h][0]:.0f} → {gap[h][1]:.0f} ms"),
+            both(bench, lambda h: gap[h][1] > gap[h][0]),
+            source=SOURCE,
+            why="the costs are too even",
+        ),
+        Row.shown(
+            "bubbles.gpt.slower",
+            f"tested: GPT-13B's gap with the fitted factor, × {READING.head:g}, on its head",
+            baseline(_gap_with_head(bench, READING.head)),
+            paper=200.0,
+            unit="ms",
+        ),
+        Row.shown(
+            "bubbles.nemotron.batches",
+            "tested: micro-batches with which Nemotron-9B's gap is 1800 ms",
+            plain(bench, lambda h: round(1800.0 * MICRO_BATCHES / gap[h][1])),
+            paper=float(MICRO_BATCHES),
         ),
     ]
-    rows.append(
-        Row.holds(
-            "the gap grows with heterogeneity",
-            "200 ms → 1800 ms",
-            f"{gaps[0]:.0f} ms → {gaps[1]:.0f} ms",
-            gaps[1] > gaps[0],
-            why="the costs are too even",
-            source=SECTION,
-        )
-    )
+    first, second = gpt, nemotron
+    nemotron_costs = bench.costs("nemotron-nano-v2-9b", RANKS, MICRO_BATCHES, tp=1, gb_per_s=NODE_GB_PER_S)
     kinds = {"M": "Mamba", "-": "MLP", "*": "attention", "E": "embedding", "L": "head"}
-    at = {symbol: nemotron.symbols.index(symbol) for symbol in kinds}
-    unit = float(nemotron.forward_ms[at["M"]])
+    at = {symbol: nemotron_costs.symbols.index(symbol) for symbol in kinds}
+    unit = float(nemotron_costs.forward_ms[at["M"]])
     layer = bars(
         "(b) Nemotron-9B, time of a layer",
         [kinds[k] for k in at],
         {
-            "F": [float(nemotron.forward_ms[i]) / unit for i in at.values()],
-            "I": [float(nemotron.input_ms[i]) / unit for i in at.values()],
-            "W": [float(nemotron.weight_ms[i]) / unit for i in at.values()],
+            "F": [float(nemotron_costs.forward_ms[i]) / unit for i in at.values()],
+            "I": [float(nemotron_costs.input_ms[i]) / unit for i in at.values()],
+            "W": [float(nemotron_costs.weight_ms[i]) / unit for i in at.values()],
         },
         unit="× a Mamba layer's F",
     )
@@ -113,6 +129,28 @@ def run(bench: Bench) -> Result:
     pictures = {"bubbles-a.svg": bubble, "bubbles-b.svg": layer, "bubbles-c.svg": stage}
     costs = f"{bench.costs_in_words}; GPT-13B analytic"
     return Result(rows=tuple(rows), costs=costs, pictures=pictures)
+
+
+def _timelines(bench: Bench, head: Head) -> tuple[Timeline, Timeline]:
+    names = ("gpt-13b", "nemotron-nano-v2-9b")
+    tables = [bench.costs(n, RANKS, MICRO_BATCHES, tp=1, gb_per_s=NODE_GB_PER_S, head=head) for n in names]
+    first, second = (bench.baseline("1f1b", costs, RANKS, MICRO_BATCHES) for costs in tables)
+    return first, second
+
+
+def _gap_with_head(bench: Bench, factor: float) -> float:
+    """GPT-13B's gap with another factor on its head."""
+    costs = bench.costs("gpt-13b", RANKS, MICRO_BATCHES, tp=1)
+    times = {name: getattr(costs, name).copy() for name in ("forward_ms", "input_ms", "weight_ms")}
+    for values in times.values():
+        values[-1] *= factor
+    t = bench.baseline("1f1b", costs.replace(**times), RANKS, MICRO_BATCHES)
+    return float(t.busy_ms.max() - t.busy_ms.min())
+
+
+def largest_bubble(timeline: Timeline) -> float:
+    """Of all ranks, the largest share of the makespan in which one does not compute."""
+    return 1.0 - float(np.min(timeline.busy_ms)) / timeline.makespan_ms
 
 
 PART = Part(name="bubbles", title="Bubbles by heterogeneity", labels=("fig:combined_1f1b_heter_bubble",), run=run)

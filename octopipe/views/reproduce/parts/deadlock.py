@@ -15,7 +15,7 @@ from octopipe.simulation.lowering import Program, lower, prove_deadlock_free
 from octopipe.simulation.simulator import simulate
 from octopipe.views.reproduce.bench import Bench
 from octopipe.views.reproduce.part import Part
-from octopipe.views.reproduce.row import Result, Row
+from octopipe.views.reproduce.row import Result, Row, Values
 
 MODEL, RANKS, MICRO_BATCHES = "nemotron-h-8b", 4, 8
 SECTION = "Fig. 4, §III-C"
@@ -23,7 +23,7 @@ SECTION = "Fig. 4, §III-C"
 
 def run(bench: Bench) -> Result:
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
-    plan = bench.tuned(costs, RANKS, MICRO_BATCHES)
+    plan = bench.plan("algorithm1", costs, RANKS, MICRO_BATCHES)
     program = lower(plan, costs)
     stuck = naive_deadlocks(program)
     prove_deadlock_free(program)
@@ -31,27 +31,24 @@ def run(bench: Bench) -> Result:
     prove_deadlock_free(blocking)
     waits, overlapped = simulate(blocking, costs), simulate(program, costs)
     rows = [
-        Row.holds(
-            "naive coordination of a tuned plan deadlocks",
+        Row.order(
+            "deadlock.naive",
+            "naive coordination of an irregular plan deadlocks",
             "deadlock",
-            "deadlock" if stuck else "runs",
-            stuck,
+            Values(published=("deadlock" if stuck else "runs", None)),
+            (stuck, None),
             source=f"{SECTION} (b)",
             why="this plan's order happens to be regular",
         ),
-        Row.holds(
-            "reordered it cannot deadlock",
-            "runs",
-            "runs, by proof",
-            True,
-            source=f"{SECTION} (d)",
-            note="`prove_deadlock_free` on the finished program",
+        Row.constructed(
+            "deadlock.free", "reordered it cannot deadlock", "runs", "runs, by proof", True, source=f"{SECTION} (d)"
         ),
-        Row.holds(
+        Row.order(
+            "deadlock.overlap",
             "without overlap transfers become bubbles",
             "slower",
-            f"{waits.step_ms:.0f} ms against {overlapped.step_ms:.0f} ms",
-            waits.step_ms > overlapped.step_ms,
+            Values(published=(f"{waits.step_ms:.0f} against {overlapped.step_ms:.0f} ms", None)),
+            (waits.step_ms > overlapped.step_ms, None),
             source=f"{SECTION} (c)",
             why="transfers cost nothing here",
         ),

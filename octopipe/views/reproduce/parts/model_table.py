@@ -27,13 +27,14 @@ def run(bench: Bench) -> Result:
         billions = spec.parameters / 1e9
         near = abs(billions / float(entry.size.removesuffix("B")) - 1.0) <= CLOSE_TO_ITS_NAME
         rows.append(
-            Row.holds(
+            Row.constructed(
+                f"models.{entry.name}",
                 f"{entry.family} {entry.size}",
                 _words(entry.layers, entry.hidden, entry.kinds),
                 f"{_words(*ours)}; {billions:.2f} B parameters",
                 ours == (entry.layers, entry.hidden, entry.kinds) and near,
-                why="another model",
                 source="Table II",
+                group="models",
             )
         )
     lines = []

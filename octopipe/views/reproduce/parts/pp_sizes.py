@@ -4,62 +4,61 @@ from __future__ import annotations
 
 from octopipe.views.reproduce.bench import Bench
 from octopipe.views.reproduce.part import Part
+from octopipe.views.reproduce.parts.common import arrow, both, plain, tuned
 from octopipe.views.reproduce.pictures import bars
-from octopipe.views.reproduce.reading import BASELINES, TITLES
+from octopipe.views.reproduce.reading import BASELINES, TITLES, Head
 from octopipe.views.reproduce.row import Result, Row
 
 MODEL, SIZES = "nemotron-h-47b", (4, 8, 16)
-SECTION = "Fig. 10, §VIII-A"
+SOURCE = "Fig. 10, §VIII-A"
 
 
 def run(bench: Bench) -> Result:
-    steps: dict[int, dict[str, float]] = {}
-    for pp in SIZES:
-        costs = bench.costs(MODEL, pp, 2 * pp)
-        steps[pp] = {name: bench.baseline(name, costs, pp, 2 * pp).step_ms for name in BASELINES}
-        steps[pp]["octopipe"] = bench.step(bench.tuned(costs, pp, 2 * pp), costs).step_ms
-    gains = [steps[pp]["1f1b"] / steps[pp]["octopipe"] for pp in SIZES]
-    interleaved = [steps[pp]["1f1b"] / steps[pp]["interleaved"] for pp in SIZES]
+    def gains(head: Head, name: str, over: str = "1f1b") -> list[float]:
+        return [bench.cell(MODEL, pp, 2 * pp, head).over(over, name) for pp in SIZES]
+
     rows = [
-        Row.holds(
-            "OctoPipe's advantage over 1F1B grows with the PP size",
+        Row.order(
+            "pp.grows",
+            "OctoPipe's advantage over 1F1B grows with the PP size (4 → 8 → 16)",
             "grows",
-            " < ".join(f"{g:.2f}×" for g in gains),
-            gains == sorted(gains),
-            source=SECTION,
-            why="the search leaves more to be found on more ranks",
+            tuned(bench, lambda h, t: arrow(gains(h, t))),
+            both(bench, lambda h: gains(h, "algorithm1") == sorted(gains(h, "algorithm1"))),
+            source=SOURCE,
+            why="Algorithm 1 has the same few iterations for four times the ranks",
+            tested="pp.grows",
         ),
-        Row.holds(
-            "Interleaved loses ground to 1F1B as the PP size grows",
-            "surpassed at larger sizes",
-            " → ".join(f"{g:.2f}×" for g in interleaved),
-            interleaved[-1] < interleaved[0],
-            source=SECTION,
-            why="with our times its stages stay worth their transfers",
+        Row.order(
+            "pp.interleaved",
+            "Interleaved is slower than 1F1B at some larger PP size",
+            "surpassed",
+            plain(bench, lambda h: arrow(gains(h, "interleaved"))),
+            both(bench, lambda h: min(gains(h, "interleaved")[1:]) < 1),
+            source=SOURCE,
+            why="with its best number of chunks Interleaved stays ahead; with the 7 of Table III it falls behind",
+            tested="sensitivity.chunks",
         ),
-        *(Row.shown(f"PP {pp}: OctoPipe over 1F1B", g, unit="×") for pp, g in zip(SIZES, gains, strict=True)),
-        Row.holds(
+        Row.order(
+            "pp.fastest",
             "OctoPipe is the fastest at every size",
             "yes",
-            "yes",
-            all(steps[pp]["octopipe"] <= min(steps[pp].values()) for pp in SIZES),
-            why="see the table",
-            source=SECTION,
+            tuned(bench, lambda h, t: f"by {min(min(gains(h, t, n)) for n in BASELINES):.2f} ×"),
+            both(bench, lambda h: all(min(gains(h, "algorithm1", n)) > 1 for n in BASELINES)),
+            source=SOURCE,
+            why="Algorithm 1's few iterations",
         ),
     ]
-    names = (*BASELINES, "octopipe")
-    lines = tuple(
-        (f"PP {pp}", *(f"{2 * pp * 4096 / (8 * pp) / (steps[pp][n] / 1e3):.0f}" for n in names)) for pp in SIZES
-    )
-    series = {TITLES[n]: [2 * pp * 4096 / (8 * pp) / (steps[pp][n] / 1e3) for pp in SIZES] for n in names}
-    picture = bars(
-        "Nemotron-H 47B, TP 8, micro-batches 2 × PP", [f"PP {pp}" for pp in SIZES], series, unit="tokens/GPU/s"
-    )
-    tables = (("Tokens per GPU and second", ("size", *(TITLES[n] for n in names)), lines),)
-    text = ("The paper shows this figure without numbers; its text states the trends.",)
-    return Result(
-        rows=tuple(rows), costs=bench.costs_in_words, text=text, tables=tables, pictures={"pp-sizes.svg": picture}
-    )
+    names = (*BASELINES, "algorithm1", "search")
+    series = {
+        TITLES[n]: [
+            2 * pp * 4096 / (8 * pp) / (bench.cell(MODEL, pp, 2 * pp, "published").steps[n] / 1e3) for pp in SIZES
+        ]
+        for n in names
+    }
+    title = "Nemotron-H 47B, TP 8, micro-batches 2 × PP, head as published"
+    picture = bars(title, [f"PP {pp}" for pp in SIZES], series, unit="tokens/GPU/s")
+    text = ("The paper draws this figure without numbers; its text states the trends.",)
+    return Result(rows=tuple(rows), costs=bench.costs_in_words, text=text, pictures={"pp-sizes.svg": picture})
 
 
 PART = Part(name="pp-sizes", title="PP sizes 4, 8 and 16", labels=("fig:across_pp_nemotron_47b_mb_2xPP",), run=run)

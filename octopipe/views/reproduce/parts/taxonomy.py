@@ -31,16 +31,12 @@ def run(bench: Bench) -> Result:
     rows = []
     for title, (name, phase) in TABLE.items():
         ours = ", ".join(p for p in PHASES if p in known[name].tunes) if name in known else None
-        rows.append(Row.holds(title, phase, ours, ours == phase, why="the registry says otherwise", source="Table I"))
-    rows.append(
-        Row.holds(
-            "OctoPipe (ours)",
-            ", ".join(PHASES),
-            ", ".join(PHASES),
-            True,
-            source="Table I",
-            note="`octopipe tune` decides all three together",
+        rows.append(
+            Row.constructed(f"taxonomy.{name}", title, phase, ours, ours == phase, source="Table I", group="taxonomy")
         )
+    every = ", ".join(PHASES)
+    rows.append(
+        Row.constructed("taxonomy.octopipe", "OctoPipe", every, every, True, source="Table I", group="taxonomy")
     )
     return Result(rows=tuple(rows), costs="none needed")
 

@@ -2,55 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from octopipe.simulation.timeline import Timeline
 from octopipe.views.export.svg import timeline_svg
-from octopipe.views.reproduce.bench import Bench
+from octopipe.views.reproduce.bench import TUNERS, Bench
 from octopipe.views.reproduce.part import Part
-from octopipe.views.reproduce.row import Result, Row
+from octopipe.views.reproduce.reading import TITLES
+from octopipe.views.reproduce.row import Result, Row, Value, Values
 
 MODEL, RANKS, MICRO_BATCHES = "nemotron-h-8b", 4, 8
 SECTION = "Fig. 9, §VIII-A"
+KINDS = ("imbalance", "boundary", "residual")
 
 
 def run(bench: Bench) -> Result:
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES)
     first = bench.baseline("1f1b", costs, RANKS, MICRO_BATCHES)
-    plan = bench.tuned(costs, RANKS, MICRO_BATCHES)
-    second = bench.step(plan, costs)
+    found = {t: bench.step(bench.plan(t, costs, RANKS, MICRO_BATCHES), costs, label=TITLES[t]) for t in TUNERS}
+    second = found["algorithm1"]
+
+    def ours(value: Callable[[Timeline], Value]) -> Values:
+        return Values(published=(value(found["algorithm1"]), value(found["search"])))
+
     rows = [
-        Row.holds(
-            "OctoPipe's white regions are much smaller than 1F1B's",
+        Row.order(
+            "traces.smaller",
+            "OctoPipe's white regions are much smaller than 1F1B's (less than half)",
             "smaller",
-            f"{100 * first.bubble_ratio:.1f} % → {100 * second.bubble_ratio:.1f} % of the step",
-            second.bubble_ratio < 0.5 * first.bubble_ratio,
+            ours(lambda t: f"{100 * first.bubble_ratio:.1f} → {100 * t.bubble_ratio:.1f} % of the step"),
+            (second.bubble_ratio < 0.5 * first.bubble_ratio, None),
             source=SECTION,
-            why="more --iterations help",
+            why="the published head leaves 1F1B less to lose",
+            tested="sensitivity.head",
         ),
-        Row.holds(
+        Row.order(
+            "traces.marginal",
             "marginal bubbles persist",
             "yes",
-            f"{100 * second.bubble_ratio:.1f} %",
-            second.bubble_ratio > 0,
-            why="none are left",
+            ours(lambda t: f"{100 * t.bubble_ratio:.1f} %"),
+            (second.bubble_ratio > 0, None),
             source=SECTION,
+            why="none are left",
         ),
-        Row.shown("speed-up over 1F1B", first.step_ms / second.step_ms, unit="×", source=SECTION),
-        *(
-            Row.shown(
-                f"{kind} bubbles, 1F1B → OctoPipe",
-                f"{_share(first, kind):.1f} % → {_share(second, kind):.1f} %",
-                source=SECTION,
-            )
-            for kind in ("boundary", "communication", "imbalance", "residual")
+        Row.order(
+            "traces.kinds",
+            "balance, placement and schedule each shrink their bubbles (imbalance, boundary, residual and waiting)",
+            "each",
+            ours(lambda t: ", ".join(f"{_share(first, k):.1f} → {_share(t, k):.1f} %" for k in KINDS)),
+            (all(_share(second, k) < _share(first, k) for k in KINDS), None),
+            source=SECTION,
+            why="finer stages wait for more transfers",
+            tested="traces.kinds",
         ),
     ]
-    svg = timeline_svg([first, second], title="Nemotron-H 8B, PP 4, TP 8, eight micro-batches")
+    svg = timeline_svg([first, *found.values()], title="Nemotron-H 8B, PP 4, TP 8, eight micro-batches")
     return Result(rows=tuple(rows), costs=bench.costs_in_words, pictures={"traces.svg": svg})
 
 
 def _share(timeline: Timeline, kind: str) -> float:
     idle = getattr(timeline.bubbles, f"{kind}_ms").sum()
-    return 100.0 * float(idle) / (timeline.makespan_ms * timeline.num_ranks)
+    return (
+        100.0
+        * float(idle + (timeline.bubbles.communication_ms.sum() if kind == "residual" else 0.0))
+        / (timeline.makespan_ms * timeline.num_ranks)
+    )
 
 
 PART = Part(name="traces", title="Traces of 1F1B and OctoPipe", labels=("fig:realtraces",), run=run)

@@ -1,0 +1,296 @@
+"""Questions that a performance lead asks of a planner, each beside the split that an expert would name.
+
+python benchmarks/bench_questions.py                 every question; the table, and the worst ratio
+python benchmarks/bench_questions.py --only 3,7      some of them
+python benchmarks/bench_questions.py --today         every published run's own split given as --today instead
+
+A ratio of 1.05 means: by the same model the answer is 5 % faster than the expert's (or published) split. The expert's
+split is not told to the search. `--budget` is CPU time of the search, so that a busy machine answers the same; `--wall`
+makes it wall-clock time. Every answer's commands are counted; OCTOPIPE_MEGATRON_LM=<checkout> puts Megatron-LM's
+through its own parser (tests/megatron_parser.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.file import count_gpus, nodes_from_object
+from octopipe.costs.cluster.hardware import gpu
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.zoo import preset
+from octopipe.search.planner.commands import command_lines
+from octopipe.search.planner.pricing import Candidate, Pricer
+from octopipe.search.planner.runtimes import RUNTIMES
+from octopipe.search.planner.search import search
+from octopipe.search.planner.splits import parse_split
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "questions.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A cluster and a model, and what an expert would run there."""
+
+    about: str
+    model: str
+    gpus: int
+    kind: str
+    batch: int
+    expert: str
+    why: str
+    """Where the expert's split comes from."""
+    seq: int = 8192
+    runtime: str = "any"
+    more: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the set-up."""
+
+
+MIXED = [{"gpu": "h100", "count": 2}, {"gpu": "a100", "count": 2}]
+QUESTIONS: tuple[Question, ...] = (
+    Question(
+        about="small dense model, one node", model="llama3-8b", gpus=8, kind="h100", batch=128,
+        expert="zero=2", why="plain sharded data parallelism",
+    ),
+    Question(
+        about="dense 70B, a few nodes", model="llama3-70b", gpus=64, kind="h100", batch=1024,
+        expert="tp=4,pp=4,vp=5", why="tensor parallelism in the node, interleaved pipeline across",
+    ),
+    Question(
+        about="dense 70B in fp8", model="llama3-70b", gpus=64, kind="h100", batch=128,
+        expert="tp=4,pp=8,vp=5", why="NVIDIA's recipe (Megatron-Bridge 25.11)", more={"precision": "fp8"},
+    ),
+    Question(
+        about="few GPUs for the model", model="llama3-70b", gpus=24, kind="h100", batch=96,
+        expert="tp=8,pp=3", why="whole nodes for tensor parallelism, one stage each",
+    ),
+    Question(
+        about="405B, small batch on GB200", model="llama3.1-405b", gpus=256, kind="gb200", batch=128,
+        expert="tp=4,pp=16,vp=8", why="NVIDIA's recipe (tp 4, pp 16, vp 8)", more={"precision": "fp8"},
+    ),
+    Question(
+        about="405B on 16,384 GPUs", model="llama3.1-405b", gpus=16384, kind="h100", batch=2048,
+        expert="tp=8,pp=16,vp=8", why="Llama 3's own run",
+    ),
+    Question(
+        about="MoE, many micro-batches", model="deepseek-v3", gpus=256, kind="h800", batch=4096, seq=4096,
+        expert="pp=16,ep=16,vp=4", why="deep pipeline, experts within two nodes",
+    ),
+    Question(
+        about="DeepSeek-V3's own cluster", model="deepseek-v3", gpus=2048, kind="h800", batch=15360, seq=4096,
+        expert="pp=16,ep=64", why="DeepSeek-V3's report: pp 16, ep 64, ZeRO-1", more={"precision": "fp8"},
+    ),
+    Question(
+        about="small MoE, one node", model="qwen3-30b-a3b", gpus=8, kind="h100", batch=512, seq=4096,
+        expert="ep=8", why="experts over the node, nothing else divided", more={"gradients": "bf16"},
+    ),
+    Question(
+        about="middle MoE", model="qwen3-235b-a22b", gpus=256, kind="h100", batch=2048, seq=4096,
+        expert="tp=2,pp=8,vp=4,ep=32", why="NVIDIA's recipe",
+    ),
+    Question(
+        about="sparse MoE with wide vocabulary", model="gpt-oss-120b", gpus=64, kind="h100", batch=512, seq=4096,
+        expert="pp=4,ep=8,mbs=4", why="NVIDIA's recipe (Megatron-Bridge 25.11)", more={"gradients": "bf16"},
+    ),
+    Question(
+        about="1 T parameters, MoE", model="kimi-k2", gpus=256, kind="h100", batch=512, seq=4096,
+        expert="pp=8,ep=32,vp=4", why="Automodel 26.02", more={"gradients": "bf16"},
+    ),
+    Question(
+        about="long context", model="llama3-8b", gpus=64, kind="h100", batch=64, seq=131072,
+        expert="tp=2,cp=8", why="context parallelism over nodes, tensor parallelism inside",
+    ),
+    Question(
+        about="fewer sequences than GPUs", model="llama3-8b", gpus=16, kind="h100", batch=4,
+        expert="cp=4", why="context parallelism instead of idle replicas",
+    ),
+    Question(
+        about="hybrid (Mamba, attention, MLP)", model="nemotron-h-56b", gpus=64, kind="h100", batch=128,
+        expert="tp=8,pp=2", why="NVIDIA trains it with tp 8 and a short pipeline",
+    ),
+    Question(
+        about="hybrid MoE, one node", model="nemotron-3-nano-30b", gpus=8, kind="h100", batch=512, seq=4096,
+        expert="ep=8,mbs=2", why="Automodel 26.02", more={"gradients": "bf16"},
+    ),
+    Question(
+        about="huge vocabulary", model="gemma-3-27b", gpus=32, kind="h100", batch=256,
+        expert="tp=4,pp=2,vp=2", why="tensor parallelism divides the head",
+    ),
+    Question(
+        about="mixed nodes", model="llama3-8b", gpus=32, kind="", batch=128, seq=4096,
+        expert="tp=2,pp=4", why="slow cards in their own stages", runtime="megatron", more={"nodes": MIXED},
+    ),
+    Question(
+        about="older cards", model="gpt3-175b", gpus=512, kind="a100", batch=1536, seq=2048,
+        expert="tp=8,pp=8,vp=4", why="Megatron-LM's published rows for 175B",
+    ),
+    Question(
+        about="torchtitan alone", model="llama3-70b", gpus=256, kind="h100", batch=512,
+        expert="tp=8,zero=3", why="torchtitan's own recipe: FSDP with tensor parallelism", runtime="torchtitan",
+    ),
+)  # fmt: skip
+
+
+def setup_of(question: Question) -> tuple[Setup, int]:
+    more = dict(question.more)
+    if "nodes" in more:
+        more["nodes"] = nodes_from_object({"nodes": more["nodes"]})
+        names = [gpu(name) for name, _, _ in more["nodes"]]
+        kind = max(names, key=lambda card: card.bf16_tflops * card.clock)
+        return Setup(gpu=kind, seq=question.seq, zero=1, **more), count_gpus(more["nodes"])
+    return Setup(gpu=gpu(question.kind), seq=question.seq, zero=1, **more), question.gpus
+
+
+def expert_split(question: Question) -> Candidate:
+    """The expert's split, simulated under the same model with as much recomputation as it takes."""
+    from octopipe.search.planner.search import _today
+
+    base, gpus = setup_of(question)
+    pricer = Pricer(preset(question.model), base, question.batch)
+    return _today(pricer, base, gpus, parse_split(question.expert), "auto")
+
+
+def asked(question: Question, budget_s: float, wall: bool) -> dict[str, Any]:
+    """The answer beside the expert's split."""
+    base, gpus = setup_of(question)
+    spec = preset(question.model)
+    expert = expert_split(question)
+    began = time.monotonic(), time.process_time()
+    found = search(
+        spec,
+        base,
+        gpus=gpus,
+        global_batch=question.batch,
+        runtime=RUNTIMES[question.runtime],
+        budget_s=budget_s,
+        clock=time.monotonic if wall else time.process_time,
+    )
+    took = time.monotonic() - began[0], time.process_time() - began[1]
+    best = found.best
+    lines = command_lines(best, spec=spec, model=question.model, plan_file="plan.json", runtime=question.runtime)
+    return {
+        "about": question.about,
+        "setting": f"{question.model}, {best.setup.num_gpus} x {question.kind or 'h100 and a100'}, "
+        f"batch {question.batch}, {question.seq} tokens",
+        "expert": expert.split.words(),
+        "expert_from": question.why,
+        "expert_tokens": expert.tokens_per_gpu_per_second,
+        "expert_fits": expert.fits,
+        "answer": best.split.words(),
+        "how": best.how,
+        "answer_tokens": best.tokens_per_gpu_per_second,
+        "ratio": expert.step_ms / best.step_ms,
+        "fits": best.fits,
+        "runs_on": [name for name, line in lines.items() if not line.startswith("none: ")],
+        "no_line": {name: line.removeprefix("none: ") for name, line in lines.items() if line.startswith("none: ")},
+        "megatron": megatron_takes(best, spec, lines),
+        "seconds": took[0],
+        "cpu_seconds": took[1],
+        "skipped": list(found.skipped),
+    }
+
+
+def megatron_takes(best: Candidate, spec: Any, lines: dict[str, str]) -> str:
+    """What Megatron-LM's own parser says to the line, where there is one and a checkout to ask."""
+    from octopipe.search.planner.megatron_line import megatron_line
+
+    if lines.get("megatron", "none: ").startswith("none: "):
+        return "no line"
+    if "OCTOPIPE_MEGATRON_LM" not in os.environ:
+        return "not asked"
+    try:
+        line = megatron_line(best, spec)
+    except OctoPipeError as error:
+        return str(error)
+    given = [(best.setup.num_gpus, line.environment, shlex.split(line.flags), best.split.dp)]
+    parser = HERE.parent / "tests" / "megatron_parser.py"
+    done = subprocess.run([sys.executable, str(parser)], input=json.dumps(given), capture_output=True, text=True)
+    return "taken" if done.returncode == 0 else (done.stdout + done.stderr)[-300:]
+
+
+def show(row: dict[str, Any]) -> None:
+    unfit = "" if row["expert_fits"] else " (does not fit)"
+    print(
+        f"{row['ratio']:6.3f}  {row['about']}: {row['setting']}\n"
+        f"        expert {row['expert_tokens']:7.0f} tok/s/GPU  {row['expert']}{unfit}\n"
+        f"        answer {row['answer_tokens']:7.0f} tok/s/GPU  {row['answer']} ({row['how']}); "
+        f"runs on {', '.join(row['runs_on']) or 'none'}; Megatron-LM's parser: {row['megatron']}; "
+        f"{row['seconds']:.0f} s",
+        flush=True,
+    )
+
+
+def with_today(budget_s: float, wall: bool) -> list[dict[str, Any]]:
+    """Every published run's split as --today: the answer is never behind it."""
+    sys.path.insert(0, str(HERE))
+    from dataclasses import replace
+
+    from bench_published import CSV, read_rows
+
+    out = []
+    for row in read_rows(CSV):
+        setup = row.setup
+        base = replace(setup, tp=1, cp=1, ep=1, pp=1, dp=1, micro_batch_size=1, micro_batches=None, zero=1)
+        today = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
+        found = search(
+            row.spec,
+            base,
+            gpus=setup.num_gpus,
+            global_batch=setup.global_batch or 1,
+            today={**today, "micro_batch_size": setup.micro_batch_size},
+            budget_s=budget_s,
+            clock=time.monotonic if wall else time.process_time,
+        )
+        assert found.today is not None
+        ratio = found.today.step_ms / found.best.step_ms
+        out.append({"row": row.name, "ratio": ratio, "fits": found.today.fits, "answer": found.best.split.words()})
+        fits = "" if found.today.fits else " (today's does not fit)"
+        print(f"{ratio:6.3f}  {row.name}: {found.today.split.words()} -> {found.best.split.words()}{fits}", flush=True)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=10.0, metavar="S", help="of every search (default: 10)")
+    parser.add_argument("--wall", action="store_true", help="the budget is wall-clock time")
+    parser.add_argument("--only", metavar="N,N", help="numbers of questions, from 1")
+    parser.add_argument("--today", action="store_true", help="published splits as --today")
+    args = parser.parse_args()
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if args.today:
+        rows = with_today(args.budget, args.wall)
+        fitting = [row for row in rows if row["fits"]]
+        worst = min(row["ratio"] for row in fitting)
+        behind = sum(row["ratio"] < 1.0 - 1e-9 for row in fitting)
+        print(f"{len(rows)} published splits as --today: worst ratio {worst:.4f}, behind: {behind}")
+        before["today"] = {"budget_s": args.budget, "rows": rows}
+    else:
+        numbers = [int(n) for n in args.only.split(",")] if args.only else list(range(1, len(QUESTIONS) + 1))
+        kept = before.get("questions", {})
+        for number in numbers:
+            row = asked(QUESTIONS[number - 1], args.budget, args.wall)
+            show(row)
+            kept[str(number)] = {**row, "budget_s": args.budget}
+            before["questions"] = dict(sorted(kept.items(), key=lambda item: int(item[0])))
+            RESULTS.write_text(json.dumps(before, indent=1) + "\n")
+        fitting = [row for row in kept.values() if row["expert_fits"]]
+        print(
+            f"{len(kept)} questions: worst ratio {min(row['ratio'] for row in fitting):.3f}, "
+            f"behind by more than 1 %: {sum(row['ratio'] < 0.99 for row in fitting)}, "
+            f"without a command: {sum(not row['runs_on'] for row in kept.values())}"
+        )
+    RESULTS.write_text(json.dumps(before, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A profile: costs that were measured on real devices, and how they are written down.
+
+Knows: what is measured beside layer times, the JSON of `octopipe.profile/1`. Does not know: how a profile is read
+(`profile_file`, `foreign_times`) or measured (`runtime/measure/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from octopipe.base.files import write_whole
+from octopipe.costs.cluster.hardware import GIB
+from octopipe.costs.layer_times import BYTES, TIMES, segments_object
+from octopipe.costs.mode import Mode
+from octopipe.costs.table import CostTable
+
+FORMAT = "octopipe.profile/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measured costs of a model on the ranks of one machine or cluster."""
+
+    costs: CostTable
+    """Times while all ranks work."""
+    partial: Mapping[int, CostTable] = field(default_factory=dict)
+    """The same costs with the times of a rank when only so many ranks work; empty where ranks share nothing."""
+    op_overhead_ms: float = 0.0
+    """What running one op costs beside its layers' own times."""
+    fused_factor: float = 1.0
+    """Time of B over I and W run one by one."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Device, date, spread of the times: for people."""
+
+    @property
+    def mode(self) -> Mode | None:
+        """How the layers ran when they were measured; None where the file does not say."""
+        return self.costs.mode
+
+    def with_costs(self, costs: CostTable) -> Profile:
+        """The same profile around other costs (a memory limit added, say)."""
+        partial = {
+            level: costs.replace(**{name: getattr(table, name) for name in TIMES.values()})
+            for level, table in self.partial.items()
+        }
+        return replace(self, costs=costs, partial=partial)
+
+    def checkpointing(self, layers: Sequence[int]) -> Profile:
+        """The same layers, of which these keep their input alone and run again before I."""
+        if not layers:
+            return self
+        which = np.asarray(layers, dtype=np.int64)
+
+        def again(costs: CostTable) -> CostTable:
+            input_ms = costs.input_ms.copy()
+            input_ms[which] += costs.forward_ms[which]
+            held, stash, workspace = (
+                getattr(costs, name).copy() for name in ("activation_bytes", "stash_bytes", "workspace_bytes")
+            )
+            kept = np.minimum(held[which], np.broadcast_to(costs.boundary_bytes, held.shape)[which - 1])
+            workspace[which] += held[which] - kept
+            held[which], stash[which] = kept, np.minimum(kept, stash[which])
+            return costs.replace(input_ms=input_ms, activation_bytes=held, stash_bytes=stash, workspace_bytes=workspace)
+
+        partial = {level: again(table) for level, table in self.partial.items()}
+        return replace(self, costs=again(self.costs), partial=partial)
+
+    def to_json(self) -> bytes:
+        c = self.costs
+        out: dict[str, Any] = {"format": FORMAT, "model": c.model, "pattern": c.symbols}
+        if c.tokens_per_micro_batch is not None:
+            out["tokens"] = c.tokens_per_micro_batch
+        out |= {key: getattr(c, name).tolist() for key, name in TIMES.items()}
+        if self.partial:
+            out["partial"] = {
+                str(level): {key: getattr(table, name).tolist() for key, name in TIMES.items()}
+                for level, table in sorted(self.partial.items())
+            }
+        out |= {key: (getattr(c, name) / GIB).tolist() for key, name in BYTES.items()}
+        out["optimizer_ms"] = c.optimizer_ms.tolist()
+        if c.exchanges:
+            out["segments"] = segments_object(c)
+        if c.tied_bytes:
+            out["tied_gib"] = c.tied_bytes / GIB
+        out["links"] = [
+            {
+                "source": a,
+                "destination": b,
+                "latency_ms": link.latency_ms,
+                "gb_per_s": 1e-6 / link.ms_per_byte if link.ms_per_byte > 0 else None,
+            }
+            for (a, b), link in sorted(c.network.pairs.items())
+        ]
+        out["rank_slowdown"] = list(c.rank_slowdown)
+        if c.rank_memory_bytes:
+            out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]
+        if c.repeatable:
+            out["repeatable"] = list(c.repeatable)
+        out["op_overhead_ms"] = self.op_overhead_ms
+        out["fused_factor"] = self.fused_factor
+        if c.mode is not None:
+            out["mode"] = c.mode.record()
+        out["about"] = dict(self.about)
+        return msgspec.json.format(msgspec.json.encode(out), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file in one step."""
+        write_whole(path, self.to_json())

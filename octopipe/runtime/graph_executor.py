@@ -1,0 +1,338 @@
+"""The executor of plans whose paths fork and join.
+
+Knows: how a stage's inputs are put together at a join and its gradients added at a fork, and that a shard of the head
+makes a part of the loss. Does not know: how stages run (`stages/`), how tensors travel (`wire/`).
+
+A stage behind a join gets its inputs as one tuple, in the order of the path's arrows, so that a first layer whose
+forward takes several arguments gets them one by one. Inputs that are outputs of the shards of one layer are added
+instead. A stage in front of which nothing stands takes the batch: all of it, or, where the batch is a dictionary and
+the first layer's forward names only some of its keys, those.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import B, F, R, W
+from octopipe.runtime.executor import Executor
+from octopipe.runtime.graph_program import GraphCell, graph_program
+from octopipe.runtime.path_losses import PathLosses
+from octopipe.runtime.slots import RECEIVE, SEND, rank_program
+from octopipe.runtime.stages.chain import StageChain
+from octopipe.runtime.stages.rng import rng_kept
+from octopipe.runtime.stages.shards import CutLoss, JoinedShards, cut_loss
+from octopipe.runtime.stages.stage import Loss, Stage
+from octopipe.runtime.values import flatten
+from octopipe.runtime.wire.messages import takes_gradient
+from octopipe.simulation.lowering import Program
+
+
+class GraphExecutor(Executor):
+    """Runs a `graph_program`."""
+
+    def __init__(self, program: Any, layers: dict[int, nn.Module], loss_fn: Any, *args: Any, **options: Any):
+        if options.get("cuda_graphs") is not None:
+            raise OctoPipeError("CUDA graphs are not made of plans whose paths fork; leave cuda_graphs out")
+        self._cut: CutLoss | None = None
+        if program.plan.shards().get(program.plan.num_layers - 1):
+            self._cut = cut_loss(loss_fn)
+        elif isinstance(loss_fn, PathLosses):
+            loss_fn.check(program.plan)
+        self._picks: dict[int, Any] = {}
+        super().__init__(program, layers, loss_fn, *args, **options)
+
+    def _chain(self, number: int, layers: dict[int, nn.Module], *, first: bool, side: Sequence[str]) -> StageChain:
+        stage = self.program.plan.stages[number]
+        if stage.first == stage.stop:
+            return StageChain([(Stage([JoinedShards()], first_layer=stage.first), False)])
+        return super()._chain(number, layers, first=first, side=side)
+
+    # -- what an op is given -------------------------------------------------------------------------------
+
+    def _inputs(self, cell: GraphCell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
+        """What F consumes, and which of its leaves take a gradient (None: those that can)."""
+        if cell.first:
+            value, needs = self.own_input(cell, micro_batches)
+            return self._picked(cell.stage, value), needs
+        values, needed = [], []
+        for port in cell.sources:
+            if port.receive is None:
+                giver = port.giver
+                assert giver is not None
+                value, need = giver.value, giver.needs
+                self._taken(giver)
+            else:
+                value, port.asked = self.transport.take_forward(port.receive)
+                port.receive.ended = time.perf_counter()
+                need = port.asked.wanted
+            values.append(value)
+            needed.append(need)
+        if len(values) == 1:
+            cell.counts = []
+            return values[0], needed[0]
+        leaves = [_leaves(value) for value in values]
+        cell.counts = [len(found) for found in leaves]
+        wants = [
+            [isinstance(t, Tensor) and takes_gradient(t) for t in found] if need is None else list(need)
+            for found, need in zip(leaves, needed, strict=True)
+        ]
+        if not cell.adds:
+            return tuple(values), [flag for row in wants for flag in row]
+        if any(len(found) != 1 or not isinstance(found[0], Tensor) for found in leaves):
+            raise OctoPipeError(
+                f"stage {cell.stage} adds up the outputs of a layer's shards, which must be one tensor each"
+            )
+        total = leaves[0][0] + leaves[1][0]
+        for found in leaves[2:]:
+            total += found[0]
+        return total, [any(row[0] for row in wants)]
+
+    def _picked(self, stage: int, batch: Any) -> Any:
+        """Of a dictionary, what the stage's first layer names."""
+        if not isinstance(batch, Mapping):
+            return batch
+        if stage not in self._picks:
+            module = self.chains[stage].parts[0][0].modules[0]
+            names = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters
+            open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
+            known = [name for name in names if name in batch]
+            self._picks[stage] = None if open_ended or not known else known
+        known = self._picks[stage]
+        return batch if known is None else {name: batch[name] for name in known if name in batch}
+
+    def _taken(self, giver: GraphCell) -> None:
+        """One of a cell's takers has its output."""
+        now = [t._version for t in _leaves(giver.value) if isinstance(t, Tensor)]
+        if giver.versions and now != giver.versions:
+            raise OctoPipeError(
+                f"a stage has changed in place what it got from stage {giver.stage}, which other stages take, too; "
+                "let its first layer work on a copy (`.clone()`)"
+            )
+        giver.left -= 1
+        if giver.left == 0:
+            giver.value = None
+
+    def _made(self, cell: GraphCell, out: Any) -> None:
+        """F's output waits for its takers."""
+        cell.value, cell.left = out, len(cell.takers)
+        several = cell.left > 1
+        cell.versions = [t._version for t in _leaves(out) if isinstance(t, Tensor)] if several else []
+
+    def _then(self, cell: GraphCell, targets: Sequence[Any] | None) -> Any:
+        """What follows a stage's layers inside its forward: the loss, or a shard's part of it."""
+        if self._cut is None and cell.last and isinstance(self.loss_fn, PathLosses):
+            function = self.loss_fn.of_layer(self.program.plan.stages[cell.stage].stop - 1)
+            return function if targets is None else Loss(function, targets[cell.micro_batch])
+        if self._cut is None:
+            return self.loss(targets, cell.micro_batch) if cell.last else None
+        if not cell.is_shard and not cell.last:
+            return None
+        if targets is None:
+            raise OctoPipeError("a head that is cut needs the target of every micro-batch: step(batch, target)")
+        target = targets[cell.micro_batch]
+        if cell.last:
+            return Loss(self._cut.of_tokens, target)
+        layer = self.program.plan.stages[cell.stage].first
+        module = self.chains[cell.stage].parts[-1][0].modules[layer - self.chains[cell.stage].parts[-1][0].first_layer]
+        return Loss(self._cut.partial(module), target)
+
+    def _gradients(self, cell: GraphCell, losses: Mapping[int, Tensor], scales: Sequence[float]) -> list[Any]:
+        """What comes back to a cell's output, added up over its takers."""
+        if cell.last:
+            return [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
+        found = []
+        for port in cell.takers:
+            if port.gradient_slot is None:
+                found.append(port.gradients)
+                port.gradients = None
+            else:
+                found.append(self.transport.take_gradient(port.gradient_slot))
+                port.gradient_slot.ended = time.perf_counter()
+                port.sent = None
+        return found[0] if len(found) == 1 else [_added(row) for row in zip(*found, strict=True)]
+
+    def _hand_back(self, cell: GraphCell, gradients: list[Any], micro_batches: Sequence[Any] | None) -> None:
+        """The inputs' gradients, each along the arrow that the input came on."""
+        if cell.first:
+            if gradients and micro_batches is not None:
+                batch = self._picked(cell.stage, micro_batches[cell.micro_batch])
+                self.outside.keep(batch, gradients)
+        elif not cell.counts:
+            cell.sources[0].gradients = gradients
+        elif cell.adds:
+            for port in cell.sources:
+                port.gradients = gradients
+        else:
+            at = 0
+            for port, count in zip(cell.sources, cell.counts, strict=True):
+                port.gradients = gradients[at : at + count]
+                at += count
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def _walk(
+        self,
+        micro_batches: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        scales: Sequence[float],
+        losses: dict[int, Tensor],
+        sides: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        transport, ops, recorder = self.transport, self.ops, self.recorder
+        started, ended, clock, mark = recorder.started, recorder.ended, time.perf_counter, recorder.mark
+        for ins in self.program.steps:
+            self.at = ins
+            code, cell, k = ins.code, ins.cell, ins.number
+            if code in (SEND, RECEIVE):
+                self._transfer(ins)
+                continue
+            value = needs = given = None
+            if code == F:
+                value, needs = self._inputs(cell, micro_batches)
+                given = self._then(cell, targets)
+            elif code not in (R, W):
+                given = self._gradients(cell, losses, scales)
+            for sent in ins.release:
+                transport.release(sent)
+            started[k] = clock()
+            if mark is not None:
+                mark(k, 0)
+            out: Any = None
+            if code == F:
+                seed = self.micro_batch_seeds[cell.micro_batch]
+                side = None if sides is None else sides[cell.micro_batch]
+                cell.runs, out, cell.needs = ops.forward(cell, value, needs, given, seed, side)
+            elif code == R:
+                ops.recompute(cell)
+            elif code == W:
+                ops.weight(cell)
+            else:
+                out = ops.backward(cell, given, fused=code == B)
+            if mark is not None:
+                mark(k, 1)
+            ended[k] = clock()
+            del value, given
+            if code == F and not cell.last:
+                self._made(cell, out)
+            elif code == F:
+                before = losses.get(cell.micro_batch)
+                losses[cell.micro_batch] = out if before is None else before + out
+            elif code not in (R, W):
+                self._hand_back(cell, out, micro_batches)
+            del out
+            if ins.layers_done and self.layers_done is not None:
+                self.layers_done(ins.layers_done)
+
+    def _transfer(self, ins: Any) -> None:
+        transport, slot, port = self.transport, ins.slot, ins.cell
+        if ins.code == RECEIVE:
+            # A gradient's form is that of the output it answers: wait with posting until that is sent.
+            if slot.forward or port.sent is not None or transport.ordered:
+                transport.post(slot)
+            else:
+                slot.deferred = True
+            return
+        slot.started = time.perf_counter()
+        if not slot.forward:
+            gradients, port.gradients = port.gradients, None
+            transport.send_gradient(slot, gradients)
+            return
+        giver = port.giver
+        port.sent = transport.send_forward(slot, giver.value, giver.needs)
+        self._taken(giver)
+        answer = port.gradient_slot
+        if answer is not None and answer.deferred:
+            answer.deferred = False
+            transport.post(answer)
+
+    def evaluate(
+        self,
+        micro_batches: Sequence[Any] | None,
+        targets: Sequence[Any] | None,
+        *,
+        step: int,
+        side: Sequence[Mapping[str, Any]] | None = None,
+        loss: bool = True,
+    ) -> dict[int, Any]:
+        if not loss and self._cut is not None:
+            raise OctoPipeError("the head is cut, so no rank has whole logits; use a plan with a whole head for them")
+        losses: dict[int, Any] = {}
+        sent: list[Any] = []
+        transport, autocast = self.transport, self._autocast or nullcontext
+        self._begin(step)
+        with self._reporting(), nullcontext() if self._seed is None else rng_kept():
+            transport.begin_step()
+            for ins in self.program.steps:
+                self.at = ins
+                cell, slot = ins.cell, ins.slot
+                if ins.code in (SEND, RECEIVE):
+                    assert slot is not None
+                    if slot.forward:
+                        self._transfer_forward(ins, sent)
+                elif ins.code == F:
+                    value, needs = self._inputs(cell, micro_batches)
+                    then = self._then(cell, targets) if loss else (_same if cell.last else None)
+                    given = None if side is None else side[cell.micro_batch]
+                    seed = self.micro_batch_seeds[cell.micro_batch]
+                    with autocast():
+                        _, out, cell.needs = self.chains[cell.stage].forward(
+                            value, needs, then, seed, again=False, keep=False, side=given
+                        )
+                    if not cell.last:
+                        self._made(cell, out)
+                    elif loss and cell.micro_batch in losses:
+                        losses[cell.micro_batch] = losses[cell.micro_batch] + out
+                    else:
+                        losses[cell.micro_batch] = out
+            for slot in sent:
+                transport.release(slot)
+            transport.end_step()
+            for cell in self.program.cells:
+                cell.clear()
+        return losses
+
+    def _transfer_forward(self, ins: Any, sent: list[Any]) -> None:
+        slot, giver = ins.slot, ins.cell.giver
+        if ins.code == RECEIVE:
+            self.transport.post(slot)
+        else:
+            self.transport.send_forward(slot, giver.value, giver.needs)
+            self._taken(giver)
+            sent.append(slot)
+
+
+def make_executor(program: Program, rank: int, *args: Any, **options: Any) -> Executor:
+    """The executor that a plan needs."""
+    if program.plan.forks:
+        return GraphExecutor(graph_program(program, rank), *args, **options)
+    return Executor(rank_program(program, rank), *args, **options)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Any] = []
+    flatten(value, found)
+    return found
+
+
+def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Their sum in the order of the arrows; None where none is there. None of them is changed."""
+    there = [g for g in gradients if g is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    total = there[0] + there[1]
+    for g in there[2:]:
+        total += g
+    return total

@@ -1,0 +1,141 @@
+"""A rank's program where paths fork and join: cells with several inputs and takers, and a port for every arrow.
+
+Knows: which arrows of which micro-batch begin or end on this rank, and which transfers carry them. Does not know:
+tensors, or how anything travels.
+
+A *port* is one end of one arrow (both ends where its two stages are on this rank). To a transport it is what a cell is
+in a chain: it keeps the form of the message that went along the arrow, which its gradient has, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.paths import arrows_of
+from octopipe.plans.plan import CODES, Plan, R
+from octopipe.runtime.slots import (
+    RECEIVE,
+    SEND,
+    Cell,
+    RankProgram,
+    Slot,
+    Step,
+    layers_done,
+    proven_releases,
+    queue_of,
+)
+from octopipe.simulation.lowering import Program
+
+
+@dataclass(slots=True, eq=False)
+class Port(Cell):
+    """One arrow of one micro-batch, as far as it is on this rank."""
+
+    giver: GraphCell | None = None
+    """The cell here whose output goes along the arrow."""
+    taker: GraphCell | None = None
+    """The cell here that takes it."""
+    receive: Slot | None = None
+    """Where the output arrives, if it comes from another rank."""
+
+
+@dataclass(slots=True, eq=False)
+class GraphCell(Cell):
+    """One stage and one micro-batch with any number of arrows in and out."""
+
+    sources: tuple[Port, ...] = ()
+    """In the order of the path's arrows."""
+    takers: tuple[Port, ...] = ()
+    adds: bool = False
+    """Whether its inputs are parts of one sum: outputs of the shards of a layer."""
+    is_shard: bool = False
+    """Whether it is a shard of the last layer: its output are partial sums of the loss."""
+    left: int = 0
+    """Takers that have not had the output yet."""
+    versions: list[int] = field(default_factory=list)
+    """Of the output's tensors, when it was made: nobody may change what others take, too."""
+    counts: list[int] = field(default_factory=list)
+    """Leaves of every input."""
+
+    def clear(self) -> None:
+        Cell.clear(self)
+        self.left, self.versions, self.counts = 0, [], []
+
+
+def graph_program(program: Program, rank: int) -> RankProgram:
+    """The steps of one rank of a plan whose paths fork or join."""
+    plan = program.plan
+    if plan.pairs:
+        raise OctoPipeError("the plan has pairs and paths that fork; the executor runs one or the other")
+    cells, ports = _cells(plan, rank)
+    transfers: dict[tuple[int, bool], Slot] = {}
+    steps: list[Step] = []
+    for kind, op, consumer, peer, number, _ in program.instructions(rank):
+        if kind == "compute":
+            steps.append(Step(CODES[op.kind], cells[op.stage, op.micro_batch], None, op))
+            continue
+        assert consumer is not None
+        sending, forward = kind == "send", op.kind == "F"
+        arrow = (op.stage, consumer.stage) if forward else (consumer.stage, op.stage)
+        port = ports[*arrow, op.micro_batch]
+        slot = Slot(number, peer, sending, forward, op, consumer, queue_of(program.channel, rank, peer, sending), port)
+        transfers[number, sending] = slot
+        if not sending and forward:
+            port.receive = slot
+        elif not sending:
+            port.gradient_slot = slot
+        steps.append(Step(SEND if sending else RECEIVE, port, slot, op))
+    computes = [s for s in steps if s.code < SEND]
+    done = layers_done(plan, rank)
+    released = proven_releases(program, rank, [s for s in transfers.values() if s.sending])
+    for k, step in enumerate(computes):
+        step.number = k
+        step.layers_done = done.get(k, ())
+        step.release = tuple(released.get(k, ()))
+    return RankProgram(
+        program=program,
+        rank=rank,
+        steps=tuple(steps),
+        cells=(*cells.values(), *ports.values()),
+        slots=tuple(transfers.values()),
+        needs_batch=any(c.first for c in cells.values()),
+        needs_target=any(c.last or c.is_shard for c in cells.values()),
+        last_releases=tuple(released.get(-1, ())),
+    )
+
+
+def _cells(plan: Plan, rank: int) -> tuple[dict[tuple[int, int], GraphCell], dict[tuple[int, int, int], Port]]:
+    """Cells by stage and micro-batch, ports by arrow and micro-batch."""
+    again = plan.table().index[R]
+    cells: dict[tuple[int, int], GraphCell] = {}
+    ports: dict[tuple[int, int, int], Port] = {}
+    for m, number in enumerate(plan.route_of_micro_batch):
+        arrows = arrows_of(plan.routes, plan.edges, number)
+        for s in plan.routes[number]:
+            if plan.stages[s].rank == rank:
+                into = [a for a, b in arrows if b == s]
+                shards = {(plan.stages[a].first, plan.stages[a].stop) for a in into if plan.stages[a].shard}
+                is_shard = plan.stages[s].shard is not None and plan.stages[s].stop == plan.num_layers
+                cells[s, m] = GraphCell(
+                    s,
+                    m,
+                    not into,
+                    all(a != s for a, _ in arrows),
+                    bool(again[s, m] >= 0),
+                    adds=len(into) > 1 and len(shards) == 1 and all(plan.stages[a].shard for a in into)
+                    and plan.stages[s].first < plan.stages[s].stop,
+                    is_shard=is_shard,
+                )  # fmt: skip
+        for a, b in arrows:
+            giver, taker = cells.get((a, m)), cells.get((b, m))
+            if giver is None and taker is None:
+                continue
+            mine: Any = giver or taker
+            port = ports[a, b, m] = Port(mine.stage, m, False, False, False, giver=giver, taker=taker)
+            if giver is not None:
+                giver.takers = (*giver.takers, port)
+            if taker is not None:
+                taker.sources = (*taker.sources, port)
+    return cells, ports

@@ -1,0 +1,224 @@
+"""Layers cut by their vocabulary: shards of a head and of an embedding, and the loss that is made of a head's shards.
+
+Knows: which rows of a weight a shard holds, how a shard's logits become two numbers per token, how these become the
+loss, and which losses can be made so. Does not know: ranks, plans or transports.
+
+A shard with the logits l of its words hands on, per token, log(sum(exp(l))) and the target's logit (zero where the
+target is not one of its words). The logarithm of the whole softmax's sum is the logsumexp of the former, the target's
+logit the sum of the latter: the loss is exact, and autograd's gradients of the two numbers are exactly what a shard
+needs for the gradients of its own logits.
+
+Which modules can be cut: those with a method `vocabulary_shard(number, count)` that returns the shard as a module with
+`shard_start` (its first word) and `cut_parameters` (names of the parameters of which it holds a part, all cut along
+dimension 0, with their whole lengths); `nn.Linear` and `nn.Embedding` as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octopipe.base.errors import OctoPipeError
+
+
+def rows_of_shard(rows: int, number: int, count: int) -> tuple[int, int]:
+    """First and last (exclusive) of a shard's rows; shards are as equal as they can be.
+
+    >>> [rows_of_shard(10, k, 3) for k in range(3)]
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return rows * number // count, rows * (number + 1) // count
+
+
+def with_rows(module: nn.Module, path: str, number: int, count: int) -> tuple[nn.Module, int, int]:
+    """The module with only a shard's rows of the parameter `path`, under every name that it has there; the module
+    itself stays as it was. Also the first row and how many rows the whole has."""
+    whole = module.get_parameter(path)
+    start, stop = rows_of_shard(whole.shape[0], number, count)
+    if start == stop:
+        raise OctoPipeError(f"{count} shards of {whole.shape[0]} words leave one empty; cut it into fewer")
+    part = nn.Parameter(whole.detach()[start:stop].clone(), requires_grad=whole.requires_grad)
+    top = _own(module)
+    copied: dict[str, nn.Module] = {"": top}
+    for name in names_of(module, path):
+        inner, at = top, ""
+        *owners, attribute = name.split(".")
+        for owner in owners:
+            at = f"{at}.{owner}"
+            if at not in copied:
+                copied[at] = inner._modules[owner] = _own(cast(nn.Module, inner._modules[owner]))
+            inner = copied[at]
+        inner._parameters[attribute] = part
+        for size in ("out_features", "num_embeddings"):
+            if hasattr(inner, size):
+                setattr(inner, size, stop - start)
+    return top, start, whole.shape[0]
+
+
+def names_of(module: nn.Module, path: str) -> list[str]:
+    """Every name of the parameter `path`."""
+    whole = module.get_parameter(path)
+    return [name for name, p in module.named_parameters(remove_duplicate=False) if p is whole]
+
+
+def _own(module: nn.Module) -> nn.Module:
+    """A copy that shares everything but the books of what it holds."""
+    twin = copy.copy(module)
+    for books in ("_parameters", "_modules", "_buffers"):
+        twin.__dict__[books] = dict(module.__dict__[books])
+    return twin
+
+
+def marked(module: nn.Module, start: int, cut: dict[str, int]) -> nn.Module:
+    """A shard with what others ask it for."""
+    module.shard_start = start  # type: ignore[assignment]
+    module.cut_parameters = cut  # type: ignore[assignment]
+    return module
+
+
+def cut_module(module: nn.Module, number: int, count: int, layer: int) -> nn.Module:
+    """A layer's shard."""
+    own = getattr(module, "vocabulary_shard", None)
+    if own is not None:
+        return cast(nn.Module, own(number, count))
+    if isinstance(module, nn.Linear):
+        shard, start, whole = with_rows(module, "weight", number, count)
+        cut = {"weight": whole}
+        if module.bias is not None:
+            shard, _, _ = with_rows(shard, "bias", number, count)
+            cut["bias"] = whole
+        return marked(shard, start, cut)
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse or module.padding_idx is not None:
+            raise OctoPipeError(
+                f"layer {layer}: an Embedding with max_norm, padding_idx, sparse or scaling cannot be cut"
+            )
+        shard, start, whole = with_rows(module, "weight", number, count)
+        return marked(EmbeddingRows(shard.weight, start), start, {"weight": whole})  # type: ignore[arg-type]
+    raise OctoPipeError(
+        f"layer {layer} is a {type(module).__name__}, which the plan cuts by vocabulary; give it a method "
+        "`vocabulary_shard(number, count)`, or use a plan with a whole head"
+    )
+
+
+class EmbeddingRows(nn.Module):
+    """Some rows of an embedding: zero for all other tokens, so that shards add up to the whole."""
+
+    def __init__(self, weight: nn.Parameter, start: int):
+        super().__init__()
+        self.weight = weight
+        self._start = start
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return rows_at(tokens, self.weight, self._start)
+
+
+def rows_at(tokens: Tensor, weight: Tensor, start: int) -> Tensor:
+    """The rows of the tokens that a shard has, and zeros for the others."""
+    local = tokens - start
+    mine = (local >= 0) & (local < weight.shape[0])
+    return F.embedding(torch.where(mine, local, 0), weight) * mine.unsqueeze(-1).to(weight.dtype)
+
+
+def masked_embedding(module: nn.Module, start: int, path: str) -> nn.Module:
+    """A module whose embedding at `path` holds the rows from `start` on, with that embedding zero for other tokens."""
+    inner = cast(nn.Embedding, module.get_submodule(path))
+    if inner.padding_idx is not None:
+        local = inner.padding_idx - start
+        inner.padding_idx = local if 0 <= local < inner.weight.shape[0] else None
+
+    def forward(ids: Tensor, *args: Any, **options: Any) -> Tensor:
+        local = ids - start
+        mine = (local >= 0) & (local < inner.weight.shape[0])
+        found = type(inner).forward(inner, torch.where(mine, local, 0), *args, **options)
+        return found * mine.unsqueeze(-1).to(found.dtype)
+
+    inner.__dict__["forward"] = forward
+    return module
+
+
+# -- the loss --------------------------------------------------------------------------------------------------
+
+
+class CutLoss(Protocol):
+    """A loss that can be made of the losses of single tokens."""
+
+    def partial(self, module: nn.Module) -> Callable[[Any, Any], tuple[Tensor, Tensor]]:
+        """For a shard: from its output and the target to its two numbers per token."""
+
+    def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
+        """The scalar loss; `token_losses` has one number per label that `partial` has looked up."""
+
+
+class JoinedShards(nn.Module):
+    """The tokens' losses, from the numbers of all shards."""
+
+    def forward(self, *pairs: Any) -> Tensor:
+        found = [pairs] if isinstance(pairs[0], Tensor) else list(pairs)
+        sums = torch.logsumexp(torch.stack([lse for lse, _ in found]), 0)
+        picked = torch.stack([logit for _, logit in found]).sum(0)
+        return sums - picked
+
+
+class MeanCrossEntropy:
+    """The mean over all labels that are not `ignore`."""
+
+    def __init__(self, ignore: int = -100):
+        self._ignore = ignore
+
+    def labels(self, target: Any) -> Tensor:
+        return cast(Tensor, target).flatten()
+
+    def partial(self, module: nn.Module) -> Callable[[Any, Any], tuple[Tensor, Tensor]]:
+        start = int(module.shard_start)  # type: ignore[arg-type]
+
+        def numbers(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+            lazy = getattr(output, "logits", None)
+            logits = lazy() if callable(lazy) else output
+            if not isinstance(logits, Tensor):
+                raise OctoPipeError(
+                    f"the cut head returned a {type(logits).__name__}; a loss can be made of shards of logits alone"
+                )
+            return partial_softmax(self.rows(logits, target), self.labels(target), start)
+
+        return numbers
+
+    def rows(self, logits: Tensor, target: Any) -> Tensor:
+        """The logits as one row per label."""
+        return logits.flatten(0, -2)
+
+    def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
+        seen = self.labels(target) != self._ignore
+        return (token_losses * seen).sum() / seen.sum().clamp(min=1)
+
+
+def partial_softmax(logits: Tensor, labels: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Per row: the logarithm of this shard's part of the softmax's sum, and the label's logit, zero where the label is
+    not among the words from `start` on."""
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    local = labels - start
+    mine = (local >= 0) & (local < logits.shape[-1])
+    picked = wide.gather(1, torch.where(mine, local, 0)[:, None])[:, 0]
+    return torch.logsumexp(wide, -1), torch.where(mine, picked, 0.0)
+
+
+def cut_loss(loss_fn: Any) -> CutLoss:
+    """How a loss function is made of shards; an error where nobody can know."""
+    own = getattr(loss_fn, "of_shards", None)
+    if own is not None:
+        return cast(CutLoss, own())
+    if loss_fn is F.cross_entropy:
+        return MeanCrossEntropy()
+    if type(loss_fn) is nn.CrossEntropyLoss:
+        plain = loss_fn.weight is None and loss_fn.reduction == "mean" and loss_fn.label_smoothing == 0.0
+        if plain:
+            return MeanCrossEntropy(loss_fn.ignore_index)
+    raise OctoPipeError(
+        "the plan cuts the head by its vocabulary, which works with a mean cross-entropy over logits; use "
+        "octopipe's or torch's `cross_entropy` (or give loss_fn a method `of_shards`), or a plan with a whole head"
+    )

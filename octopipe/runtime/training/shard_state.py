@@ -1,0 +1,80 @@
+"""Layers that are cut over ranks, whole again for a checkpoint, and cut again from one.
+
+Knows: which rows of a parameter and of its optimizer state this rank holds, and how the parts meet at the rank that
+writes the layer. Does not know: files. A checkpoint never shows that a layer was cut: it resumes under any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopipe.runtime.pipeline import Pipeline
+from octopipe.runtime.stages.shards import rows_of_shard
+
+
+def with_whole_layers(pipe: Pipeline, contents: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """What a rank writes into a checkpoint, with the layers that are cut made whole (collective over the pipeline where
+    any layer is). `contents` has this rank's part of every such layer."""
+    cut = pipe.plan.shards()
+    if not cut:
+        return contents
+    mine = {content["layer"]: content for content in contents}
+    for k, ranks in sorted(cut.items()):
+        if k not in mine:
+            continue
+        sizes: Mapping[str, int] = pipe.modules()[k].cut_parameters  # type: ignore[assignment]
+        if min(ranks) != pipe.rank:
+            for _, _, part in _parts(mine.pop(k), sizes):
+                pipe.world.control.send([part.contiguous()], min(ranks), k).wait()
+            continue
+        content = mine[k]
+        for holder, key, part in list(_parts(content, sizes)):
+            rows = sizes[_parameter(holder, key, content)]
+            whole = torch.empty((rows, *part.shape[1:]), dtype=part.dtype)
+            for number, rank in enumerate(ranks):
+                start, stop = rows_of_shard(rows, number, len(ranks))
+                if rank == pipe.rank:
+                    whole[start:stop] = part
+                else:
+                    pipe.world.control.recv([whole[start:stop]], rank, k).wait()
+            holder[key] = whole
+    return list(mine.values())
+
+
+def _parts(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Every tensor of which a rank has a part, in one order for all: what holds it, under which key, and itself."""
+    for name in sorted(sizes):
+        state = content["state"]
+        yield state, name, state[name]
+        moments = content["optimizer"].get(name, {})
+        for key in sorted(moments):
+            if isinstance(moments[key], Tensor) and moments[key].shape == state[name].shape:
+                yield moments, key, moments[key]
+
+
+def _parameter(holder: Mapping[str, Any], key: str, content: Mapping[str, Any]) -> str:
+    """The name of the parameter that a part belongs to."""
+    if holder is content["state"]:
+        return key
+    return next(name for name, moments in content["optimizer"].items() if moments is holder)
+
+
+def part_of(pipe: Pipeline, name: str, value: Any) -> Any:
+    """Of a whole value that belongs to the parameter `layer.name`, what this rank holds; others as they are."""
+    layer, _, path = name.partition(".")
+    module = pipe.modules().get(int(layer))
+    rows = getattr(module, "cut_parameters", {}).get(path)
+    if module is None or rows is None:
+        return value
+    start, count = int(module.shard_start), module.get_parameter(path).shape[0]  # type: ignore[arg-type]
+
+    def cut(found: Any) -> Any:
+        if isinstance(found, Tensor) and found.ndim and found.shape[0] == rows:
+            return found[start : start + count].clone()
+        return {key: cut(inner) for key, inner in found.items()} if isinstance(found, dict) else found
+
+    return cut(value)

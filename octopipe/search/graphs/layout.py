@@ -1,0 +1,159 @@
+"""A structure with a cut head: which stages there are, how they hang together, what they cost.
+
+Knows: how a body of consecutive stages, shards of the head (and of the embedding) and the loss become stages and
+arrows, and their prices as the scheduler reads them. Does not know: keys, orders or how structures are searched.
+
+    body 0 -> body 1 -> ... -> body n-1 -> each shard of the head -> the loss
+
+Where the embedding is cut as well, its shards stand before the body, which adds up their outputs. A head that is tied
+to the embedding is cut like it, on the same ranks, so that every rank holds each of its rows once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octopipe.costs.table import CostTable
+from octopipe.plans.paths import Arrow, neighbours
+from octopipe.plans.plan import Stage
+from octopipe.plans.price import PARTIAL_BYTES
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Partition and placement of a model whose head is cut."""
+
+    bounds: tuple[int, ...]
+    """Borders of the body's stages: from the first layer that is not cut to the head."""
+    ranks: tuple[int, ...]
+    """The rank of every stage of the body."""
+    shards: tuple[int, ...]
+    """The rank of every shard of the head."""
+    loss: int
+    """The rank that puts the shards' partial sums together."""
+
+    @property
+    def cuts_embedding(self) -> bool:
+        return self.bounds[0] > 0
+
+    def stages(self) -> list[Stage]:
+        """Shards of the embedding, the body, shards of the head, the loss."""
+        count, head = len(self.shards), self.bounds[-1]
+        parts = [(k, count) for k in range(count)]
+        out = []
+        if self.cuts_embedding:
+            out += [Stage(first=0, stop=1, rank=r, shard=part) for r, part in zip(self.shards, parts, strict=True)]
+        out += [
+            Stage(first=a, stop=b, rank=r) for a, b, r in zip(self.bounds, self.bounds[1:], self.ranks, strict=False)
+        ]
+        out += [
+            Stage(first=head, stop=head + 1, rank=r, shard=part) for r, part in zip(self.shards, parts, strict=True)
+        ]
+        return [*out, Stage(first=head + 1, stop=head + 1, rank=self.loss)]
+
+    @property
+    def fork(self) -> int:
+        """The last stage of the body, whose output goes to every shard."""
+        return (len(self.shards) if self.cuts_embedding else 0) + len(self.ranks) - 1
+
+    def arrows(self) -> tuple[Arrow, ...]:
+        count, last = len(self.shards), self.fork
+        first = count if self.cuts_embedding else 0
+        loss = last + 1 + count
+        out = [(k, first) for k in range(first)]
+        out += [(s, s + 1) for s in range(first, last)]
+        return (*out, *((last, last + 1 + k) for k in range(count)), *((last + 1 + k, loss) for k in range(count)))
+
+
+class Priced(NamedTuple):
+    """A layout as `schedule` reads it."""
+
+    ms: Floats
+    held: Floats
+    stash: Floats
+    nbytes: Floats
+    rank: Ints
+    before: Ints
+    after: Ints
+    share: Floats
+    room: Floats
+    later: Floats
+
+
+class Prices:
+    """Prices of layouts of one model on one cluster."""
+
+    def __init__(self, costs: CostTable, num_ranks: int, num_micro_batches: int):
+        self.costs, self.num_ranks, self.num_micro_batches = costs, num_ranks, num_micro_batches
+        factor = costs.micro_batch_factor
+        size = np.ones((1, costs.num_layers)) if factor is None else factor[:num_micro_batches]
+
+        def summed(values: Floats) -> Floats:
+            rows = size * values
+            return np.concatenate((np.zeros((rows.shape[0], 1)), np.cumsum(rows, axis=1)), axis=1)
+
+        self._times = [summed(v) for v in (costs.forward_ms, costs.input_ms, costs.weight_ms)]
+        self._bytes = [summed(v) for v in (costs.activation_bytes, costs.stash_bytes)]
+        self._boundary = size * costs.boundary_bytes
+        self._partial = size[:, -1] * PARTIAL_BYTES * (costs.tokens_per_micro_batch or 0)
+        self._static = np.concatenate(([0.0], np.cumsum(costs.static_bytes)))
+        self._slow = np.array([costs.slowdown(r) for r in range(num_ranks)])
+        self._capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
+        self.latency, self.per_byte = np.zeros((num_ranks, num_ranks)), np.zeros((num_ranks, num_ranks))
+        for a in range(num_ranks):
+            for b in range(num_ranks):
+                if a != b:
+                    link = costs.network.link(a, b)
+                    self.latency[a, b], self.per_byte[a, b] = link.latency_ms, link.ms_per_byte
+        self.layer_ms = size.mean(axis=0) * costs.layer_ms
+
+    def of(self, layout: Layout, tight: float) -> Priced | None:
+        """None where weights, or one micro-batch beside them, leave no room. `tight`: share of what is free that may be
+        used; the rest is for what schedules do not count (buffers of transfers)."""
+        stages, arrows = layout.stages(), layout.arrows()
+        count, shape = len(stages), (len(stages), self.num_micro_batches)
+        rank = np.array([s.rank for s in stages], np.int64)
+        part = np.array([1.0 if s.shard is None else 1.0 / s.shard[1] for s in stages])
+        first = np.array([s.first for s in stages])
+        stop = np.array([s.stop for s in stages])
+        slow = (self._slow[rank] * part)[:, None]
+        ms = np.stack([np.broadcast_to(slow * (t[:, stop] - t[:, first]).T, shape) for t in self._times])
+        held, stash = (np.broadcast_to(part[:, None] * (t[:, stop] - t[:, first]).T, shape) for t in self._bytes)
+        nbytes = np.broadcast_to(self._boundary[:, stop - 1].T, shape).copy()
+        nbytes[[k for k, s in enumerate(stages) if s.shard is not None and s.first > 0]] = self._partial
+        route = tuple(range(count))
+        before, after = neighbours((route,), (arrows,), count)
+        share = np.ones((1, count))
+        fork = layout.fork
+        share[0, fork] = max(1, len({*layout.shards} - {layout.ranks[-1]}))
+        room = np.full(self.num_ranks, np.inf)
+        most, later, so_far = held.max(axis=1).tolist(), np.zeros(count), [0.0] * self.num_ranks
+        for s in range(count - 1, -1, -1):
+            r = stages[s].rank
+            later[s] = so_far[r]
+            so_far[r] += most[s]
+        if np.isfinite(self._capacity).any():
+            static, space = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
+            for s in stages:
+                share_of = 1.0 if s.shard is None else 1.0 / s.shard[1]
+                static[s.rank] += share_of * (self._static[s.stop] - self._static[s.first])
+                work = self.costs.workspace_bytes[s.first : s.stop].max(initial=0.0)
+                space[s.rank] = max(space[s.rank], share_of * work)
+            if self.costs.tied_bytes and layout.cuts_embedding:
+                for r in layout.shards:
+                    static[r] -= self.costs.tied_bytes / len(layout.shards)
+            room = (self._capacity - static - space) * np.where(np.isfinite(self._capacity), tight, 1.0)
+            if np.any(room < so_far):
+                return None
+        contiguous = np.ascontiguousarray
+        return Priced(
+            contiguous(ms), contiguous(held), contiguous(stash), nbytes, rank, before.astype(np.int64),
+            after.astype(np.int64), share, room, later,
+        )  # fmt: skip

@@ -1,0 +1,85 @@
+"""A chain that stands for a model with a cut head, so that the default search can find where the body goes.
+
+Knows: how a cut head is written as a chain (one shard is left at the end, the other shards' work is spread evenly over
+the layers before it, as it is over the ranks), and how a plan of that chain becomes one with shards. Does not know: how
+either is searched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import KINDS, Op, Plan
+from octopipe.search.graphs.layout import Layout
+from octopipe.simulation.simulator import simulate
+
+SPREAD = ("forward_ms", "input_ms", "weight_ms", "activation_bytes", "stash_bytes", "static_bytes")
+
+
+def chain_for(costs: CostTable, parts: int) -> CostTable:
+    """The costs of the chain: one of `parts` shards at the end, the rest spread over the layers between the ends."""
+    inner = costs.layer_ms[1:-1]
+    weight = inner / inner.sum() if inner.sum() > 0 else np.full(inner.size, 1.0 / max(inner.size, 1))
+    changed: dict[str, object] = {}
+    for name in SPREAD:
+        values = getattr(costs, name).copy()
+        values[1:-1] += values[-1] * (parts - 1) / parts * weight
+        values[-1] /= parts
+        changed[name] = values
+    changed["stash_bytes"] = np.minimum(changed["stash_bytes"], changed["activation_bytes"])  # type: ignore[call-overload]
+    return costs.replace(tied_bytes=0.0, segments=None, **changed)
+
+
+def layout_of(plan: Plan, parts: int) -> Layout | None:
+    """A chain's partition without its head, which is cut into `parts`; None where a layer is held twice."""
+    head = plan.num_layers - 1
+    if len(plan.routes) != 1 or plan.forks or head < 2:
+        return None
+    cut = [(s.first, min(s.stop, head), s.rank) for s in (plan.stages[k] for k in plan.routes[0])]
+    cut = [(a, b, r) for a, b, r in cut if a < b]
+    return Layout(
+        bounds=(*(a for a, _, _ in cut), head),
+        ranks=tuple(r for _, _, r in cut),
+        shards=tuple(range(parts)),
+        loss=cut[-1][2],
+    )
+
+
+def with_shards(plan: Plan, chain: CostTable, layout: Layout) -> Plan:
+    """A plan of the chain with the head's ops in the place of those of its shards, on every rank when the chain's own
+    head would run."""
+    timeline = simulate(plan, chain, check=False)
+    head, size = plan.num_layers - 1, len(layout.ranks)
+    number = {s: k for k, s in enumerate(plan.routes[0]) if plan.stages[s].first < head}
+    last = plan.routes[0][-1]
+    loss = size + len(layout.shards)
+    rows: list[list[tuple[float, int, Op]]] = [[] for _ in range(plan.num_ranks)]
+    spans = timeline.spans
+    met: dict[tuple[str, int], float] = {}
+    for k in range(spans.stage.size):
+        s, kind, m = int(spans.stage[k]), KINDS[spans.kind[k]], int(spans.micro_batch[k])
+        start = float(spans.start_ms[k])
+        if s in number and kind != "R":
+            rows[int(spans.rank[k])].append((start, 0 if kind == "F" else 5, Op(number[s], kind, m)))
+        if s == last:
+            met[kind, m] = float(spans.end_ms[k]) if kind == "F" else start
+    for m in range(plan.num_micro_batches):
+        ends = met["F", m]
+        back = max(ends, met.get(("I", m), met.get(("B", m), ends)))
+        for k, r in enumerate(layout.shards):
+            rows[r].append((ends, 1, Op(size + k, "F", m)))
+            rows[r].append((back, 4, Op(size + k, "I", m)))
+            rows[r].append((back, 4, Op(size + k, "W", m)))
+        rows[layout.loss].append((ends, 2, Op(loss, "F", m)))
+        rows[layout.loss].append((ends, 3, Op(loss, "B", m)))
+    return Plan(
+        model=plan.model,
+        num_layers=plan.num_layers,
+        num_ranks=plan.num_ranks,
+        num_micro_batches=plan.num_micro_batches,
+        stages=tuple(layout.stages()),
+        orders=tuple(tuple(op for *_, op in sorted(row, key=lambda entry: entry[:2])) for row in rows),
+        routes=(tuple(range(loss + 1)),),
+        edges=(layout.arrows(),),
+    )

@@ -1,0 +1,60 @@
+"""Which of the splits that were simulated is the answer: the simplest of those that are as fast as the fastest.
+
+Knows: what makes a split simple to run. Does not know: how splits are found (`search.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from octopipe.search.planner.pricing import Candidate
+
+MARGIN = 0.02
+"""Splits this close to the fastest are within the model's own error of each other."""
+SPARE = 0.97
+"""A rank filled beyond this share of what it may use is at its limit."""
+ORDERS = {"estimated": 0.0, "1f1b": 0.0, "interleaved": 0.0, "interleaved-overlap": 0.25, "layout": 0.5}
+"""How much more there is to get right than under the schedule that every runtime has; any other order: 1."""
+
+
+def simplest(rivals: Sequence[Candidate], margin: float, today: Candidate | None = None) -> Candidate:
+    """Of the splits that are as fast as the fastest within `margin`, the one that is simplest to run and leaves memory
+    free; of equally simple ones the fastest. It is never slower than what runs today."""
+    most = min(c.step_ms for c in rivals) * (1.0 + margin)
+    if today is not None and today.fits:
+        most = min(most, today.step_ms)
+    return min((c for c in rivals if c.step_ms <= most), key=lambda c: (complexity(c), c.step_ms))
+
+
+def complexity(candidate: Candidate) -> float:
+    """How much there is to get right: groups of GPUs by their size, a schedule of one's own, memory at its limit."""
+    s = candidate.split
+    groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep) + 0.5 * math.log2(s.vp)
+    memory = 2.0 if candidate.peak_gib > SPARE * candidate.limit_gib else 0.0
+    order = ORDERS.get(candidate.how, 1.0)
+    return groups + order + memory + (candidate.recompute != "none") + 0.25 * (s.zero >= 2)
+
+
+def simpler_first(candidate: Candidate) -> float:
+    """Step time, with a little more for every doubling of a group: of equals, the simpler split."""
+    s = candidate.split
+    return candidate.step_ms * (1 + 2e-3 * math.log2(s.tp * s.cp * s.cp) + 5e-4 * math.log2(s.pp * s.ep * s.vp))
+
+
+def hoped_first(candidate: Candidate) -> float:
+    """The same of what tuning may come to."""
+    return candidate.tuned_ms * simpler_first(candidate) / candidate.step_ms
+
+
+def varied(kept: Sequence[Candidate], *, each: int) -> list[Candidate]:
+    """In the same order, but no more than `each` that differ in stages per rank alone."""
+    seen: dict[tuple[int, ...], int] = {}
+    out = []
+    for candidate in kept:
+        s = candidate.split
+        key = (s.tp, s.cp, s.ep, s.pp, s.dp, s.micro_batch_size, s.zero)
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] <= each:
+            out.append(candidate)
+    return out

@@ -1,0 +1,88 @@
+"""A split improved beyond the schedule that every runtime has: zero-bubble schedules, layouts, tuned orders.
+
+Knows: which published schedules are tried and how the tuner is called for a runtime. Does not know: which splits are
+worth it, or how the budget is shared (`search.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.plans.plan import Plan
+from octopipe.search.planner.budget import Budget
+from octopipe.search.planner.pricing import Candidate, Pricer
+from octopipe.search.planner.runtimes import Runtime
+
+TUNABLE_OPS = 400_000
+"""Above so many ops a search within seconds has only a few moves."""
+LEAST_S = 0.5
+"""Seconds below which a search is not worth beginning."""
+
+
+def schedules(pricer: Pricer, begun: Candidate, budget: Budget) -> list[Candidate]:
+    """The split under zero-bubble schedules, and where experts exchange tokens under DualPipeV, which hides that
+    exchange: what a tuned order has to beat, and what is left where it finds none."""
+    exchanges = begun.costs is not None and begun.costs.exchanges
+    out, ops = [], ops_of(begun)
+    for system in ("zb-v", "zb-h1", *(["dualpipev"] if exchanges else [])):
+        # Twice as many ops, under two ways of recomputing.
+        if budget.left(ops) > budget.simulating_s(4 * ops) and not budget.stop():
+            found = pricer.scheduled(begun.split, system)
+            out += [found] if found is not None else []
+    return out
+
+
+def ops_of(candidate: Candidate) -> int:
+    return 0 if candidate.plan is None else sum(map(len, candidate.plan.orders))
+
+
+def tune_candidate(
+    pricer: Pricer,
+    candidate: Candidate,
+    seconds: float,
+    seed: int,
+    runtime: Runtime,
+    recompute: str,
+    budget: Budget,
+) -> tuple[Candidate | None, str, bool]:
+    """The candidate's split tuned as far as the runtime can run it, None where that found nothing faster; the reason
+    where no search ran; and whether somebody ended it. All of it takes about `seconds`."""
+    from octopipe.search.tuner import tune
+
+    plan, costs = candidate.plan, candidate.costs
+    assert plan is not None and costs is not None
+    ops = ops_of(candidate)
+    if ops > TUNABLE_OPS:
+        return None, f"its {ops:,} ops a step are more than a search of seconds improves", budget.stop()
+    searching = seconds - budget.tuning_s(ops)
+    if searching < LEAST_S:
+        return None, "the time left is too short for it", budget.stop()
+    start: Plan | None = None
+    if candidate.fits and not any(s.recompute for s in plan.stages):
+        start = replace(plan, pairs=frozenset())
+    if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
+        # The search knows better than a number of layers for all which ones to recompute.
+        costs, start = pricer.costs(candidate.split, "selective"), None
+    assert runtime.target is not None
+    began = budget.used()
+    until = began + searching + 0.5 * (seconds - searching)
+    try:
+        result = tune(
+            costs,
+            plan.num_ranks,
+            plan.num_micro_batches,
+            budget_s=searching,
+            seed=seed,
+            recompute=recompute == "auto" and runtime.target == "octopipe",
+            start=start,
+            target=runtime.target,
+            progress=lambda seen: budget.stop() or budget.used() > until,
+        )
+    except OctoPipeError:
+        return None, "", budget.stop()
+    budget.tuned(ops, budget.used() - began - searching)
+    if candidate.fits and result.step_ms >= candidate.step_ms:
+        return None, "", budget.stop()
+    how = "layout" if runtime.target == "megatron" else "tuned"
+    return pricer.of_plan(candidate.split, result.plan, costs, how), "", budget.stop()

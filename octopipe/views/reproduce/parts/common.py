@@ -1,0 +1,54 @@
+"""What several parts of the reproduction say in the same way.
+
+Knows: how numbers of cells become the values of a row. Does not know: any table of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octopipe.views.reproduce.bench import Bench, Cell
+from octopipe.views.reproduce.reading import Head
+from octopipe.views.reproduce.row import Pair, Value, Values
+
+Setting = tuple[str, int, int]
+"""Model, ranks, micro-batches."""
+HIGHER = (
+    "measured against predicted: our simulator has neither jitter nor what the executor loses between ops, and the "
+    "bound leaves room"
+)
+"""Why a speed-up of ours is larger; the sensitivity part adds that loss and shows the number."""
+
+
+def tuned(bench: Bench, value: Callable[[Head, str], Value]) -> Values:
+    """A number that a tuner's plan decides, for both tuners and both readings of the head."""
+    found: dict[Head, Pair] = {}
+    for head in bench.heads:
+        pair = [value(head, t) if t in bench.tuners(head) else None for t in ("algorithm1", "search")]
+        found[head] = (pair[0], pair[1])
+    return Values(published=found["published"], fitted=found.get("fitted", (None, None)))
+
+
+def plain(bench: Bench, value: Callable[[Head], Value]) -> Values:
+    """A number that no tuner decides, under both readings of the head."""
+    fitted = value("fitted") if "fitted" in bench.heads else None
+    return Values(published=(None, value("published")), fitted=(None, fitted))
+
+
+def both(bench: Bench, holds: Callable[[Head], bool]) -> tuple[bool, bool | None]:
+    """Is a claim true under each reading of the head?"""
+    return holds("published"), holds("fitted") if "fitted" in bench.heads else None
+
+
+def bounds(bench: Bench, cell: Callable[[Head], Cell]) -> Pair:
+    """The proven bound beside a step time."""
+    return cell("published").bound_ms, cell("fitted").bound_ms if "fitted" in bench.heads else None
+
+
+def arrow(values: list[float], *, unit: str = "×") -> str:
+    """Some numbers in their order.
+
+    >>> arrow([1.4, 1.29])
+    '1.40 → 1.29 ×'
+    """
+    return " → ".join(f"{v:.2f}" for v in values) + f" {unit}"
