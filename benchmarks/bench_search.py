@@ -1,7 +1,7 @@
 """Search cost: Algorithm 1 against random search and the exact method; the default method against the optimum.
 
 Prints Markdown. The case is the paper's ("Pipeline Search Cost"): Nemotron-H 8B with its layer pattern repeated up to
-224 layers, 8 ranks, 16 micro-batches, 0.3 ms a transfer. Layer times are the paper authors'.
+224 layers, 8 ranks, 16 micro-batches. Layer times are the paper authors'.
 
     python benchmarks/bench_search.py              the table of phases, convergence over several seeds, exact
     python benchmarks/bench_search.py --optimum    the default method against CP-SAT on 50 random small instances
@@ -17,10 +17,7 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import read_json_object
 from octopipe.costs.cluster.hardware import Link, Network
-from octopipe.costs.layer_times import costs_of_layer_times
-from octopipe.costs.measured import AUTHORS
 from octopipe.costs.table import CostTable
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
 from octopipe.search.algorithm1.settings import Settings
@@ -28,21 +25,17 @@ from octopipe.search.exact import solve
 from octopipe.search.result import Step
 from octopipe.search.tuner import tune
 from octopipe.simulation.bounds.bounds import lower_bound
+from octopipe.views.reproduce.bench import Bench, Options, find_profiles
+from octopipe.views.reproduce.parts.search import MICRO_BATCHES, RANKS, case
 
-PROFILE = AUTHORS / "nemotron-h-8b.json"
-RANKS, MICRO_BATCHES, LAYERS = 8, 16, 224
 FOREVER = 1 << 30
 ALONE: dict[str, Any] = {"systems": False, "settings": Settings(patience=FOREVER)}
 """From 1F1B alone, as the paper compares them, and without giving up."""
 
 
 def scaled() -> tuple[CostTable, str]:
-    """The 224-layer variant, and where its layer times come from."""
-    file = dict(read_json_object(PROFILE))
-    inner = str(file["pattern"])[1:-1]
-    file["pattern"] = "E" + (inner * (LAYERS // len(inner) + 1))[:LAYERS] + "L"
-    costs = costs_of_layer_times(file, name="nemotron-h-8b, 224 layers")
-    return costs.replace(network=Network.constant(0.3)), "the authors' layer times"
+    """The 224-layer variant, the same as docs/reproduction.md's, and where its layer times come from."""
+    return case(Bench(options=Options(profiles=find_profiles(None)))), "the authors' layer times"
 
 
 def at_iteration(log: list[Step], iteration: int) -> float:

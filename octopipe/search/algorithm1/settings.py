@@ -14,7 +14,7 @@ class Settings:
 
     patience: int = 240
     """Iterations without a better plan after which a start is given up."""
-    returns: int = 4
+    returns: int = 2
     """Iterations away from the best plan that mend nothing, after which the search goes back to it."""
     better: float = 1e-9
     """Step times closer than this share are equal."""

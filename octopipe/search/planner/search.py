@@ -111,6 +111,7 @@ class _Run:
             recompute_ops=runtime.recomputes_by_ops,
             pairs=pairs,
             overlaps=runtime.overlaps,
+            layouts=runtime.target is not None,
         )
         self.modes = modes_of(recompute, runtime)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))

@@ -40,7 +40,7 @@ def run(bench: Bench) -> Result:
             source=SOURCE,
             group="ablation.single" if len(name) == 1 else "ablation.joint",
             why=WHY[name],
-            tested="sensitivity.backward" if name == "S" else "sensitivity.losses",
+            tested={"S": "sensitivity.backward", "ASP": "ablation.joint-overlap"}.get(name, "sensitivity.losses"),
         )
         for name, paper in PAPER.items()
     ]
@@ -190,7 +190,7 @@ WHY = {
     "A": "without overlap every further stage costs two waits a micro-batch",
     "S": "our 1F1B has its W put off into bubbles already: little is left for scheduling alone",
     "P": "the head's share of the imbalance decides what partitioning alone can mend",
-    "ASP": "the paper's tuner and executor lose more between ops than our simulator knows",
-    "ASPO": "the paper's tuner and executor lose more between ops than our simulator knows",
+    "ASP": "the tuner counts on overlap: its plans send more, and without overlap each transfer waits",
+    "ASPO": "measured against predicted: neither noise nor what an executor loses between ops is simulated",
 }
 PART = Part(name="ablation", title="The phases one by one", labels=("fig:ablation_study",), run=run)

@@ -13,11 +13,8 @@ from octopipe.views.reproduce.row import Pair, Value, Values
 
 Setting = tuple[str, int, int]
 """Model, ranks, micro-batches."""
-HIGHER = (
-    "measured against predicted: our simulator has neither jitter nor what the executor loses between ops, and the "
-    "bound leaves room"
-)
-"""Why a speed-up of ours is larger; the sensitivity part adds that loss and shows the number."""
+HIGHER = "measured against predicted: neither noise nor what an executor loses between ops is simulated"
+"""Why a speed-up of ours is larger; the sensitivity part adds noise and a queue of transfers and shows the number."""
 
 
 def tuned(bench: Bench, value: Callable[[Head, str], Value]) -> Values:
