@@ -22,6 +22,7 @@ from octopipe.costs.cluster.fields import (
     NodeGroups,
     Number,
     Numbers,
+    Spread,
     StackName,
     Whole,
     YesNo,
@@ -66,6 +67,8 @@ def value_of(name: str) -> Any:
             return 2.5
         case Numbers():
             return [60.0, 61.0]
+        case Spread():
+            return [1.25]
         case GpuName():
             return "gb200"
         case StackName():

@@ -295,8 +295,8 @@ class GraphExecutor(Executor):
             for slot in sent:
                 transport.release(slot)
             transport.end_step()
-            for cell in self.program.cells:
-                cell.clear()
+            for done in self.program.cells:
+                done.clear()
         return losses
 
     def _transfer_forward(self, ins: Any, sent: list[Any]) -> None:

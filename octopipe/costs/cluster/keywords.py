@@ -32,6 +32,7 @@ class SetupKeywords(TypedDict, total=False):
     recompute: str | None
     recompute_layers: int | None
     sequence_parallel: bool | None
+    imbalance: float | str | Path | Sequence[float] | None
     vocab_parallel: bool | None
     reserve_gib: float | None
     memory_gib: float | Sequence[float] | None

@@ -453,7 +453,9 @@ class CutHeadSearch:
 
 
 def _with(values: tuple[Number, ...], at: int, value: Number) -> tuple[Number, ...]:
-    return (*values[:at], value, *values[at + 1 :])
+    changed = list(values)
+    changed[at] = value
+    return tuple(changed)
 
 
 def _without(keys: Keys, at: int) -> Keys:

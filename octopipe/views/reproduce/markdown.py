@@ -170,7 +170,10 @@ def _shown(row: Row) -> tuple[str, str, str]:
 
 def _counts(claims: Sequence[Row]) -> str:
     """How many claims got each verdict, under both readings of the head."""
-    both = [[row.verdict for row in claims], [row.fitted_verdict for row in claims if row.fitted_verdict]]
+    both: list[list[str]] = [
+        [row.verdict for row in claims],
+        [row.fitted_verdict for row in claims if row.fitted_verdict],
+    ]
     lines: list[tuple[float | str | None, ...]] = [
         (name, *(float(sum(x == v for x in some)) for v in VERDICTS), float(sum(x in COUNTED for x in some)))
         for name, some in zip(("head as published", "head fitted"), both, strict=True)
