@@ -79,7 +79,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         flags.append(f"--expert-model-parallel-size {split.ep} --expert-tensor-parallel-size {cluster.expert_tp}")
     if candidate.how == "interleaved-overlap":
         # Its exchange runs beside the other direction's computation; W is kept apart for what stays exposed.
-        flags.append("--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --delay-wgrad-compute")
+        flags.append("--overlap-moe-expert-parallel-comm --delay-wgrad-compute")
     flags.append(f"--micro-batch-size {split.micro_batch_size} --global-batch-size {setup.global_batch}")
     # Experts behind tensor parallelism need the stream divided too.
     if split.tp > 1 and (setup.sequence_parallel or experts):
