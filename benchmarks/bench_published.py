@@ -1,157 +1,231 @@
-"""Published training runs, predicted: tokens per GPU and second of every row's own split.
+"""Published training runs, predicted: tokens per GPU and second of every run's own split, stack by stack.
 
-python benchmarks/bench_published.py                     the table, and the errors
-python benchmarks/bench_published.py --csv FILE          rows of your own, in the same columns
-python benchmarks/bench_published.py --fit               fit the rates again and print them
-python benchmarks/bench_published.py --held-out          errors on rows that were not fitted: halves, single models
+python benchmarks/bench_published.py                     every run under its stack's rates, and the errors
+python benchmarks/bench_published.py --stack torchtitan  the runs of one stack
+python benchmarks/bench_published.py --csv FILE          runs of your own, in the same columns
+python benchmarks/bench_published.py --fit               fit every stack again, each run left out in turn, and write
+                                                         octopipe/costs/measured/stacks.json
+python benchmarks/bench_published.py --held-out          errors on models that a stack was not fitted on
 python benchmarks/bench_published.py --plan 10           beside it: what `octopipe plan` finds for ten of them
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
+import os
 import statistics
-from dataclasses import dataclass, replace
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octopipe.costs.analytic.calibration import RATES, Rates
+from octopipe.costs.analytic.calibration import DEFAULT_STACK, FORMAT_OF_ALL, Stack, stack_named, stack_names
 from octopipe.costs.analytic.table import setup_costs
-from octopipe.costs.cluster.hardware import gpu
-from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS as CSV
+from octopipe.costs.measured import STACKS_FILE
+from octopipe.costs.runs import Run, read_runs, under
 from octopipe.costs.table import CostTable
-from octopipe.models.spec import ModelSpec
-from octopipe.models.zoo import preset
-from octopipe.search.planner.estimate import estimate
+from octopipe.search.planner.fitting import Fit, Fitted, SeenRun, errors_of, fit_stack
 from octopipe.search.recompute import plan_under
 from octopipe.search.systems import build_plan
+from octopipe.search.systems.shapes import stages_from_sizes
 from octopipe.simulation.simulator import simulate
 
 RESULTS = Path(__file__).resolve().parent / "results" / "published.json"
+ABOUT = {
+    "megatron-2021": "Megatron-LM before flash attention, A100: the papers of SC 2021 and MLSys 2023, BLOOM",
+    "megatron-2024": "NeMo 24.03 and 24.07 with Transformer Engine, H100",
+    "megatron-2025-09": "Megatron-Bridge 25.09: experts with a capacity, tokens beyond it dropped",
+    "megatron-2025": "Megatron-Bridge 25.11 and 26.02: dropless experts",
+    "megatron-2026": "Megatron-Bridge 26.02.01 and 26.04",
+    "megatron-2026-06": "Megatron-Bridge 26.06 to 26.08: experts fused and mostly overlapped, CUDA graphs",
+    "llm-foundry": "MosaicML llm-foundry: FSDP and flash attention without torch.compile, A100 and H100",
+    "torchtitan": "torchtitan with torch.compile, FSDP2, tensor, pipeline and context parallelism, H100 and H200",
+    "plain-torch": "FSDP2 without torch.compile, A100 and H100",
+    "automodel": "NeMo AutoModel: FSDP2 with Transformer Engine and DeepEP, H100",
+    "meta-2024": "the stack that trained Llama 3 405B, H100",
+    "deepseek-2024": "the stack that trained DeepSeek-V3, H800: one run",
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One published run: its split and what it reached."""
-
-    name: str
-    spec: ModelSpec
-    setup: Setup
-    chunks: int
-    tokens_per_s_per_gpu: float
+def read_rows(path: Path = CSV) -> list[Run]:
+    return read_runs(path)
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a table; empty cells count as 1, the rest of the GPUs is data parallelism."""
-    rows = []
-    with path.open() as file:
-        for raw in csv.DictReader(file):
-            n = {k: int(raw[k] or 1) for k in ("gpus", "gbs", "mbs", "seq", "tp", "pp", "cp", "vp", "ep")}
-            dp = n["gpus"] // (n["tp"] * n["pp"] * n["cp"])
-            setup = Setup(
-                gpu=gpu(raw["system"]),
-                tp=n["tp"],
-                cp=n["cp"],
-                ep=n["ep"],
-                pp=n["pp"],
-                dp=dp,
-                micro_batch_size=n["mbs"],
-                micro_batches=n["gbs"] // (n["mbs"] * dp),
-                seq=n["seq"],
-                zero=3 if raw["fsdp"] == "1" else 1,
-                precision="bf16" if raw["precision"] == "bf16" else "fp8",
-                # NVIDIA's recipes reduce gradients in bf16.
-                gradients="bf16",
-            )
-            # The published FLOPs per token leave DeepSeek-V3's token prediction out.
-            spec = preset(raw["model"]).without_mtp()
-            name = f"{raw['system']} {raw['model']} {raw['precision']} x{n['gpus']}"
-            rows.append(
-                Row(
-                    name=name,
-                    spec=spec,
-                    setup=setup,
-                    chunks=n["vp"] if n["pp"] > 1 else 1,
-                    tokens_per_s_per_gpu=float(raw["tokens_per_s_per_gpu"]),
-                )
-            )
-    return rows
+def stack_of(run: Run) -> Stack:
+    """The run's own stack where it is fitted, else the default."""
+    return stack_named(run.stack if run.stack in stack_names() else DEFAULT_STACK)
 
 
-def price_of(row: Row, rates: dict[str, Rates] | None = None) -> Any:
-    known: dict[Setup, CostTable] = {}
+def price_of(run: Run) -> Any:
+    known: dict[Any, CostTable] = {}
+    stack = stack_of(run)
+    if run.exchange == "hidden":
+        stack = replace(stack, rates=tuple((g, p, replace(r, exchange=0.0)) for g, p, r in stack.rates))
 
     def price(mode: str, layers: int | None = None) -> CostTable:
-        setup = replace(row.setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
+        setup = replace(under(run, mode, layers), stack=stack)
         if setup not in known:
-            known[setup] = setup_costs(row.spec, setup, rates=rates)
+            known[setup] = setup_costs(run.spec, setup)
         return known[setup]
 
     return price
 
 
-def quick(row: Row, rates: dict[str, Rates]) -> tuple[float, str]:
-    """Tokens per GPU and second by the closed form, and what was recomputed."""
-    setup = row.setup
-    assert setup.micro_batches is not None
-    found = estimate(price_of(row, rates), setup.pp, row.chunks, setup.micro_batches)
-    tokens = setup.seq * setup.micro_batch_size * setup.micro_batches / setup.gpus_per_rank / setup.pp  # type: ignore[operator]
-    return tokens / found.step_ms * 1e3, found.recompute
+def balanced_sizes(layer_ms: list[float], stages: int) -> list[int]:
+    """Layers per stage such that the longest stage is as short as can be."""
+
+    def dealt(most_ms: float) -> list[int]:
+        sizes, load = [0], 0.0
+        for i, ms in enumerate(layer_ms):
+            left = len(layer_ms) - i
+            if sizes[-1] and (load + ms > most_ms or left == stages - len(sizes)):
+                sizes, load = [*sizes, 0], 0.0
+            sizes[-1] += 1
+            load += ms
+        return sizes
+
+    low, high = max(layer_ms), sum(layer_ms)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(dealt(middle)) <= stages else (middle, high)
+    return dealt(high)
 
 
-def simulated(row: Row) -> dict[str, Any]:
-    """The row's split simulated op by op, with the least recomputation that fits."""
-    setup = row.setup
+def simulated(run: Run) -> dict[str, Any]:
+    """The run's split simulated op by op, with the recomputation it used or the least that fits."""
+    setup = run.setup
     assert setup.micro_batches is not None
-    system, options = ("interleaved", {"chunks": row.chunks}) if row.chunks > 1 else ("1f1b", {})
+    interleaved = run.chunks > 1 and setup.micro_batches % setup.pp == 0
+    system, options = ("interleaved", {"chunks": run.chunks}) if interleaved else ("1f1b", {})
 
     def build(costs: CostTable) -> Any:
-        return build_plan(system, costs, setup.pp, setup.micro_batches or 1, **options)
+        plan = build_plan(system, costs, setup.pp, setup.micro_batches or 1, **options)
+        if not run.balanced or setup.pp == 1:
+            return plan
+        sizes = balanced_sizes(costs.layer_ms.tolist(), len(plan.stages))
+        return replace(plan, stages=stages_from_sizes(sizes, [stage.rank for stage in plan.stages]))
 
-    plan, costs = plan_under("auto", build, price_of(row))
+    plan, costs = plan_under(run.recompute, build, price_of(run))
     timeline = simulate(plan, costs)
     rate = costs.throughput(setup.pp, setup.micro_batches, timeline.step_ms)
     predicted = float(rate["tokens_per_gpu_per_second"] or 0.0)
     return {
-        "row": row.name,
+        "stack": run.stack,
+        "row": run.name,
         "setup": setup.words(),
-        "published": row.tokens_per_s_per_gpu,
+        "published": run.tokens_per_s_per_gpu,
         "predicted": predicted,
-        "error": predicted / row.tokens_per_s_per_gpu - 1.0,
+        "error": predicted / run.tokens_per_s_per_gpu - 1.0,
         "mfu": rate["mfu"],
         "bubble": timeline.bubble_ratio,
         "fits": timeline.fits,
         "peak_gib": max(timeline.peak_gib),
         "limit_gib": timeline.capacity_bytes[0] / 2**30,
         "recompute": costs.setup.recompute_words() if costs.setup else "",
+        "exchange": run.exchange,
+        "source": run.source,
     }
 
 
-def run(path: Path) -> dict[str, Any]:
-    """Every row, and the errors."""
-    results = [simulated(row) for row in read_rows(path)]
+def spread(errors: list[float]) -> dict[str, float]:
+    found = errors_of([math.log1p(e) for e in errors])
+    return {"runs": found.runs, "median": found.median, "p90": found.p90, "worst": found.worst}
+
+
+def run(path: Path = CSV, stack: str | None = None) -> dict[str, Any]:
+    """Every run under its stack's rates, and the errors."""
+    results = [simulated(row) for row in read_rows(path) if stack in (None, row.stack)]
     errors = [abs(r["error"]) for r in results]
     return {
         "rows": results,
+        "stacks": {name: spread([r["error"] for r in results if r["stack"] == name]) for name in _stacks(results)},
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
         "all_fit": all(r["fits"] for r in results),
     }
 
 
+def _stacks(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(r["stack"] for r in rows))
+
+
 def show(result: dict[str, Any]) -> None:
     print(f"{'run':42} {'published':>9} {'predicted':>9} {'error':>7} {'MFU':>6} {'GiB':>6} of {'limit':>5}  recompute")
-    for r in result["rows"]:
-        fits = "" if r["fits"] else "  DOES NOT FIT"
-        print(
-            f"{r['row']:42} {r['published']:9.0f} {r['predicted']:9.0f} {100 * r['error']:+6.1f}% "
-            f"{100 * r['mfu']:5.1f}% {r['peak_gib']:6.1f} of {r['limit_gib']:5.1f}  {r['recompute']}{fits}"
-        )
+    for name in _stacks(result["rows"]):
+        print(f"-- {name}")
+        for r in (r for r in result["rows"] if r["stack"] == name):
+            fits = "" if r["fits"] else "  DOES NOT FIT"
+            print(
+                f"{r['row']:42} {r['published']:9.0f} {r['predicted']:9.0f} {100 * r['error']:+6.1f}% "
+                f"{100 * r['mfu']:5.1f}% {r['peak_gib']:6.1f} of {r['limit_gib']:5.1f}  {r['recompute']}{fits}"
+            )
+    print("by stack, fitted:")
+    for name, e in result["stacks"].items():
+        print(f"  {name:18} {e['runs']:4} runs: median {e['median']:.1%}, 90 % {e['p90']:.1%}, worst {e['worst']:.1%}")
     print(f"median {result['median_error']:.1%}, worst {result['worst_error']:.1%}, all fit: {result['all_fit']}")
+
+
+def show_left_out(left_out: dict[str, list[float]]) -> dict[str, Any]:
+    """Leave-one-out errors by stack and over all runs."""
+    print("by stack, every run left out in turn:")
+    out = {}
+    for name, errors in left_out.items():
+        e = out[name] = spread(errors)
+        print(f"  {name:18} {e['runs']:4} runs: median {e['median']:.1%}, 90 % {e['p90']:.1%}, worst {e['worst']:.1%}")
+    e = out["all"] = spread([error for errors in left_out.values() for error in errors])
+    print(f"  {'all':18} {e['runs']:4} runs: median {e['median']:.1%}, 90 % {e['p90']:.1%}, worst {e['worst']:.1%}")
+    return out
+
+
+def _fitted(name: str, runs: list[Run]) -> tuple[str, Fitted, float]:
+    began = time.monotonic()
+    return name, fit_stack([SeenRun(run) for run in runs], name, ABOUT.get(name, "")), time.monotonic() - began
+
+
+def fit(path: Path = CSV, only: str | None = None) -> dict[str, Any]:
+    """Every stack fitted to its own runs; stacks.json is written anew, stacks that no run names stay."""
+    rows = read_rows(path)
+    mine = {name: [r for r in rows if r.stack == name] for name in ABOUT if only in (None, name)}
+    mine = dict(sorted(((n, r) for n, r in mine.items() if r), key=lambda item: -len(item[1])))
+    written = {entry["name"]: entry for entry in json.loads(STACKS_FILE.read_text())["stacks"]}
+    before = json.loads(RESULTS.read_text()).get("left_out_rows", {}) if RESULTS.exists() else {}
+    by_row: dict[str, Any] = {} if only is None else dict(before)
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for name, found, seconds in pool.map(_fitted, mine, mine.values()):
+            entry = found.stack.as_dict()
+            del entry["format"]
+            written[name] = entry
+            if found.left_out:
+                by_row[name] = [[r.name, r.setup.words(), e] for r, e in zip(mine[name], found.left_out, strict=True)]
+            print(f"{name}: {len(mine[name])} runs fitted in {seconds:.0f} s", flush=True)
+    order = [DEFAULT_STACK, *ABOUT, *written]
+    stacks = [written[name] for name in dict.fromkeys(order) if name in written]
+    STACKS_FILE.write_text(json.dumps({"format": FORMAT_OF_ALL, "stacks": stacks}, indent=1) + "\n")
+    left_out = {name: [error for *_, error in by_row[name]] for name in ABOUT if name in by_row}
+    return {"left_out": show_left_out(left_out), "left_out_rows": by_row}
+
+
+def held_out(path: Path = CSV) -> dict[str, Any]:
+    """Errors on models that a stack was not fitted on: harder than single runs, whose twins on other GPUs are seen."""
+    rows, errors = read_rows(path), {}
+    for name in dict.fromkeys(row.stack for row in rows):
+        mine = [row for row in rows if row.stack == name]
+        models = sorted({row.spec.name for row in mine})
+        if len(models) < 3:
+            continue
+        whole, found = Fit([SeenRun(row) for row in mine]), []
+        for model in models:
+            kept = [i for i, row in enumerate(mine) if row.spec.name != model]
+            x = whole.solve(kept, rounds=6)
+            out = [i for i, row in enumerate(mine) if row.spec.name == model]
+            found += [math.expm1(r) for r in whole.residuals(x, out)]
+        errors[name] = found
+    print("every model left out in turn:")
+    return show_left_out(errors)
 
 
 PLANNED = (
@@ -202,181 +276,31 @@ def planned(path: Path, number: int, budget_s: float = 30.0) -> list[dict[str, A
     return out
 
 
-OWN = {"gemm": (0.2, 0.9, 0.1), "half": (50.0, 2000.0, 0.15)}
-GENERATION = {"core": (0.1, 0.9, 0.1)}
-SHARED = {
-    "launch_ms": (0.001, 0.03, 0.1),
-    "passes": (1.0, 5.0, 0.1),
-    "moe_passes": (2.0, 30.0, 0.1),
-    "cast_bytes": (1.0, 12.0, 0.1),
-    "link": (0.4, 1.0, 0.2),
-}
-"""Bounds and the weight of the prior (in log units) of everything fitted: two numbers per generation and precision,
-one per generation, five for all."""
-
-
-ROUNDS = 8
-NEUTRAL = {
-    "gemm": 0.7,
-    "half": 250.0,
-    "core": 0.45,
-    "launch_ms": 0.01,
-    "passes": 2.5,
-    "moe_passes": 6.0,
-    "cast_bytes": 4.0,
-    "link": 0.8,
-}
-"""Where a fit begins that must know nothing of the rows it leaves out: round numbers, the same for every GPU."""
-
-
-class Fit:
-    """Least squares on log ratios over some of the rows, near a starting point."""
-
-    def __init__(self, rows: list[Row], *, neutral: bool = False):
-        import numpy as np
-
-        self.rows = rows
-        self.keys = sorted(RATES)
-        keys = self.keys
-        self.names: list[tuple[str, str, str]] = [(*key, name) for key in keys for name in OWN]
-        self.names += [(g, "", name) for g in sorted({g for g, _ in keys}) for name in GENERATION]
-        self.names += [("", "", name) for name in SHARED]
-        limits = OWN | GENERATION | SHARED
-
-        def present(generation: str, precision: str, name: str) -> float:
-            if neutral:
-                return NEUTRAL[name]
-            key = next(k for k in keys if k[0].startswith(generation) and k[1] == (precision or "fp8"))
-            return max(float(getattr(RATES[key], name)), 1e-6)
-
-        self.low, self.high, self.weight = (np.array([limits[n[2]][i] for n in self.names]) for i in range(3))
-        start = [math.log(present(*n)) for n in self.names]
-        self.start = np.clip(start, np.log(self.low) + 1e-6, np.log(self.high) - 1e-6)
-
-    def rates_from(self, x: Any) -> dict[tuple[str, str], Rates]:
-        out = {}
-        for generation, precision in self.keys:
-            own = {
-                name: math.exp(v)
-                for (g, p, name), v in zip(self.names, x, strict=True)
-                if g in ("", generation) and p in ("", precision)
-            }
-            if precision == "bf16":
-                own["cast_bytes"] = 0.0
-            out[generation, precision] = Rates(**own)
-        return out
-
-    def errors(self, x: Any, numbers: list[int]) -> Any:
-        """Log of predicted over published."""
-        import numpy as np
-
-        rates = self.rates_from(x)
-        out = []
-        for row in (self.rows[i] for i in numbers):
-            assert row.setup.gpu is not None
-            own = {p: rates[row.setup.gpu.generation, p] for p in ("bf16", "fp8")}
-            out.append(math.log(quick(row, own)[0] / row.tokens_per_s_per_gpu))
-        return np.array(out)
-
-    def solve(self, kept: list[int], rounds: int = ROUNDS) -> Any:
-        """Levenberg-Marquardt within the bounds."""
-        import numpy as np
-
-        def residuals(x: Any) -> Any:
-            # Beyond 15 % an error counts by its size, not by its square: one odd run must not bend the rest.
-            raw = self.errors(x, kept)
-            soft = np.where(abs(raw) < 0.15, abs(raw), np.sqrt(np.maximum(0.3 * abs(raw) - 0.0225, 0.0)))
-            return np.concatenate((np.sign(raw) * soft, self.weight * (x - self.start)))
-
-        x, damping, at = self.start.copy(), 1e-2, residuals(self.start)
-        for _ in range(rounds):
-            slope = np.stack([(residuals(x + 0.01 * e) - at) / 0.01 for e in np.eye(x.size)], axis=1)
-            for _ in range(4):
-                normal = slope.T @ slope
-                move = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ at)
-                trial = np.clip(x + np.clip(move, -0.5, 0.5), np.log(self.low), np.log(self.high))
-                there = residuals(trial)
-                if there @ there < at @ at:
-                    x, at, damping = trial, there, damping / 3
-                    break
-                damping *= 5
-            else:
-                break
-        return x
-
-
-def fit(path: Path) -> None:
-    """The rates fitted to all rows, near the present ones."""
-    import numpy as np
-
-    rows = read_rows(path)
-    every = list(range(len(rows)))
-    found = Fit(rows)
-    x = found.solve(every)
-    ratio = np.exp(found.errors(x, every)) - 1
-    for key, rates in found.rates_from(x).items():
-        print(key, rates)
-    for row, r in zip(rows, ratio, strict=True):
-        print(f"{row.name:42} {100 * r:+6.1f}%")
-    print(f"median {np.median(abs(ratio)):.1%}, worst {abs(ratio).max():.1%}")
-
-
-def held_out(path: Path, rounds: int = 4) -> dict[str, Any]:
-    """Errors on rows that a fit from round numbers has not seen: every second row, and every model in turn."""
-    import numpy as np
-
-    rows = read_rows(path)
-    every = list(range(len(rows)))
-    found = Fit(rows, neutral=True)
-    sets = {"halves": [every[0::2], every[1::2]]}
-    models = sorted({row.spec.name for row in rows})
-    sets["models"] = [[i for i in every if rows[i].spec.name == name] for name in models]
-    start = np.exp(found.errors(found.start, every)) - 1
-    out: dict[str, Any] = {
-        "unfitted": {"median": float(np.median(abs(start))), "worst": float(abs(start).max())},
-    }
-    print(f"round numbers, nothing fitted: median {np.median(abs(start)):.1%}, worst {abs(start).max():.1%}")
-    for name, left_out in sets.items():
-        errors: dict[int, float] = {}
-        for group in left_out:
-            x = found.solve([i for i in every if i not in group], rounds)
-            for i, e in zip(group, np.exp(found.errors(x, group)) - 1, strict=True):
-                errors[i] = float(e)
-        sizes = np.array([abs(errors[i]) for i in every])
-        worst = int(sizes.argmax())
-        out[name] = {
-            "median": float(np.median(sizes)),
-            "worst": float(sizes.max()),
-            "worst_row": rows[worst].name,
-            "errors": {rows[i].name: errors[i] for i in every},
-        }
-        where = f"worst {sizes.max():.1%} ({rows[worst].name})"
-        print(f"held out by {name}: median {np.median(sizes):.1%}, {where}", flush=True)
-    return out
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--stack", help="the runs of one stack alone")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--plan", type=int, default=0, metavar="N")
     parser.add_argument("--budget", type=float, default=30.0, metavar="S", help="of every search (default: 30)")
     args = parser.parse_args()
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = {name: before[name] for name in ("plans", "held_out", "left_out", "left_out_rows") if name in before}
     if args.fit:
-        fit(args.csv)
+        found = fit(args.csv, args.stack)
+        if args.csv == CSV:
+            RESULTS.write_text(json.dumps({**before, **found}, indent=1) + "\n")
         return
-    result = run(args.csv)
+    result = run(args.csv, args.stack)
     show(result)
     if args.held_out:
         result["held_out"] = held_out(args.csv)
     if args.plan:
         result["plans"] = planned(args.csv, args.plan, args.budget)
-    if args.csv == CSV:
+    if args.csv == CSV and args.stack is None:
         RESULTS.parent.mkdir(exist_ok=True)
-        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        result = {**{name: before[name] for name in ("plans", "held_out") if name in before}, **result}
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({**kept, **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

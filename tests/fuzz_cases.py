@@ -115,6 +115,26 @@ def _use_cluster(path: Path) -> object:
     return network_of(ranks_on(read_cluster(path), 2, 1))
 
 
+def _use_hardware(path: Path) -> object:
+    from octopipe.costs.cluster.hardware_file import read_hardware
+
+    spec = from_config(json.loads(CONFIGS[0]))
+    return finite_numbers(costs_of_setup(spec, Setup(gpu=read_hardware(path), seq=128)).layer_ms.tolist())
+
+
+def _use_stack(path: Path) -> object:
+    from octopipe.costs.analytic.calibration import stack_named
+
+    spec = from_config(json.loads(CONFIGS[0]))
+    return finite_numbers(costs_of_setup(spec, Setup(gpu=_gpu(), stack=stack_named(path), seq=128)).layer_ms.tolist())
+
+
+def _use_runs(path: Path) -> object:
+    from octopipe.costs.runs import read_runs
+
+    return finite_numbers([run.tokens_per_s_per_gpu for run in read_runs(path)])
+
+
 def _text(path: Path) -> str:
     from octopipe.base.files import read_bytes
 
@@ -291,6 +311,34 @@ def _timelines() -> tuple[bytes, ...]:
     return tuple(simulate(build_plan(n, costs, 2, 2), costs, label=n).to_json() for n in ("1f1b", "zb-h1"))
 
 
+HARDWARE_TOML = (
+    b'[gpu]\nlike = "h100"\nname = "mine"\npower_watts = 500\n\n[network]\nnics_per_node = 4\nnic_gb_per_s = 50\n'
+    b"pod_nodes = 4\noversubscription = 2.0\n"
+)
+HARDWARE_JSON = json.dumps(
+    {
+        "format": "octopipe.hardware/1",
+        "gpu": {"name": "x", "generation": "hopper", "bf16_tflops": 900, "memory_gib": 80, "hbm_tb_per_s": 3.0},
+        "network": {"gpus_per_node": 8, "inside_gb_per_s": 450, "between_gb_per_s": 50},
+    }
+).encode()
+STACK = json.dumps(
+    {
+        "format": "octopipe.stack/1",
+        "name": "mine",
+        "errors": {"runs": 4, "median": 0.1, "p90": 0.2, "worst": 0.3},
+        "rates": [
+            {"generation": "hopper", "precision": "bf16", "gemm": 0.7, "half": 200.0, "core": 0.5, "launch_ms": 0.01},
+            {"generation": "hopper", "precision": "fp8", "gemm": 0.6, "half": 300.0, "core": 0.5, "cast_bytes": 4.0},
+        ],
+    }
+).encode()
+RUNS_CSV = (
+    b"system,model,gpus,tp,pp,vp,ep,mbs,gbs,seq,precision,zero,recompute,tokens_per_s_per_gpu\n"
+    b"h100,llama3-8b,16,2,2,1,1,1,64,8192,bf16,1,none,7120\nh100,qwen3-30b-a3b,8,1,1,,8,2,64,4096,fp8,3,,8120\n"
+)
+
+
 def readers() -> tuple[Reader, ...]:
     """Every reader of files that other people write."""
     toml = b'[[nodes]]\ngpu = "h100"\ncount = 2\ngpus_per_node = 8\n\n[[nodes]]\ngpu = "a100"\ncount = 1\n'
@@ -309,6 +357,10 @@ def readers() -> tuple[Reader, ...]:
         Reader(name="setup", suffix=".json", valid=(plain_setup,), use=_use_setup),
         Reader(name="cluster.json", suffix=".json", valid=(cluster,), use=_use_cluster),
         Reader(name="cluster.toml", suffix=".toml", valid=(toml,), use=_use_cluster),
+        Reader(name="hardware.toml", suffix=".toml", valid=(HARDWARE_TOML,), use=_use_hardware),
+        Reader(name="hardware.json", suffix=".json", valid=(HARDWARE_JSON,), use=_use_hardware),
+        Reader(name="stack", suffix=".json", valid=(STACK,), use=_use_stack),
+        Reader(name="runs.csv", suffix=".csv", valid=(RUNS_CSV,), use=_use_runs),
         Reader(name="torch.csv", suffix=".csv", valid=TORCH_CSVS, use=_use_torch_csv),
         Reader(name="lengths", suffix=".txt", valid=LENGTHS, use=_use_lengths),
         Reader(name="trace", suffix=".json", valid=(json.dumps(TRACE).encode(),), use=_use_foreign_times),

@@ -330,8 +330,23 @@ def hf_config(kind: str) -> Any:
         "tie_word_embeddings": "tied" in kind,
     }  # fmt: skip
     if kind.startswith("gemma"):
-        return transformers.Gemma2Config(**common, sliding_window=8, final_logit_softcapping=5.0)
+        return transformers.Gemma2Config(
+            **common, sliding_window=8, final_logit_softcapping=5.0, attn_logit_softcapping=None
+        )
     return transformers.LlamaConfig(**common)
+
+
+def in_double(model_: Any) -> None:
+    """transformers' norms compute in float32, where the order of a sum shows at 1e-8: these do not."""
+    for module in model_.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            type(module).forward = _norm_in_double
+
+
+def _norm_in_double(self: Any, x: Tensor) -> Tensor:
+    gemma = hasattr(self, "eps")
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (self.eps if gemma else self.variance_epsilon))
+    return x * scale * (1.0 + self.weight if gemma else self.weight)
 
 
 def run_hf_heads(world, jobs):
@@ -342,7 +357,8 @@ def run_hf_heads(world, jobs):
     out = []
     for seed, kind in jobs:
         torch.manual_seed(5)
-        model_ = transformers.AutoModelForCausalLM.from_config(hf_config(kind), attn_implementation="eager").double()
+        model_ = transformers.AutoModelForCausalLM.from_config(hf_config(kind), attn_implementation="sdpa").double()
+        in_double(model_)
         plan = cut_plan(seed, world.size, embedding="tied" in kind)
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(1, 37, (2 * plan.num_micro_batches, 6), generator=generator)
@@ -513,3 +529,18 @@ def run_mtp(world):
 def test_a_second_head_along_the_way_gives_the_gradients_of_one_process(size):
     for worst, away in shared_ranks(size).run(run_mtp):
         assert worst <= TOLERANCE and away <= TOLERANCE
+
+
+def test_the_trainers_loss_of_shards_is_that_of_the_whole_head():
+    from octopipe.runtime.stages.shards import JoinedShards, cut_module
+    from octopipe.runtime.training.data.batches import StepLoss
+
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(WIDTH, VOCAB, bias=False).double(), torch.randn(2, TOKENS, WIDTH).double()
+    target = torch.randint(VOCAB, (2, TOKENS))
+    target[0, 0] = -100
+    loss = StepLoss(cross_entropy, shifted=False)
+    cut, shards = loss.of_shards(), [cut_module(head, k, 3, 0) for k in range(3)]
+    for given in (target, (target, torch.tensor(0.7)), {"labels": target, "items": torch.tensor(4.5)}):
+        tokens = JoinedShards()(*[cut.partial(shard)(shard(hidden), given) for shard in shards])
+        assert float((cut.of_tokens(tokens, given) - loss(head(hidden), given)).detach().abs()) <= TOLERANCE

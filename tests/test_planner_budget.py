@@ -128,3 +128,25 @@ def test_the_bound_lets_pairs_hide_the_exchange_and_stays_below_every_estimate()
     assert lower
     setup = replace(every[0].setup(base, 64), zero=0)
     assert Pricing.of(setup).exchange.slows_compute > 0
+
+
+def test_on_unequal_nodes_fast_ranks_hold_more_layers() -> None:
+    """Half of the ranks are A100s: an even layout waits for them, one by speed does not."""
+    from octopipe.costs.cluster.file import nodes_from_object
+
+    nodes = nodes_from_object({"nodes": [{"gpu": "h100", "count": 2}, {"gpu": "a100", "count": 2}]})
+    base = Setup(gpu=gpu("h100"), seq=4096, nodes=nodes)
+    split = Split(**SIZES | {"tp": 2, "pp": 4, "dp": 4, "vp": 2})
+    by_speed, even = (
+        Pricer(preset("llama3-8b"), base, 64, layouts=layouts).simulated(split) for layouts in (True, False)
+    )
+    assert by_speed.how == "layout" and even.how == "interleaved"
+    assert by_speed.step_ms < 0.92 * even.step_ms
+    held = [0] * 4
+    for stage in by_speed.plan.stages:  # type: ignore[union-attr]
+        held[stage.rank] += stage.num_layers
+    assert min(held[:2]) > max(held[2:])
+    # MFU is of the mix's own peak, not of the fastest card's.
+    peak = (gpu("h100").bf16_tflops + gpu("a100").bf16_tflops) / 2
+    per_gpu = by_speed.tokens_per_gpu_per_second * by_speed.costs.model_flops / by_speed.costs.tokens_per_micro_batch  # type: ignore[union-attr,operator]
+    assert by_speed.mfu == pytest.approx(per_gpu / (peak * 1e12), rel=1e-6)

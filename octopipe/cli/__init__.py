@@ -38,6 +38,7 @@ VERBS = {
     "train": "train a model with a plan",
     "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
+    "calibrate": "fit the rates of your own training stack to your own runs",
     "validate": "run a plan and compare it with its prediction",
     "doctor": "what works on this machine, what does not, and how to fix it",
     "reproduce": "the paper's tables and figures made again, ours beside theirs",

@@ -122,19 +122,20 @@ def qwen3_moe(name: str, *, blocks: int, hidden: int, heads: int, expert_ffn: in
     return _model(name, *[block] * blocks, vocab=151936, norm_eps=1e-6)
 
 
-def gpt(name: str, *, blocks: int, hidden: int, heads: int, positions: int) -> ModelSpec:
+def gpt(
+    name: str, *, blocks: int, hidden: int, heads: int, positions: int, vocab: int = 50257, bias: bool = True
+) -> ModelSpec:
     """A GPT-2/3 decoder: biases, layer norms, learned positions, tied head."""
     attention = Attention(
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
-        qkv_bias=True,
-        out_bias=True,
+        qkv_bias=bias,
+        out_bias=bias,
         norm="layer",
     )
-    ffn = Mlp(hidden=hidden, ffn=4 * hidden, activation="gelu", bias=True, norm="layer")
-    vocab = 50257
+    ffn = Mlp(hidden=hidden, ffn=4 * hidden, activation="gelu", bias=bias, norm="layer")
     return _model(
         name,
         *[Block(mixer=attention, ffn=ffn)] * blocks,

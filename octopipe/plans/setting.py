@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.calibration import stack_names
+from octopipe.costs.cluster.hardware import GPUS
 from octopipe.costs.cluster.setup import checkpointed_layers, keywords
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
@@ -56,7 +58,10 @@ def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
 
 def _names_files(setting: Mapping[str, Any]) -> bool:
     """Whether a setting can only be priced where some file is."""
-    return str(setting.get("model")) not in PRESETS or isinstance(setting.get("nodes"), str | os.PathLike)
+    gpu, stack = setting.get("gpu"), setting.get("stack")
+    own = isinstance(gpu, str) and gpu not in GPUS, isinstance(stack, str) and stack not in stack_names()
+    files = any(own) or any(isinstance(setting.get(name), os.PathLike) for name in ("gpu", "stack", "nodes"))
+    return files or isinstance(setting.get("nodes"), str) or str(setting.get("model")) not in PRESETS
 
 
 def lowering_costs(plan: Plan) -> CostTable:
@@ -130,19 +135,19 @@ def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it or give --model') from None
+        raise OctoPipeError(f'{where}: "setting" cannot be used ({why}); correct it, or name the model') from None
 
 
 def _fitting(plan: Plan, costs: CostTable, where: str) -> CostTable:
     if costs.num_layers != plan.num_layers:
         raise OctoPipeError(
             f"{where}: the plan has {plan.num_layers} layers, {costs.model} has {costs.num_layers}; "
-            "give the plan's own model with --model"
+            "name the plan's own model"
         )
     return costs
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again or give --model')
+        raise OctoPipeError(f'{where}: "{COST_TABLE}" is not a JSON object; write the plan again, or name the model')
     return value

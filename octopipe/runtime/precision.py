@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.mode import Mode
 from octopipe.runtime.ranks.owners import Owners
+from octopipe.runtime.torch_private import foreach_copy_
 
 PARAMETER_DTYPES = {
     "bf16-main-fp32": torch.bfloat16,
@@ -244,7 +245,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _round(self) -> None:
         """The parameters, from their masters."""
         if self._pairs:
-            torch._foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
+            foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
         self._note_versions()
 
     def _note_versions(self) -> None:

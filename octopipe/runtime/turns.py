@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed import distributed_c10d
 
 from octopipe.runtime.stages.rng import States, rng_state, set_rng_state
 from octopipe.runtime.stages.wgrad import SplitMode
+from octopipe.runtime.torch_private import functional_collectives
 
 PER_RUN = ("queue", "hooked", "in_backward", "keeps_nothing", "_off", "_own_graph")
 """What a `SplitMode` holds about the forward or backward that is under way."""
@@ -150,7 +151,7 @@ def _exchanges_found() -> Iterator[None]:
     places = [
         (module, name, _waiting) for module in (dist, distributed_c10d) for name in ("all_to_all_single", "all_to_all")
     ]
-    places += [(_functional_collectives, name, _lazy) for name in ("all_to_all_single", "all_to_all_single_autograd")]
+    places += [(functional_collectives(), name, _lazy) for name in ("all_to_all_single", "all_to_all_single_autograd")]
     before = [(module, name, getattr(module, name)) for module, name, _ in places if hasattr(module, name)]
     try:
         for (module, name, original), wrap in zip(before, (w for m, n, w in places if hasattr(m, n)), strict=True):

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.torch_private import pytree
 
 ATOMS = frozenset(
     (

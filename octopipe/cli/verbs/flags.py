@@ -111,7 +111,7 @@ def setting_from(args: argparse.Namespace) -> dict[str, Any]:
         value = getattr(args, destination(name, how), None)
         if value is not None:
             # A file may be gone when the plan is priced again: what it says is kept.
-            out[name] = how.kind.told(how.kind.read(name, value)) if name == "nodes" else value
+            out[name] = how.kind.told(how.kind.read(name, value)) if name in ("nodes", "gpu", "stack") else value
     return out
 
 

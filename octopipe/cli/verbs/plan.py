@@ -20,6 +20,7 @@ from octopipe.cli.verbs.common import (
     add_model_arguments,
     add_training_arguments,
     console,
+    non_negative,
     print_json,
     seed_number,
     whole_number,
@@ -29,6 +30,7 @@ from octopipe.cli.verbs.tune import seconds
 
 if TYPE_CHECKING:
     from octopipe.cli.verbs.plan_answer import Reasons
+    from octopipe.costs.analytic.calibration import Stack
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.planner.search import Found
@@ -85,6 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.svg",
         help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
     )
+    group = parser.add_argument_group("failures, cost and energy of the winner (default: not asked)")
+    group.add_argument("--mtbf", type=positive, metavar="HOURS", help="between failures of one GPU, e.g. 50000")
+    group.add_argument("--checkpoint-s", type=non_negative, default=60.0, help="to write one (default: 60)")
+    group.add_argument("--restart-s", type=non_negative, default=600.0, help="after a failure (default: 600)")
+    group.add_argument("--price-per-gpu-hour", type=positive, metavar="PRICE", help="in any currency")
     parser.add_argument(
         "-o",
         "--output",
@@ -106,6 +113,14 @@ def _systems(text: str) -> tuple[str, ...]:
         if name not in known:
             raise argparse.ArgumentTypeError(f"{name[:40]!r} does not plan clusters; one of {', '.join(known)}, or all")
     return names
+
+
+def positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    value = non_negative(text)
+    if value < 1e-6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too small; give a number > 0")
+    return value
 
 
 def share(text: str) -> float:
@@ -236,9 +251,22 @@ def _write_folder(folder: Path, spec: ModelSpec, found: Found, lines: dict[str, 
             os.chmod(folder / name, 0o755)
 
 
+STACKS = {"torchtitan": "torchtitan", "torch": "plain-torch"}
+"""Whose rates a runtime has where nobody names a stack; the others have the default's."""
+
+
+def stack_for(asked: str | None, runtime: str) -> Stack | None:
+    """The stack that was asked for, or that goes with a runtime."""
+    from octopipe.costs.analytic.calibration import stack_named
+
+    name = asked or STACKS.get(runtime)
+    return None if name is None else stack_named(name)
+
+
 def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     """Model, set-up without sizes, and the number of GPUs."""
     from octopipe.base.errors import OctoPipeError
+    from octopipe.costs.cluster.fields import GpuName
     from octopipe.costs.cluster.file import count_gpus, read_cluster
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
@@ -250,7 +278,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
             f"{args.model} holds times of one split only; to plan a cluster name a preset or a config.json"
         )
     nodes: Any = ()
-    kind = gpu(args.gpu or DEFAULT_GPU)
+    kind = GpuName().read("gpu", args.gpu or DEFAULT_GPU)
     gpus = args.gpus
     if args.cluster:
         if args.gpu or args.gpus_per_node:
@@ -262,7 +290,8 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
     given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
     zero = {} if args.zero is None else {"zero": args.zero}
-    base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes})
+    stack = stack_for(args.stack, args.runtime)
+    base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
     return spec, base, gpus
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octopipe.cli.verbs.common import console
 
 if TYPE_CHECKING:
+    from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.planner.pricing import Candidate
     from octopipe.search.planner.search import Found
@@ -37,7 +38,8 @@ def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], re
         "expected_error": expected_error(found.best.setup),
         "today": None if found.today is None else found.today.as_dict(),
         "speedup_over_today": None if found.today is None else found.today.step_ms / found.best.step_ms,
-        "changes": [*changes(found), *why_words(reasons)],
+        "changes": [*changes(found), *why_words(reasons), *economy_words(args, found)],
+        "economy": economy_of(args, found),
         "commands": lines,
         "candidates": [c.as_dict() for c in found.ranked[: args.rows]],
         "splits": found.splits,
@@ -56,7 +58,7 @@ def show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[st
     out, best = console(), found.best
     out.print(f"[bold]{spec.name}[/] on {best.setup.words()}")
     show_table(args, found)
-    for sentence in (*changes(found), *why_words(reasons)):
+    for sentence in (*changes(found), *why_words(reasons), *economy_words(args, found)):
         out.print(sentence)
     if args.why is not None:
         show_why(reasons)
@@ -69,6 +71,25 @@ def show(args: argparse.Namespace, spec: ModelSpec, found: Found, lines: dict[st
         out.print(f"page written to {args.page}")
     if args.output:
         out.print(f"plan written to {args.output}; next: octopipe report {args.output}")
+
+
+def economy_of(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """Failures, money and energy of the winner, as far as they were asked for."""
+    from octopipe.search.planner.economy import Economy
+
+    best = found.best
+    asked = Economy(
+        mtbf_hours=args.mtbf, checkpoint_s=args.checkpoint_s, restart_s=args.restart_s, price=args.price_per_gpu_hour
+    )
+    watts = None if best.setup.gpu is None else best.setup.gpu.watts
+    speed = best.tokens_per_gpu_per_second
+    return asked.numbers(gpus=best.setup.num_gpus, tokens_per_gpu_per_second=speed, watts=watts)
+
+
+def economy_words(args: argparse.Namespace, found: Found) -> list[str]:
+    from octopipe.search.planner.economy import words_of
+
+    return words_of(economy_of(args, found)) if (args.mtbf, args.price_per_gpu_hour) != (None, None) else []
 
 
 def reasons_of(found: Found, spec: ModelSpec) -> Reasons:
@@ -153,20 +174,32 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
         out.print(sentence, style="dim")
 
 
+def rates_words(setup: Setup) -> str:
+    """Which stack's rates the numbers assume, and how far they were from runs."""
+    from octopipe.costs.analytic.calibration import is_calibrated, stack_named, stacks_on
+
+    stack = stack_named(setup.stack)
+    assert setup.gpu is not None
+    if is_calibrated(setup.gpu, setup.precision, setup.stack):
+        errors = "" if stack.errors is None else f" ({stack.errors.words()})"
+        return f"Rates of {stack.name}{errors}; --stack names another."
+    others = stacks_on(setup.gpu, setup.precision)
+    instead = f" Stacks fitted on it: {', '.join(others)} (--stack)." if others else ""
+    return (
+        f"Rates of {stack.name}, which no run calibrates on {setup.gpu.name} in {setup.precision}: shares of the peak "
+        "are taken over from other GPUs, precisions or single kernels, so absolute numbers may be far off; the order "
+        f"of splits is more certain.{instead}"
+    )
+
+
 def changes(found: Found) -> list[str]:
     """The winner in words, beside what runs today."""
-    from octopipe.costs.analytic.calibration import is_calibrated
-
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
     step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
-    if best.setup.gpu is not None and not is_calibrated(best.setup.gpu, best.setup.precision):
-        out.append(
-            f"No published run calibrates {best.setup.gpu.name} in {best.setup.precision} here. Its shares of the peak "
-            "are taken from Hopper, so absolute numbers may be far off; the order of splits is more certain."
-        )
+    out.append(rates_words(best.setup))
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
         out.append(

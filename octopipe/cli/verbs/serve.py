@@ -8,9 +8,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from octopipe.cli.verbs.common import console
+
+if TYPE_CHECKING:
+    from octopipe.costs.analytic.calibration import Stack
+    from octopipe.costs.cluster.hardware import Gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="127.0.0.1",
         help="address to listen on (default: this machine only; anyone who reaches another one can use it)",
     )
+    parser.add_argument(
+        "--hardware",
+        metavar="FILE",
+        help="the page for whole clusters plans for this GPU and network (docs/cluster.md)",
+    )
+    parser.add_argument("--stack", metavar="NAME", help="the page for whole clusters assumes this stack's rates")
 
 
 def _port(text: str) -> int:
@@ -30,10 +42,18 @@ def _port(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    from octopipe.costs.analytic.calibration import stack_named
+    from octopipe.costs.cluster.hardware_file import read_hardware
     from octopipe.views.report.serve import make_server
 
     out = console(stderr=True)
-    with make_server(args.host, args.port, files=args.files, planner=planned) as server:
+    card = None if args.hardware is None else read_hardware(args.hardware)
+    stack = None if args.stack is None else stack_named(args.stack)
+    if card is not None:
+        out.print(f"Whole clusters are planned for {card.name}, whatever GPU the page names.", soft_wrap=True)
+    with make_server(
+        args.host, args.port, files=args.files, planner=partial(planned, card=card, stack=stack)
+    ) as server:
         out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
         if server.hosts is None:
             out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
@@ -44,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+def planned(
+    asked: Mapping[str, Any],
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    card: Gpu | None = None,
+    stack: Stack | None = None,
+) -> dict[str, Any]:
     """The answer to the form of the page /plan: the same search as `octopipe plan`, and the plan file as text. `stop`:
     whether to end early."""
     from octopipe.base.errors import OctoPipeError
@@ -76,6 +102,7 @@ def planned(asked: Mapping[str, Any], stop: Callable[[], bool] = lambda: False) 
         raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
     given = {name: str(asked[name]) for name in form_fields() if asked.get(name) not in (None, "")}
     base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
+    base = replace(base, gpu=card or base.gpu, stack=stack or base.stack)
     if base.gpu is None:
         raise OctoPipeError("which GPU? choose one of the list")
     today = str(asked.get("today") or "").strip()

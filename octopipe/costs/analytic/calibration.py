@@ -1,20 +1,40 @@
-"""What published runs calibrate: how much of its peak a GPU generation reaches, per precision.
+"""Stacks: how much of a GPU's data sheet a training stack's kernels and collectives reach, fitted to training runs.
 
-Knows: one set of rates per (generation, precision), fitted to published training throughput by
-`benchmarks/bench_published.py --fit`; nothing here depends on a model. Does not know: what the rates are applied
-to (`analytic.py`).
+Knows: the rates of a stack per (GPU generation, precision), which stacks come with the package
+(`measured/stacks.json`, written by `benchmarks/bench_published.py --fit`), stack files, and what stands in where a
+stack was fitted on no run of a GPU. Does not know: what the rates are applied to (`layer_pricing.py`) or how they are
+fitted (`fitting.py`).
 
 A matrix product of m x k by k x n reaches `gemm / (1 + half * (1/m + 1/n + 1/k))` of the peak: the share of a large
 product, less what small sides lose to tile edges, prologues and waves.
+
+>>> stack_named("torchtitan").name, stack_named(None).name
+('torchtitan', 'nvidia-2025')
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief, check_format, read_json_object, shown
+from octopipe.base.limits import finite
 from octopipe.costs.cluster.hardware import Gpu
+from octopipe.costs.measured import STACKS_FILE
+
+FORMAT, FORMAT_OF_ALL = "octopipe.stack/1", "octopipe.stacks/1"
+DEFAULT_STACK = "nvidia-2025"
+KERNELS_ALONE = "kernels-alone"
+"""The stack of GPUs for which only kernels were measured."""
+LIKE = {"cdna4": "cdna3"}
+"""Generations about which nothing is known here but what they follow."""
+RACK = 16
+"""More GPUs than this on one another's fast links are a rack's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +53,237 @@ class Rates:
     """Times every saved value crosses the memory bus in F; half as often again in I."""
     moe_passes: float = 5.8
     """Times the routed tokens cross it to be sorted, gathered and weighted; in F, and again in I."""
+    moe_ms: float = 0.408
+    """What routing costs whatever the number of tokens, in F and again in I: kernels, and the host's waiting for counts
+    of tokens, as far as they show."""
+    rack_moe_ms: float = 0.408
+    """The same where a rack of GPUs shares its fast links (GB200, GB300), whose hosts and exchanges are others."""
     cast_bytes: float = 0.0
     """Memory traffic per value that is quantized before a product."""
     hbm: float = 0.8
     """Of the memory bandwidth, by streaming kernels. Our choice."""
     link: float = 0.9
     """Of the link bandwidth, by collectives; a part of them runs behind compute, which this holds too."""
+    exchange: float = 1.0
+    """Share of the experts' exchange of tokens that shows; the rest runs behind compute."""
+    scan: float = 1.0
+    """Speed of recurrent mixers' scans over what `layer_pricing.SCAN_SHARE` says."""
+    hidden: float = 0.2
+    """Share of sharded weights' gathers and reductions that shows although it runs behind compute."""
 
     def product_share(self, rows: float, inner: float, outer: float) -> float:
         """Share of the peak of one product."""
         return self.gemm / (1.0 + self.half * (1.0 / rows + 1.0 / inner + 1.0 / outer))
 
 
-RATES: Mapping[tuple[str, str], Rates] = MappingProxyType(
-    {
-        ("hopper", "bf16"): Rates(gemm=0.78, half=200.0, core=0.51),
-        ("hopper", "fp8"): Rates(gemm=0.69, half=310.0, core=0.51, cast_bytes=3.8),
-        ("blackwell", "bf16"): Rates(gemm=0.72, half=285.0, core=0.40),
-        ("blackwell", "fp8"): Rates(gemm=0.64, half=400.0, core=0.40, cast_bytes=3.8),
-    }
-)
-UNCALIBRATED = "hopper"
-"""Generations without published runs here take this one's rates."""
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "gemm": (0.02, 1.0),
+    "half": (1.0, 1e5),
+    "core": (0.002, 1.0),
+    "launch_ms": (0.0, 10.0),
+    "passes": (0.0, 200.0),
+    "moe_passes": (0.0, 200.0),
+    "moe_ms": (0.0, 100.0),
+    "rack_moe_ms": (0.0, 100.0),
+    "cast_bytes": (0.0, 200.0),
+    "hbm": (0.01, 1.0),
+    "link": (0.005, 1.0),
+    "exchange": (0.0, 1.0),
+    "scan": (0.01, 100.0),
+    "hidden": (0.0, 1.0),
+}
+"""What a rate of a file may be."""
+GENERATIONS = ("ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4")
 
 
-def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """The rates of a GPU's generation in this precision."""
-    return RATES.get((gpu.generation, precision)) or RATES[UNCALIBRATED, precision]
+class Errors(NamedTuple):
+    """How far a stack's predictions were from runs that it was not fitted on, each left out in turn."""
+
+    runs: int
+    median: float
+    p90: float
+    worst: float
+
+    def words(self) -> str:
+        spread = f"median {self.median:.0%}, 90 % within {self.p90:.0%}, worst {self.worst:.0%}"
+        return f"{self.runs} runs, each left out in turn: {spread}"
 
 
-def is_calibrated(gpu: Gpu, precision: str = "bf16") -> bool:
-    return (gpu.generation, precision) in RATES
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The rates of one training stack."""
+
+    name: str
+    about: str = ""
+    rates: tuple[tuple[str, str, Rates], ...]
+    """(generation, precision, rates)."""
+    derived: tuple[tuple[str, str], ...] = ()
+    """Of those (generation, precision), the ones that no run was measured in: bf16 beside runs in fp8."""
+    errors: Errors | None = None
+    """None: too few runs to leave one out."""
+
+    def fitted(self, generation: str, precision: str) -> bool:
+        pair = generation, precision
+        return pair not in self.derived and any((g, p) == pair for g, p, _ in self.rates)
+
+    def rates_of(self, generation: str, precision: str) -> Rates:
+        """The rates fitted for a GPU generation, or what stands in where none were."""
+        return _rates_of(self, generation, precision)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as a stack file holds it."""
+        rates = [
+            {"generation": g, "precision": p, "measured": (g, p) not in self.derived}
+            | {f.name: getattr(r, f.name) for f in fields(Rates)}
+            for g, p, r in self.rates
+        ]
+        errors = {} if self.errors is None else {"errors": self.errors._asdict()}
+        return {"format": FORMAT, "name": self.name, "about": self.about, **errors, "rates": rates}
+
+
+@lru_cache(maxsize=1024)
+def _rates_of(stack: Stack, generation: str, precision: str) -> Rates:
+    known = {(g, p): r for g, p, r in stack.rates}
+    found = known.get((generation, precision))
+    if found is not None:
+        return found
+    # Another precision of the same generation has the same memory passes, launches and links; the share of the peak is
+    # taken over from the default stack, as far above or below it as this stack is there.
+    plain = {(g, p): r for g, p, r in _defaults().rates}
+    base = plain.get((generation, precision)) or plain.get((generation, "bf16" if precision == "bf16" else "fp8"))
+    base = base or _by_kernels(generation, precision) or plain["hopper", "bf16" if precision == "bf16" else "fp8"]
+    if stack.name == DEFAULT_STACK or not known:
+        return replace(base, gemm=0.75 * base.gemm) if precision == "nvfp4" else base
+    same = [r for (g, _), r in known.items() if g == generation] or list(known.values())
+    like = next((r for (g, p), r in known.items() if g == generation and p != "bf16"), same[0])
+    reference = [plain.get(key) for key in known]
+    ratios = [r.gemm / b.gemm for r, b in zip(known.values(), reference, strict=True) if b is not None]
+    ratio = sorted(ratios)[len(ratios) // 2] if ratios else 1.0
+    cast = like.cast_bytes or base.cast_bytes
+    core = like.core if any(g == generation for g, _ in known) else base.core
+    gemm = min(1.0, base.gemm * ratio) * (0.75 if precision == "nvfp4" else 1.0)
+    return replace(like, gemm=gemm, half=base.half, core=core, cast_bytes=0.0 if precision == "bf16" else cast)
+
+
+def _by_kernels(generation: str, precision: str) -> Rates | None:
+    """Rates of a generation without training runs, from single kernels that others have measured."""
+    known = {(g, p): r for g, p, r in _shipped()[KERNELS_ALONE].rates}
+    return known.get((LIKE.get(generation, generation), "bf16" if precision == "bf16" else "fp8"))
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> Mapping[str, Stack]:
+    raw = read_json_object(STACKS_FILE)
+    return {stack.name: stack for stack in (stack_from(entry, shown(STACKS_FILE)) for entry in raw["stacks"])}  # type: ignore[attr-defined]
+
+
+def _defaults() -> Stack:
+    return _shipped()[DEFAULT_STACK]
+
+
+def stack_names() -> list[str]:
+    """The stacks that come with the package."""
+    return [name for name in _shipped() if name != KERNELS_ALONE]
+
+
+def stacks_on(gpu: Gpu, precision: str = "bf16") -> list[str]:
+    """The stacks that were fitted on runs of this generation and precision."""
+    return [name for name in stack_names() if _shipped()[name].fitted(gpu.generation, precision)]
+
+
+def stack_named(stack: str | Path | Mapping[str, Any] | Stack | None) -> Stack:
+    """The stack of this name, of this file, or of a decoded one; None: the default."""
+    if stack is None:
+        return _defaults()
+    if isinstance(stack, Stack):
+        return stack
+    if isinstance(stack, Mapping):
+        return stack_from(stack, "stack")
+    found = _shipped().get(str(stack))
+    if found is not None:
+        return found
+    if not str(stack).endswith(".json") and not Path(stack).exists():
+        close = difflib.get_close_matches(str(stack)[:80], _shipped(), n=2, cutoff=0.4)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise OctoPipeError(
+            f"unknown stack {str(stack)[:80]!r}{hint}; one of {', '.join(_shipped())}, or a file that "
+            "`octopipe calibrate` wrote"
+        )
+    return stack_from(read_json_object(stack), shown(stack))
+
+
+def stack_record(stack: Stack) -> str | dict[str, Any]:
+    """A stack as plain JSON values: its name where it came with the package, else all of it."""
+    return stack.name if _shipped().get(stack.name) == stack else stack.as_dict()
+
+
+def stack_from(raw: object, where: str) -> Stack:
+    """The stack in a decoded file."""
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("rates"), list) or not raw["rates"]:
+        raise OctoPipeError(f"{where}: no rates; give a file that `octopipe calibrate` wrote")
+    if raw.get("format") is not None:
+        check_format(raw["format"], FORMAT, where)
+    name = raw.get("name")
+    if not isinstance(name, str) or not 1 <= len(name) <= 80 or not name.isprintable():
+        raise OctoPipeError(f"{where}: name is {brief(name)}; give up to 80 letters")
+    rates, seen = [], set()
+    for i, entry in enumerate(raw["rates"]):
+        rates.append(_entry(entry, f"{where}: rates entry {i}"))
+        if rates[-1][:2] in seen:
+            raise OctoPipeError(f"{where}: rates of {rates[-1][0]} in {rates[-1][1]} stand twice; keep one")
+        seen.add(rates[-1][:2])
+    derived = [pair[:2] for pair, entry in zip(rates, raw["rates"], strict=True) if entry.get("measured") is False]
+    about = raw.get("about")
+    return Stack(
+        name=name,
+        about=about[:400] if isinstance(about, str) else "",
+        rates=tuple(rates),
+        derived=tuple(derived),
+        errors=_errors(raw.get("errors"), where),
+    )
+
+
+def _errors(raw: object, where: str) -> Errors | None:
+    if not isinstance(raw, Mapping):
+        return None
+    numbers = [finite(raw.get(name)) for name in Errors._fields]
+    if any(n is None or n < 0 for n in numbers):
+        raise OctoPipeError(f"{where}: errors has no {', '.join(Errors._fields)}; leave it out, or give all four")
+    return Errors(int(numbers[0] or 0), *(float(n or 0.0) for n in numbers[1:]))
+
+
+def _entry(entry: object, where: str) -> tuple[str, str, Rates]:
+    if not isinstance(entry, Mapping):
+        raise OctoPipeError(f"{where} is no table; give generation, precision, gemm, half, core, ...")
+    known = {f.name for f in fields(Rates)}
+    unknown = sorted(str(key) for key in set(entry) - known - {"generation", "precision", "measured"})
+    if unknown:
+        raise OctoPipeError(f"{where}: unknown key {brief(unknown[0])}; one of {', '.join(sorted(known))}")
+    generation, precision = entry.get("generation"), entry.get("precision")
+    if not isinstance(generation, str) or not 1 <= len(generation) <= 40 or not generation.isprintable():
+        raise OctoPipeError(f"{where}: generation is {brief(generation)}; one of {', '.join(GENERATIONS)}")
+    if precision not in ("bf16", "fp8", "mxfp8", "nvfp4"):
+        raise OctoPipeError(f"{where}: precision is {brief(precision)}; one of bf16, fp8, mxfp8, nvfp4")
+    if not isinstance(entry.get("measured", True), bool):
+        raise OctoPipeError(f"{where}: measured is {brief(entry['measured'])}; give true or false")
+    for name in ("gemm", "half", "core"):
+        if name not in entry:
+            raise OctoPipeError(f"{where}: {name} is missing; give gemm, half and core at least")
+    values: dict[str, float] = {}
+    for name in known & set(entry):
+        low, high = LIMITS[name]
+        value = finite(entry[name])
+        if value is None or not low <= value <= high:
+            raise OctoPipeError(f"{where}: {name} is {brief(entry[name])}; give a number from {low:g} to {high:g}")
+        values[name] = value
+    return generation, str(precision), Rates(**values)
+
+
+def rates_of(gpu: Gpu, precision: str, stack: Stack | None = None) -> Rates:
+    """The rates of a stack (None: the default) on a GPU's generation in this precision."""
+    return (stack or _defaults()).rates_of(gpu.generation, precision)
+
+
+def is_calibrated(gpu: Gpu, precision: str = "bf16", stack: Stack | None = None) -> bool:
+    """Whether training runs of this generation and precision were among those that the stack was fitted on."""
+    return (stack or _defaults()).fitted(gpu.generation, precision)

@@ -106,6 +106,9 @@ class Work:
     """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
     hands on one state per slice, which is too little to count.)"""
 
+    heads_width: float = 0.0
+    """Values per token of queries and attention's outputs: what dividing heads instead of tokens moves beside those."""
+
     @property
     def gemm_flops(self) -> float:
         return sum(2 * self.tokens * p.rows * p.inner * p.outer for p in self.products)
@@ -129,6 +132,7 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 quantized_stream_width=h,
                 cheap_stream_width=h,
                 ring_width=2 * kv,
+                heads_width=2 * q,
                 inner_width=width,
                 stash_stream_width=2 * h,
                 stash_inner_width=width,
@@ -151,6 +155,7 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
                 cheap_inner_width=2 * qk + v,
                 cheap_flops=sum(2 * tokens * p.inner * p.outer for p in up),
                 ring_width=qk + v,
+                heads_width=qk + v,
                 inner_width=inner,
                 stash_stream_width=2 * h + 2 * down,
                 stash_inner_width=inner,

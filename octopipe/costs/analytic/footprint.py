@@ -60,9 +60,10 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
         n = copies if setup.zero >= 1 else 1.0
         gradient = setup.gradient_bytes / (copies if setup.zero >= 2 else 1.0)
         if setup.zero == 3:
-            total += count * (setup.gradient_bytes + STATE_BYTES) / copies
+            whole = 0.0 if setup.states != "bf16" else WEIGHT_BYTES  # without an fp32 weight the bf16 one is kept
+            total += count * (setup.gradient_bytes + setup.state_bytes + whole) / copies
         else:
-            total += count * (WEIGHT_BYTES + gradient + STATE_BYTES / n)
+            total += count * (WEIGHT_BYTES + gradient + setup.state_bytes / n)
     return total
 
 
@@ -125,7 +126,8 @@ def _bytes(
     for (width, quantized, cheap), share in ((stream, stream_share(setup)), (inner, 1.0 / setup.tp)):
         if setup.recompute == "selective":
             width, quantized = max(width - cheap, 0.0), max(quantized - cheap, 0.0)
-        one_byte = min(quantized, width) if setup.precision == "fp8" else 0.0
+        # fp4 values are kept with their scales, and for W a transposed copy beside: about a byte as well.
+        one_byte = min(quantized, width) if setup.precision != "bf16" else 0.0
         total += (2.0 * width - one_byte) * share
     return work.tokens / setup.cp * total + state / (setup.tp * setup.cp)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from octopipe.costs.analytic.calibration import Rates, rates_of
+from octopipe.costs.analytic.calibration import RACK, Rates, rates_of
 from octopipe.costs.analytic.flops import CORE_BACKWARD, Product, Work, part_work
 from octopipe.costs.analytic.footprint import (
     WEIGHT_BYTES,
@@ -26,7 +26,7 @@ from octopipe.costs.analytic.footprint import (
     weights_of,
     workspace_bytes,
 )
-from octopipe.costs.analytic.traffic import Exchange, exchange_ms, pass_round_ms, ring_ms
+from octopipe.costs.analytic.traffic import Exchange, context_traffic, exchange_ms, ring_ms
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.segments import Part
@@ -40,12 +40,12 @@ into and added to the fp32 gradient)."""
 OPTIMIZER_BYTES = 26.0
 """Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
 weight written."""
-HIDDEN_COST = 0.2
-"""Share of a collective's time that shows although it runs behind compute. Our choice."""
 BIAS_PASSES = 6.0
 """Memory passes over the experts' outputs that biases cost, in F and again in I (our estimate)."""
-KERNELS, MOE_KERNELS = 6, 24
-"""Kernels of a part beside two per product (norm, residual, activation, casts), and those that routing adds."""
+HIDDEN_COST = 0.2
+"""Share of a collective that shows although it runs behind compute, where no stack says otherwise. Our choice."""
+KERNELS = 6
+"""Kernels of a part beside two per product: norm, residual, activation, casts."""
 
 SCAN_SHARE: Mapping[str, float] = MappingProxyType(
     {
@@ -97,7 +97,7 @@ class Pricing:
     @classmethod
     def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
         cluster = setup.cluster()
-        found = rates or {name: rates_of(cluster.gpu, name) for name in {setup.precision, "bf16"}}
+        found = rates or {name: rates_of(cluster.gpu, name, setup.stack) for name in {setup.precision, "bf16"}}
         return cls(
             setup=setup,
             cluster=cluster,
@@ -127,10 +127,10 @@ class _Products:
         setup = pricing.setup
         for product in work.products:
             rows, inner, outer, weights = _share(product, work.tokens, pricing)
-            low = setup.precision == "fp8" and product.low_precision
+            low = setup.precision != "bf16" and product.low_precision
             rates = pricing.rates if low else pricing.plain
             share = rates.product_share(rows / max(weights, 1.0), inner, outer)
-            took = 2.0 * rows * inner * outer / (pricing.flops_per_ms("fp8" if low else "bf16") * share)
+            took = 2.0 * rows * inner * outer / (pricing.flops_per_ms(setup.precision if low else "bf16") * share)
             elements = weights * inner * outer
             self.forward_ms += max(took, WEIGHT_BYTES * elements / pricing.bytes_per_ms)
             if product.experts:
@@ -188,7 +188,9 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
     products = _Products(work, pricing)
     cast_ms = [rates.cast_bytes * n / pricing.bytes_per_ms for n in (products.cast_in, products.cast_out)]
-    launch_ms = rates.launch_ms * (KERNELS + 2 * len(work.products) + MOE_KERNELS * isinstance(part, Moe))
+    launch_ms = rates.launch_ms * (KERNELS + 2 * len(work.products))
+    if isinstance(part, Moe):
+        launch_ms += rates.rack_moe_ms if cluster.gpu.gpus_per_node > RACK else rates.moe_ms
 
     # Collectives of the stream, in F and in I: an all-gather and a reduce-scatter (or an all-reduce, which moves as
     # much). W's own all-gather overlaps with the product of I that precedes it and is not charged.
@@ -205,7 +207,8 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
             forward = products.forward_ms + tp_ms + launch_ms
             return _PartTimes(forward + loss_ms, forward, products.weight_ms + launch_ms)
 
-    core = SCAN_SHARE.get(part.kind, pricing.plain.core * _narrow(part))
+    scan = SCAN_SHARE.get(part.kind)
+    core = pricing.plain.core * _narrow(part) if scan is None else scan * pricing.plain.scan
     core_ms = pricing.unless_free("cores", work.core_flops / (tp * cp) / (pricing.flops_per_ms("bf16") * core))
     # Every saved tensor is written and read by its neighbours; I reads it again and writes its gradient.
     width = work.stream_width * stream_share(setup) + work.inner_width / tp
@@ -225,7 +228,8 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
         if cluster.ep > 1 and "ep" not in pricing.free:
             how = pricing.exchange
             dispatch_ms, combine_ms = (
-                exchange_ms(
+                rates.exchange
+                * exchange_ms(
                     cluster,
                     routed * width / 2.0,
                     size,
@@ -236,11 +240,19 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
                 for width in (how.dispatch_bytes, 2.0)
             )
             routed_ms += dispatch_ms + combine_ms
-    ring = pricing.unless_free(
-        "cp", pass_round_ms(cluster, 2.0 * tokens * work.ring_width / tp, cp, tp, share=rates.link)
+    context = context_traffic(
+        cluster,
+        setup.cp_kind,
+        kv_bytes=2.0 * tokens * work.ring_width / tp,
+        heads_bytes=2.0 * tokens * work.heads_width / tp,
+        size=cp,
+        stride=tp,
+        share=rates.link,
     )
-    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms
+    ring, dealt = (pricing.unless_free("cp", ms) for ms in (context.behind_ms, context.shown_ms))
+    forward = products.forward_ms + max(core_ms, ring) + stream_ms + cast_ms[0] + tp_ms + routed_ms + launch_ms + dealt
     backward = products.forward_ms + max(CORE_BACKWARD * core_ms, 2 * ring) + 1.5 * stream_ms + cast_ms[1]
+    backward += context.backward * dealt
     backward += tp_ms + routed_ms + launch_ms
     if setup.recompute == "selective":
         again = 2.0 * tokens * (work.cheap_stream_width * stream_share(setup) + work.cheap_inner_width / tp)
@@ -290,9 +302,9 @@ def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
     # FSDP fetches the next layer's weights while this one computes; only what takes longer than that shows.
     gather, reduce = _gather_ms(held, pricing)
     # What is hidden takes compute units and memory bandwidth from the kernels it runs beside.
-    forward = max(forward, gather) + HIDDEN_COST * min(forward, gather)
+    forward = max(forward, gather) + pricing.rates.hidden * min(forward, gather)
     hidden = min(backward + weight, gather + reduce)
-    weight = max(weight, gather + reduce - backward) + HIDDEN_COST * hidden
+    weight = max(weight, gather + reduce - backward) + pricing.rates.hidden * hidden
     shards = shards_of(setup, cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
     updated = sum(count / n for count, n in zip(held, shards, strict=True))
     # The head hands nothing on; a prediction module hands on two hidden states.

@@ -87,7 +87,8 @@ def pricing_of(pricing: Pricing, free: Iterable[str]) -> Pricing:
     kinds = frozenset(free)
 
     def without(rates: Rates) -> Rates:
-        more = {"launch_ms": 0.0} if "launches" in kinds else {}
+        waits = dict.fromkeys(("launch_ms", "moe_ms", "rack_moe_ms"), 0.0)
+        more = waits if "launches" in kinds else {}
         more |= {"hbm": math.inf} if "memory" in kinds else {}
         more |= {"gemm": math.inf} if "products" in kinds else {}
         return replace(rates, **more)

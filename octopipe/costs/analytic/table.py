@@ -135,13 +135,15 @@ def setup_costs(
     batch: Batch | None = None,
     rates: Mapping[str, Rates] | None = None,
     exchange: Exchange | None = None,
+    lanes: bool = True,
 ) -> CostTable:
     """Price every layer of a model under a set-up.
 
     `batch` says which sequences each micro-batch holds, `micro_batch_tokens` the one length of its sequences; the
     table then carries a factor per micro-batch and layer, relative to `seq` (attention grows faster than the rest).
     Tokens per second count sequences without their padding. `rates` replaces the calibrated ones, by precision.
-    `exchange` says how experts exchange tokens, where more is known than that they do.
+    `exchange` says how experts exchange tokens, where more is known than that they do. `lanes`: whether the table says
+    which parts of ops compute and which exchange; whoever prices a set-up thousands of times can do without.
     """
     if setup.seq is None:
         raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
@@ -188,7 +190,7 @@ def setup_costs(
         model_flops=flops,
         setup=setup,
         tied_bytes=_tied_bytes(spec, pricing, columns["static_bytes"]),
-        segments=_segments(costs, pricing.exchange),
+        segments=_segments(costs, pricing.exchange) if lanes else None,
         **columns,  # type: ignore[arg-type]
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octopipe.costs.cluster.hardware import Cluster
 
@@ -28,7 +29,7 @@ def ring_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, shar
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
-    near, far = cluster.intra_link, cluster.inter_link
+    near, far = cluster.intra_link, cluster.link_across(size * stride)
     per_node = cluster.members_per_node(size, stride)
     nodes = math.ceil(size / per_node)
     inside = (size - 1) / size * nbytes * near.ms_per_byte if per_node > 1 else 0.0
@@ -70,7 +71,7 @@ def exchange_ms(
     """
     if size <= 1 or nbytes <= 0:
         return 0.0
-    near, far = cluster.intra_link, cluster.inter_link
+    near, far = cluster.intra_link, cluster.link_across(size * stride)
     per_node = cluster.members_per_node(size, stride)
     nodes = math.ceil(size / per_node)
     inside = (size - 1) / size * nbytes * near.ms_per_byte if per_node > 1 else 0.0
@@ -87,5 +88,40 @@ def pass_round_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *
     if size <= 1 or nbytes <= 0:
         return 0.0
     whole = cluster.members_per_node(size, stride) >= size
-    link = cluster.intra_link if whole else cluster.inter_link
+    link = cluster.intra_link if whole else cluster.link_across(size * stride)
     return (size - 1) * (link.latency_ms + nbytes * link.ms_per_byte / share)
+
+
+class ContextTraffic(NamedTuple):
+    """What context parallelism adds to one forward of attention."""
+
+    behind_ms: float
+    """Runs behind the attention core."""
+    shown_ms: float
+    """Before and after it."""
+    backward: float
+    """How many times as much a backward moves."""
+
+
+def context_traffic(
+    cluster: Cluster, kind: str, *, kv_bytes: float, heads_bytes: float, size: int, stride: int, share: float
+) -> ContextTraffic:
+    """`size` GPUs share a sequence, each with `kv_bytes` of keys and values and `heads_bytes` of queries and outputs.
+
+    A backward hands keys and values round (or gathers them) once more and reduces their gradients; where heads are
+    divided instead, it moves the gradients of what the forward moved.
+    """
+    if kind == "ring":
+        return ContextTraffic(pass_round_ms(cluster, kv_bytes, size, stride, share=share), 0.0, 2.0)
+    if kind == "all-gather":
+        return ContextTraffic(0.0, ring_ms(cluster, kv_bytes * size, size, stride, share=share), 2.0)
+    near = size if kind == "ulysses" else nearby(cluster, size, stride)
+    # All-to-alls before the core (queries, keys, values) and after it (outputs).
+    dealt = exchange_ms(cluster, kv_bytes + heads_bytes, near, stride, share=share)
+    far = pass_round_ms(cluster, kv_bytes, size // near, stride * near, share=share)
+    return ContextTraffic(far, dealt, 1.0 if far == 0.0 else 1.5)
+
+
+def nearby(cluster: Cluster, size: int, stride: int) -> int:
+    """The largest part of a group, a divisor of its size, that lies inside a node."""
+    return max(d for d in range(1, size + 1) if size % d == 0 and cluster.members_per_node(d, stride) >= d)

@@ -22,8 +22,10 @@ from typing import Any, Literal
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
 from octopipe.base.limits import MAX_SIZE, MAX_TIME_MS, finite
+from octopipe.costs.analytic.calibration import Stack, stack_named, stack_names, stack_record
 from octopipe.costs.cluster.file import Nodes, nodes_from_object, read_cluster
-from octopipe.costs.cluster.hardware import Gpu, gpu
+from octopipe.costs.cluster.hardware import Gpu, gpu, gpu_from, gpu_record
+from octopipe.costs.cluster.hardware_file import read_hardware
 
 Part = Literal["size", "hardware", "batch", "training", "ranks"]
 """What a field is about; flags are grouped by it."""
@@ -160,18 +162,38 @@ class Numbers(Kind):
 
 @dataclass(frozen=True, slots=True)
 class GpuName(Kind):
-    """A GPU, or a preset's name."""
+    """A GPU, a preset's name, a hardware file, or all figures of a GPU of one's own."""
 
-    accepts = "str"
+    accepts = "str | Path | Mapping[str, object]"
 
     def read(self, name: str, value: Any) -> Gpu:
-        return value if isinstance(value, Gpu) else gpu(str(value))
+        if isinstance(value, Gpu):
+            return value
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith((".toml", ".json"))):
+            return read_hardware(Path(value))
+        return gpu_from(value)
 
     def of_text(self, text: str) -> str:
         return text
 
-    def told(self, value: Gpu | None) -> str | None:
-        return None if value is None else value.name
+    def told(self, value: Gpu | None) -> str | dict[str, Any] | None:
+        return None if value is None else gpu_record(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StackName(Kind):
+    """A training stack: a name, a file that `octopipe calibrate` wrote, or what is in one."""
+
+    accepts = "str | Path | Mapping[str, object]"
+
+    def read(self, name: str, value: Any) -> Stack:
+        return stack_named(value)
+
+    def of_text(self, text: str) -> str:
+        return text
+
+    def told(self, value: Stack | None) -> str | dict[str, Any] | None:
+        return None if value is None else stack_record(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +293,12 @@ class Asked:
 
 
 def of_text(name: str, how: Asked, text: str) -> Any:
-    """The value that an input of a form spells; the error names the field."""
+    """The value that an input of a form spells; the error names the field. A form names no files of the machine."""
     try:
+        if isinstance(how.kind, GpuName):
+            return gpu(text)
+        if isinstance(how.kind, StackName) and text not in stack_names():
+            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
         return how.kind.of_text(text)
     except OctoPipeError as error:
         raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None

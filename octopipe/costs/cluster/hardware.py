@@ -14,13 +14,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
-from octopipe.base.limits import MAX_RATIO, MAX_TIME_MS, finite
+from octopipe.base.limits import MAX_GPUS, MAX_RATIO, MAX_TIME_MS, finite
 
 GIB = float(1 << 30)
 
@@ -104,27 +105,51 @@ class Gpu:
     """GPUs joined by the fast links."""
     fp8_tflops: float | None = None
     """Dense fp8; None: the GPU has no fp8 matrix units."""
+    fp4_tflops: float | None = None
+    """Dense NVFP4 (fp4 with block scales); None: the GPU has no fp4 matrix units."""
     generation: str = "hopper"
     """Whose calibrated efficiencies hold (`calibration.py`)."""
     clock: float = 1.0
     """Clock under load over that of its generation's reference board."""
     host_gb_per_s: float = 50.0
     """To the host's memory, for what is offloaded."""
+    watts: float | None = None
+    """The board's power limit; None: not known."""
+    pod_gpus: int | None = None
+    """GPUs that reach each other over the network at full speed; None: all."""
+    oversubscription: float = 1.0
+    """How much slower links are between GPUs of different pods."""
 
     def __post_init__(self) -> None:
+        for name in ("name", "generation"):
+            if not isinstance(getattr(self, name), str):
+                raise OctoPipeError(f"gpu: {name} is {brief(getattr(self, name))}; give a word")
         speeds = ("bf16_tflops", "hbm_tb_per_s", "intra_gb_per_s", "inter_gb_per_s", "clock", "host_gb_per_s")
-        for name in ("memory_gib", *speeds):
+        optional = [name for name in ("fp8_tflops", "fp4_tflops", "watts") if getattr(self, name) is not None]
+        for name in ("memory_gib", *speeds, *optional):
+            value = finite(getattr(self, name))
+            if value is None or not 1 / MAX_RATIO <= value <= MAX_RATIO:
+                raise OctoPipeError(
+                    f"gpu {self.name}: {name} is {brief(getattr(self, name))}; give a finite number > 0"
+                )
+        for name in ("gpus_per_node", "pod_gpus"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0:
-                raise OctoPipeError(f"gpu {self.name}: {name} is {value}; give a finite number > 0")
+            whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_GPUS
+            if not whole and (name, value) != ("pod_gpus", None):
+                raise OctoPipeError(f"gpu {self.name}: {name} is {brief(value)}; give a whole number >= 1")
+        if not 1.0 <= (finite(self.oversubscription) or 0.0) <= MAX_RATIO:
+            raise OctoPipeError(f"gpu {self.name}: oversubscription is {brief(self.oversubscription)}; give 1 or more")
 
     def peak_flops_per_ms(self, precision: str = "bf16") -> float:
         """The data sheet's dense peak in this precision."""
         if precision == "bf16":
             return self.flops_per_ms
-        if self.fp8_tflops is None:
+        peak = self.fp4_tflops if precision == "nvfp4" else self.fp8_tflops
+        if precision == "mxfp8" and self.generation in ("hopper", "ada", "ampere"):
+            peak = None  # scales per block of 32 came with Blackwell
+        if peak is None:
             raise OctoPipeError(f"gpu {self.name} has no {precision} matrix units; use bf16 or another GPU")
-        return self.fp8_tflops * 1e9
+        return peak * 1e9
 
     @property
     def flops_per_ms(self) -> float:
@@ -142,10 +167,12 @@ def _gpus() -> Mapping[str, Gpu]:
     # B300, MI355X, A100-40G: the vendors' data sheets. A100, L40S: from memory. An NVL72 rack has 72 GPUs; jobs take
     # 64 of them, which powers of two divide.
     # To the host: PCIe 5 (4 for A100, L40S) x16 at about 80 % of its rate, NVLink-C2C for GB200 and GB300.
-    # GB300 boards may draw 1400 W where GB200 draws 1200: at power ~ clock^3 that is a clock 5 % higher.
+    # GB300 boards may draw 1400 W where GB200 draws 1200: at power ~ clock^3 that is a clock 5 % higher. H100-96G: the
+    # boards of Meta's Grand Teton, HBM2e and 500 W instead of 700 (torchtitan's benchmarks/ say so).
     rows = {
         "h800": (989, 1979, 80, 3.35, 200, 25, 8, "hopper", 1.0),
         "h100": (989, 1979, 80, 3.35, 450, 50, 8, "hopper", 1.0),
+        "h100-96g": (989, 1979, 96, 2.4, 450, 50, 8, "hopper", 0.894),
         "h200": (989, 1979, 141, 4.8, 450, 50, 8, "hopper", 1.0),
         "a100": (312, None, 80, 2.04, 300, 25, 8, "ampere", 1.0),
         "a100-40g": (312, None, 40, 1.555, 300, 25, 8, "ampere", 1.0),
@@ -157,6 +184,10 @@ def _gpus() -> Mapping[str, Gpu]:
         "mi355x": (2500, 5000, 288, 8.0, 537, 50, 8, "cdna4", 1.0),
         "l40s": (362, 733, 48, 0.864, 32, 12, 8, "ada", 1.0),
     }
+    # Dense NVFP4 and the board's power: the vendors' data sheets.
+    fp4 = {"b200": 9000, "gb200": 10000, "b300": 14000, "gb300": 15000}
+    watts = {"h800": 700, "h100": 700, "h100-96g": 500, "h200": 700, "a100": 400, "a100-40g": 400, "b200": 1000}
+    watts |= {"gb200": 1200, "b300": 1100, "gb300": 1400, "mi300x": 750, "mi355x": 1400, "l40s": 350}
     host = {"a100": 25.0, "a100-40g": 25.0, "l40s": 25.0, "gb200": 360.0, "gb300": 360.0}
     return MappingProxyType(
         {
@@ -165,6 +196,8 @@ def _gpus() -> Mapping[str, Gpu]:
                 host_gb_per_s=host.get(name, 50.0),
                 bf16_tflops=bf16,
                 fp8_tflops=fp8,
+                fp4_tflops=fp4.get(name),
+                watts=watts.get(name),
                 memory_gib=memory,
                 hbm_tb_per_s=hbm,
                 intra_gb_per_s=intra,
@@ -190,6 +223,25 @@ def gpu(name: str) -> Gpu:
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise OctoPipeError(f"unknown GPU {shown!r}{hint}; one of {', '.join(GPUS)}")
     return found
+
+
+def gpu_record(kind: Gpu) -> str | dict[str, Any]:
+    """A GPU as plain JSON values: a preset's name, or all figures of one that a user described."""
+    return kind.name if GPUS.get(kind.name) == kind else asdict(kind)
+
+
+def gpu_from(record: object) -> Gpu:
+    """The GPU that `gpu_record` wrote."""
+    if not isinstance(record, Mapping):
+        return gpu(str(record))
+    known = {f.name for f in fields(Gpu)}
+    unknown = sorted(str(key) for key in set(record) - known)
+    if unknown or not isinstance(record.get("name"), str):
+        raise OctoPipeError(f"gpu: {brief(unknown[0]) if unknown else 'no name'}; give {', '.join(sorted(known))}")
+    try:
+        return Gpu(**record)
+    except TypeError as error:
+        raise OctoPipeError(f"gpu {brief(record['name'])}: {' '.join(str(error).split())[:120]}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,10 +341,17 @@ class Cluster:
     def inter_link(self) -> Link:
         return Link.of_bandwidth(self.gpu.inter_gb_per_s, INTER_LATENCY_MS)
 
+    def link_across(self, span: int) -> Link:
+        """The link between nodes for GPUs that lie up to `span` apart: slower beyond a pod."""
+        if self.gpu.pod_gpus is None or span <= self.gpu.pod_gpus:
+            return self.inter_link
+        return Link.of_bandwidth(self.gpu.inter_gb_per_s / self.gpu.oversubscription, INTER_LATENCY_MS)
+
     def network(self) -> Network:
         """Links between pipeline ranks: each GPU sends its share over its own link to its peer."""
         per_node = max(1, self.node_size // self.gpus_per_stage)
-        return Network(intra=self.intra_link, inter=self.inter_link, ranks_per_node=per_node)
+        inter = self.link_across(2 * self.gpus_per_stage)
+        return Network(intra=self.intra_link, inter=inter, ranks_per_node=per_node)
 
     def rank_slowdown(self) -> tuple[float, ...]:
         return tuple(1.0 / speed for speed in self.rank_speed)

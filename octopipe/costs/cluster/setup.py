@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import brief
+from octopipe.costs.analytic.calibration import Stack
 from octopipe.costs.cluster.fields import (
     Asked,
     Choice,
@@ -28,6 +29,7 @@ from octopipe.costs.cluster.fields import (
     Number,
     Numbers,
     Part,
+    StackName,
     Whole,
     Words,
     YesNo,
@@ -36,8 +38,10 @@ from octopipe.costs.cluster.fields import (
 )
 from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
 
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
+CpKind = Literal["ring", "all-gather", "ulysses", "hierarchical"]
+States = Literal["fp32", "bf16-moments", "bf16"]
 Recompute = Literal["none", "selective", "full", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 RECOMPUTE: tuple[str, ...] = get_args(Recompute)
@@ -61,8 +65,9 @@ class Setup:
     """
 
     gpu: Gpu | None = asked(
-        None, GpuName(), part="hardware", optional=True, on_page=True,
-        words="GPU preset (`octopipe gpus`)", unless_given=DEFAULT_GPU,
+        None, GpuName(), part="hardware", optional=True, on_page=True, also={"hardware": lambda given: given},
+        words="GPU preset (`octopipe gpus`), or a TOML file of GPU, links, NICs and power limit (docs/cluster.md)",
+        unless_given=DEFAULT_GPU,
     )  # fmt: skip
     """None: the costs were measured, and the file does not say on what."""
     tp: int = asked(
@@ -72,6 +77,13 @@ class Setup:
     """GPUs a layer's matrices are split over."""
     cp: int = asked(1, Whole(), of_a_model=True, words="context-parallel size", unless_given="1")
     """GPUs a sequence is split over."""
+    cp_kind: CpKind = asked(
+        "ring", Choice(get_args(CpKind)), part="training", of_a_model=True,
+        words="with cp: keys and values handed round (ring), gathered first (all-gather), heads divided instead "
+        "(ulysses), or that inside a node and a ring between nodes (hierarchical)", unless_given="ring",
+    )  # fmt: skip
+    """How GPUs of one sequence see each other's keys and values: handed round behind the attention core; gathered
+    before it; heads instead of tokens divided around it (all-to-all); or that in a node and a ring between nodes."""
     ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
     """GPUs the experts of a layer are dealt to, inside tp * cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
@@ -106,7 +118,13 @@ class Setup:
         None, Choice(get_args(Gradients)), part="training", of_a_model=True, optional=True,
         words="precision of gradients", unless_given="fp32; bf16 with fp8",
     )  # fmt: skip
-    """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is fp8."""
+    """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is not bf16."""
+    states: States = asked(
+        "fp32", Choice(get_args(States)), part="training", of_a_model=True,
+        words="optimizer state: fp32 weight and moments, bf16 moments, or moments alone, in bf16", unless_given="fp32",
+    )  # fmt: skip
+    """An fp32 weight and two fp32 moments; an fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments alone, where
+    the optimizer updates bf16 weights."""
     recompute: Recompute = asked(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
         words="activations to recompute: the cheap ones (selective), all (full), or as many as it takes to fit (auto)",
@@ -158,6 +176,12 @@ class Setup:
         words="unequal nodes: a TOML or JSON file of [[nodes]]",
     )  # fmt: skip
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
+    stack: Stack | None = asked(
+        None, StackName(), part="hardware", of_a_model=True, optional=True,
+        words="training stack whose rates hold (`octopipe calibrate --list`), or a file of `octopipe calibrate`",
+        unless_given="nvidia-2025",
+    )  # fmt: skip
+    """None: the default stack's rates hold."""
     micro_batch_lengths: tuple[tuple[int, ...], ...] = asked(
         (), Lengths(2), part="batch", has_flag=False, words="the lengths of every micro-batch's sequences"
     )
@@ -184,8 +208,8 @@ class Setup:
             object.__setattr__(self, name, how.read(name, getattr(self, name)))
         if self.recompute_layers is not None and self.recompute != "full":
             raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
-        if self.gpu is not None and self.precision == "fp8":
-            self.gpu.peak_flops_per_ms("fp8")
+        if self.gpu is not None and self.precision != "bf16":
+            self.gpu.peak_flops_per_ms(self.precision)
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
                 f"cp {self.cp} needs a sequence that 2 x cp divides (two slices a GPU); {self.seq} tokens is none"
@@ -220,7 +244,12 @@ class Setup:
     @property
     def gradient_bytes(self) -> float:
         """Bytes of one parameter's gradient."""
-        return 2.0 if (self.gradients or ("bf16" if self.precision == "fp8" else "fp32")) == "bf16" else 4.0
+        return 2.0 if (self.gradients or ("fp32" if self.precision == "bf16" else "bf16")) == "bf16" else 4.0
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of one parameter's optimizer state, its fp32 weight included where there is one."""
+        return {"fp32": 12.0, "bf16-moments": 8.0, "bf16": 4.0}[self.states]
 
     @property
     def peak_flops_per_ms(self) -> float | None:
@@ -297,6 +326,9 @@ class Setup:
             how += [self.recompute_words()] * (self.recompute != "none")
             how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
             how += ["vocabulary parallel"] * self.vocab_parallel
+            how += [f"{self.cp_kind} context parallelism"] * (self.cp > 1 and self.cp_kind != "ring")
+            how += [f"{self.states} optimizer state"] * (self.states != "fp32")
+            how += [] if self.stack is None else [f"{self.stack.name} rates"]
         return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
 
     def recompute_words(self) -> str:

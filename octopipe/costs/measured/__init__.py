@@ -16,6 +16,10 @@ AUTHORS = FOLDER / "h800"
 """Layer times measured by the authors of the paper, one file per model."""
 PUBLISHED_RUNS = FOLDER / "published-runs.csv"
 """Training runs that others published: their splits and what they reached."""
+PUBLISHED_MODELS = FOLDER / "published-models.csv"
+"""Dimensions of the models among them that are no presets."""
+STACKS_FILE = FOLDER / "stacks.json"
+"""Rates of training stacks, fitted to those runs."""
 
 
 def measured_models() -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octopipe.models import layers as spec
 from octopipe.runtime.stages.shards import marked, rows_at, with_rows
+from octopipe.runtime.torch_private import WithoutFunctionModes
 
 Made = dict[str, Any]
 """The dtype and device every constructor passes on to its parameters."""
@@ -181,7 +182,7 @@ def without_split(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with WithoutFunctionModes():
             return function(*args, **kwargs)
 
     return wrapped

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from octopipe.runtime.precision import LOW
+from octopipe.runtime.torch_private import flash_attention_on_device, flash_attention_on_host
 
-_ops = torch.ops.aten
 MAX_HEAD_DIM = 256
 
 
@@ -94,13 +94,11 @@ class _OnHost:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v = self._given
-        found = _ops._scaled_dot_product_flash_attention_for_cpu(
-            q, self._whole(k), self._whole(v), 0.0, True, scale=self.scale
-        )
+        found = flash_attention_on_host()[0](q, self._whole(k), self._whole(v), 0.0, True, scale=self.scale)
         return found[0], found[1]
 
     def backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
-        gq, gk, gv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        gq, gk, gv = flash_attention_on_host()[1](
             g, q, self._whole(k), self._whole(v), out, lse, 0.0, True, scale=self.scale
         )
         if self.groups > 1:
@@ -131,7 +129,7 @@ class _OnDevice:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         q, k, v = (self._rows(t) for t in self._given)
-        out, lse, *self_state = _ops._flash_attention_forward(
+        out, lse, *self_state = flash_attention_on_device()[0](
             q, k, v, self.ends, self.ends, self.tokens, self.tokens, 0.0, not self.edges, False,
             scale=self.scale, **self.edges,
         )  # fmt: skip
@@ -140,7 +138,7 @@ class _OnDevice:
 
     def backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
         rows = lse.transpose(0, 1).reshape(lse.shape[1], -1)
-        found = _ops._flash_attention_backward(
+        found = flash_attention_on_device()[1](
             self._rows(g), self._rows(q), self._rows(k), self._rows(v), self._rows(out), rows, self.ends, self.ends,
             self.tokens, self.tokens, 0.0, not self.edges, *self.state, scale=self.scale, **self.edges,
         )  # fmt: skip

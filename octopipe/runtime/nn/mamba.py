@@ -27,6 +27,7 @@ from octopipe.runtime.nn.basic import (
     time_step_bias,
     without_split,
 )
+from octopipe.runtime.torch_private import inductor_config
 
 
 class Decay(torch.autograd.Function):
@@ -124,8 +125,7 @@ def mamba2_mix(
 
 def compiled_mamba2_mix(**options: Any) -> Callable[..., Tensor]:
     """`mamba2_mix` through `torch.compile`, for fixed shapes."""
-    from torch._inductor import config
-
+    config = inductor_config()
     if not options and hasattr(config.triton, "mix_order_reduction"):
         # In torch 2.11 this fusion breaks off over the convolution's backward ("AssertionError: 2045 v.s. 2046").
         options = {"options": {"triton.mix_order_reduction": False}}

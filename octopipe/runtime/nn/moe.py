@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from octopipe.models import layers as spec
 from octopipe.runtime.nn.basic import Made, Residual, activate, empty
+from octopipe.runtime.torch_private import grouped_mm
 
 
 class Dispatch(torch.autograd.Function):
@@ -67,7 +68,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`x[rows of e] @ weight[e]` for every expert e, whose rows end at `ends[e]`."""
     fits = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # rows of 16 bytes, as the kernel wants
     if x.is_cuda and x.dtype is torch.bfloat16 and weight.dtype is x.dtype and fits:
-        return torch._grouped_mm(x, weight, offs=ends)
+        return grouped_mm(x, weight, offs=ends)
     out, start = [], 0
     for e, end in enumerate(ends.tolist()):
         if end > start:

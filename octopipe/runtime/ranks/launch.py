@@ -218,10 +218,10 @@ def join_ranks(
 
 def _is_first_to_fail() -> bool:
     """Ranks that fail because another one did keep quiet."""
-    from torch.distributed import distributed_c10d as c10d
+    from octopipe.runtime.torch_private import default_store
 
     try:
-        return bool(c10d._get_default_store().add("octopipe/failures", 1) == 1)
+        return bool(default_store().add("octopipe/failures", 1) == 1)
     except Exception:  # the store has gone with the rank that served it: better said twice than never
         return True
 

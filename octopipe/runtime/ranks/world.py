@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.ranks.meshes import roles
+from octopipe.runtime.torch_private import default_store
 from octopipe.runtime.wire.encoding import decoded, encoded
 from octopipe.runtime.wire.telling import gather_values
 
@@ -169,7 +170,7 @@ class World:
             return [item]
         members = dist.get_process_group_ranks(self.dp_group)
         name = f"octopipe/replicas/{'-'.join(map(str, members))}"
-        store, me = c10d._get_default_store(), dist.get_rank()
+        store, me = default_store(), dist.get_rank()
         count = store.add(f"{name}/count/{me}", 1)
         store.set(f"{name}/{count}/{me}", encoded(item))  # type: ignore[arg-type]
         keys = [f"{name}/{count}/{member}" for member in members]
@@ -204,7 +205,7 @@ class World:
                     self._own.append(axes[name])
 
     def store(self) -> dist.Store | None:
-        return None if self.group is None else c10d._get_default_store()
+        return None if self.group is None else default_store()
 
     def default_device(self) -> torch.device:
         if "nccl" in self.backend:
@@ -216,7 +217,7 @@ def _made(members: Sequence[int], backend: str, purpose: str, timeout_s: float) 
     """A fresh group of these processes, made by them alone."""
     me = list(members).index(dist.get_rank())
     name = f"octopipe/{purpose}/{'-'.join(map(str, members))}"
-    store = c10d._get_default_store()
+    store = default_store()
     # How often this rank made this group: the same number at all members, whatever else they made.
     count = store.add(f"{name}/count/{me}", 1)
     prefix = dist.PrefixStore(f"{name}/{count}", store)

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octopipe.runtime.stages.chain import StageChain
 from octopipe.runtime.stages.wgrad_ops import is_distributed
+from octopipe.runtime.torch_private import known_groups
 
 _SCALARS = (int, float, bool, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -183,7 +184,7 @@ def _collectives() -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     total = 0
-    for group in list(getattr(dist.distributed_c10d._world, "pg_map", ())):
+    for group in known_groups():
         try:
             total += int(group._get_sequence_number_for_group())
         except (RuntimeError, AttributeError):

@@ -81,7 +81,8 @@ def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Coll
     for chain in chains.values():
         for stage, _ in chain.parts:
             holders = sorted(ranks_of.get(stage.first_layer, ()))
-            if len(holders) > 1 and (places := stage.replay.kept()):
+            cut = any(hasattr(module, "shard_start") for module in stage.modules)  # shards see all micro-batches
+            if len(holders) > 1 and not cut and (places := stage.replay.kept()):
                 warnings.warn(
                     f"{places[0]} changes from forward to forward, and ranks {holders} each hold a copy of its layer: "
                     "every copy sees its own micro-batches only (buffers are averaged, other things stay apart); plan "

@@ -37,6 +37,7 @@ from octopipe.runtime.stages.calling import Loss
 from octopipe.runtime.stages.capturable import Facts, Watch, fixed_reason, modules_of
 from octopipe.runtime.stages.chain import Autocast, Forward, Ops, StageChain
 from octopipe.runtime.stages.graph_memory import Graph, Inputs, Pool, viewed
+from octopipe.runtime.torch_private import foreach_zero_
 from octopipe.runtime.values import build, flatten
 
 COLD_STEPS = 2
@@ -245,7 +246,7 @@ class GraphedOps(Ops):
                     buffer.copy_(grad)
                 parameter.grad = buffer
             if fresh:
-                torch._foreach_zero_(fresh)
+                foreach_zero_(fresh)
 
     def _rescue(self) -> None:
         """Gradients that lie in the pool are taken out of it; the next graphs have buffers for them."""

@@ -16,11 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.wgrad_ops import Restart
-
-_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
-"""What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
-_run_on_host = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
-"""What that calls in turn, once it has copied the context for the threads of devices: on the host there are none."""
+from octopipe.runtime.torch_private import PythonFunctionNode, engine_run_backward, run_backward_on_host
 
 
 class Enter(Function):
@@ -40,19 +36,19 @@ class Enter(Function):
 
 
 def run_backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
-    if _run_on_host is not None and gradients[0].is_cpu:
-        _run_on_host(roots, gradients, False, False, (), True, True)
-    elif _run_backward is None:
+    if run_backward_on_host is not None and gradients[0].is_cpu:
+        run_backward_on_host(roots, gradients, False, False, (), True, True)
+    elif engine_run_backward is None:
         torch.autograd.backward(roots, gradients)
     else:
-        _run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def edge_of(tensor: Tensor) -> Any:
     """Where the tensor's gradient enters the graph; keeps the graph, not the tensor, alive."""
     node = tensor.grad_fn
     # A node of a Function written in Python does not own its graph: torch's own way takes care of that.
-    if node is None or isinstance(node, torch._C._FunctionBase):
+    if node is None or isinstance(node, PythonFunctionNode):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 

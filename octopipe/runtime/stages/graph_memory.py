@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.torch_private import end_allocating_to_pool
 
 Graph = Any
 """A `torch.cuda.CUDAGraph`."""
@@ -72,7 +73,7 @@ class Pool:
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._id)
+            end_allocating_to_pool(self._stream.device.index, self._id)
         fresh = torch.Generator(self._stream.device)
         fresh.set_state(drawn)
         generator.graphsafe_set_state(fresh)

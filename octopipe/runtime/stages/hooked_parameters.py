@@ -15,10 +15,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules import module as torch_module
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.wgrad_ops import OperandChanged
+from octopipe.runtime.torch_private import has_global_forward_hooks
 
 
 def _references(parameter: Tensor) -> int:
@@ -56,7 +56,7 @@ class HookedParameters:
         not from Python.)
         """
         self._after = [(n, p) for n, p in self._named if getattr(p, "_post_accumulate_grad_hooks", None)]
-        self.forwards = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks) or any(
+        self.forwards = has_global_forward_hooks() or any(
             m._forward_hooks or m._forward_pre_hooks for top in self._modules for m in top.modules()
         )
         self.backwards = any(m._backward_hooks or m._backward_pre_hooks for top in self._modules for m in top.modules())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.torch_private import WithoutFunctionModes
 from octopipe.runtime.values import flatten
 
 CHECKED_STEPS = 2
@@ -38,7 +39,7 @@ def digest_of(value: Any) -> Digest:
     """One entry per leaf."""
     leaves: list[Any] = []
     flatten(value, leaves)
-    with torch._C.DisableTorchFunction(), torch.no_grad():  # nobody's mode sees these calls
+    with WithoutFunctionModes(), torch.no_grad():  # nobody's mode sees these calls
         return tuple([_digest(leaf) for leaf in leaves])
 
 

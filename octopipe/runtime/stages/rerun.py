@@ -26,9 +26,9 @@ from octopipe.runtime.stages.wgrad import (
     _PLAIN,
     _VIEW_NODES,
     SplitMode,
-    _is_autocast_on,
     _is_grad_enabled,
     _is_traced,
+    is_autocast_on,
 )
 from octopipe.runtime.stages.wgrad_ops import LeftOut, WeightQueue
 
@@ -95,7 +95,7 @@ class Rerun(SplitMode):
         site = self.site(weight)
         if site is None or type(input) not in _PLAIN or input is weight or input.ndim == 0 or weight.ndim != 2:
             return None
-        if self._whole or self.queue.reruns or _is_autocast_on() or not _is_grad_enabled():
+        if self._whole or self.queue.reruns or is_autocast_on() or not _is_grad_enabled():
             return None
         if not self.habits.quick:
             return None

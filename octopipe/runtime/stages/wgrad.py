@@ -36,8 +36,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from octopipe.runtime.stages.wgrad_ops import (
     Batched,
@@ -53,18 +52,24 @@ from octopipe.runtime.stages.wgrad_ops import (
     in_rows,
     is_distributed,
 )
+from octopipe.runtime.torch_private import (
+    forward_mode_level,
+    function_mode_stack,
+    grouped_mm,
+    is_autocast_on,
+    is_functorch_active,
+    pop_function_mode,
+    push_function_mode,
+    set_grad_enabled,
+    top_saved_tensor_hooks,
+)
 
 __all__ = ["SplitMode", "WeightQueue", "WeightSite", "add_product", "site_of"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Looked up once: after a layer's kernels have filled the caches, every step on the way to a function shows.
-_push, _pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-_is_transformed = torch._C._are_functorch_transforms_active
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-"""Hooks on what autograd saves, which checkpointing works by; None where torch cannot tell."""
 _VIEW_NODES = frozenset(
     f"{name}Backward{i}"
     for name in (
@@ -121,11 +126,11 @@ class SplitMode(TorchFunctionMode):
 
     # What torch's own do in the end, without the two functions in between.
     def __enter__(self) -> SplitMode:
-        _push(self)
+        push_function_mode(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _pop()
+        pop_function_mode()
         self._off = self._own_graph = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -159,10 +164,10 @@ class SplitMode(TorchFunctionMode):
             return None
         if id(found) in self.left_alone:
             return None
-        if self._own_graph or _is_transformed() or forward_ad._current_level >= 0:
+        if self._own_graph or is_functorch_active() or forward_mode_level() >= 0:
             return None
         # A forward that keeps nothing has hooks of its own; a checkpoint inside it is met again in R.
-        if not self.keeps_nothing and (_top_hooks is None or _top_hooks(True) is not None):
+        if not self.keeps_nothing and (top_saved_tensor_hooks is None or top_saved_tensor_hooks(True) is not None):
             self.queue.reruns = True
         return WeightSite(self.queue, found, layout)
 
@@ -224,7 +229,7 @@ def site_of(weight: Tensor) -> WeightSite | None:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    for mode in reversed(_get_current_function_mode_stack()):
+    for mode in reversed(function_mode_stack()):
         if isinstance(mode, SplitMode):
             return mode.site(weight)
     return None
@@ -250,7 +255,7 @@ def _linear(mode: SplitMode, input: Tensor, weight: Tensor, bias: Tensor | None 
         quick
         and not mode.queue.reruns  # checkpointing must see what is saved
         and (input.requires_grad or (bias is not None and bias.requires_grad))
-        and not _is_autocast_on()
+        and not is_autocast_on()
     ):
         # torch's own linear of a weight without gradient; the hook has what the weight's needs.
         output = F.linear(input, weight.detach(), bias)
@@ -394,7 +399,7 @@ _INNER: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: _inner_grad,
     torch.autograd.backward: _inner_backward,
     Tensor.backward: _inner_backward,
-    torch._C._set_grad_enabled: _set_grad,
+    set_grad_enabled: _set_grad,
 }
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **_INNER,
@@ -411,6 +416,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.addmm: _addmm,
     torch.baddbmm: _baddbmm,
     Tensor.baddbmm: _baddbmm,
-    torch._grouped_mm: _grouped,
+    grouped_mm: _grouped,
     F.embedding: _embedding,
 }

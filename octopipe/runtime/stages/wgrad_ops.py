@@ -18,15 +18,16 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from octopipe.runtime.precision import LOW, gradient_dtype
+from octopipe.runtime.torch_private import (
+    WithoutFunctionModes,
+    engine_task_id,
+    grouped_mm,
+    will_engine_execute,
+)
 
 # A view of a parameter: (size, stride, offset into the parameter); None means the parameter itself.
 Layout = tuple[tuple[int, ...], tuple[int, ...], int] | None
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-_task_id = torch._C._current_graph_task_id
-"""Which call of torch's engine runs now."""
-_will_execute = torch._C._will_engine_execute_node
 
 
 class OperandChanged(RuntimeError):
@@ -65,7 +66,7 @@ class WeightQueue:
     def begin(self, *_: Any) -> None:
         """The stage's own backward starts."""
         if self.task is None:
-            self.task = _task_id()
+            self.task = engine_task_id()
 
     def add(self, kernel: Callable[..., None], *args: Any) -> None:
         """Queue `kernel(*args)`, a function that adds one gradient into `.grad`. Not while `shut`."""
@@ -122,10 +123,10 @@ class WeightSite:
         queue = self.queue
         if queue.shut:
             return "returned"
-        if queue.task is None or _task_id() == queue.task:
+        if queue.task is None or engine_task_id() == queue.task:
             return "own"
         try:
-            return "own" if _will_execute(get_gradient_edge(self.param).node) else "none"
+            return "own" if will_engine_execute(get_gradient_edge(self.param).node) else "none"
         except RuntimeError:  # torch's answer for a leaf that autograd.grad() was asked for
             queue.asked = True
             return "returned"
@@ -232,7 +233,7 @@ def _add_grouped(param: Tensor, layout: Layout, x: Tensor, g: Tensor, offs: Tens
     """One product per group of rows: `.grad[e] += x[rows of e].T @ g[rows of e]`."""
     flip = _is_transpose(param, layout)
     a, b = (g, x) if flip else (x, g)
-    product = torch._grouped_mm(a.mT, b, offs=offs)
+    product = grouped_mm(a.mT, b, offs=offs)
     if param.grad is None and (layout is None or flip):
         param.grad = product.to(gradient_dtype(param))
     else:
@@ -256,7 +257,6 @@ def _add_rows(param: Tensor, ids: Tensor, g: Tensor, padding_idx: int) -> None:
 # returns None for it: autograd then adds nothing, the queue does. Backward runs with the mode off: only
 # checkpointed forwards need it there, and every call it sees costs some microseconds of host time.
 # Outputs are no views: what a user changes in place must not be a view that a function made.
-_mode_off = torch._C.DisableTorchFunction
 
 
 class Restart(BaseException):
@@ -283,7 +283,7 @@ class LinearHook:
         if queue.shut:
             raise Restart
         x, g = self.x, gradients[0]
-        if queue.task is not None and _task_id() != queue.task:
+        if queue.task is not None and engine_task_id() != queue.task:
             wants = self.site.wants()
             if wants == "none":
                 return
@@ -320,7 +320,7 @@ class Linear(Function):
     def backward(ctx, g):  # type: ignore[override]
         x, weight, computed = ctx.saved_tensors
         needs, site = ctx.needs_input_grad, ctx.site
-        with _mode_off():
+        with WithoutFunctionModes():
             gb = gw = None
             if needs[2]:
                 gb = _rows(g).sum(0) if len(ctx.bias_shape) == 1 else g.sum_to_size(ctx.bias_shape)
@@ -388,7 +388,7 @@ class Batched(Function):
         a, b, computed = ctx.saved_tensors
         needs, site, left = ctx.needs_input_grad, ctx.site, ctx.left
         ga = gb = None
-        with _mode_off():
+        with WithoutFunctionModes():
             gbias = g.sum_to_size(ctx.bias_shape) if needs[2] else None
             wants = site.wants()
             if wants == "returned":
@@ -411,19 +411,19 @@ class Grouped(Function):
     def forward(ctx, x, w, offs, site):  # type: ignore[override]
         ctx.save_for_backward(x, w, offs)
         ctx.site = site
-        return torch._grouped_mm(x, w, offs=offs)
+        return grouped_mm(x, w, offs=offs)
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         x, w, offs = ctx.saved_tensors
         site, gw = ctx.site, None
-        with _mode_off():
+        with WithoutFunctionModes():
             if not (g.is_contiguous() or g.mT.is_contiguous()):  # the kernel takes no broadcast gradient
                 g = g.contiguous()
-            gx = torch._grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
+            gx = grouped_mm(g, w.mT, offs=offs) if ctx.needs_input_grad[0] else None
             wants = site.wants()
             if wants == "returned":
-                gw = torch._grouped_mm(x.mT, g, offs=offs)
+                gw = grouped_mm(x.mT, g, offs=offs)
             elif wants == "own":
                 site.queue.add(_add_grouped, site.param, site.layout, x, g, offs)
         return gx, gw, None, None
@@ -440,7 +440,7 @@ class Embedding(Function):
     def backward(ctx, g):  # type: ignore[override]
         (ids,) = ctx.saved_tensors
         gw = None
-        with _mode_off():
+        with WithoutFunctionModes():
             wants = ctx.site.wants()
             if wants == "returned":
                 gw = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, ctx.padding_idx, False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 
-import torch._dynamo  # noqa: F401
-
 import octopipe.runtime.training.train  # noqa: F401
 from octopipe.costs.table import CostTable
+from octopipe.runtime.torch_private import load_compiler
 from octopipe.search.systems import build_plan
 from octopipe.simulation.lowering import lower
 
+load_compiler()
 with contextlib.suppress(Exception):  # a rank that has to load them itself says what is wrong
     _costs = CostTable.uniform(num_layers=2, p2p_ms=0.1)
     lower(build_plan("1f1b", _costs, 2, 2), _costs)

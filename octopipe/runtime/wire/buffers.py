@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_use_count = torch._C._storage_Use_Count
+from octopipe.runtime.torch_private import storage_use_count
+
 SMALL_BYTES = 4096
 """Below this, looking for a free buffer costs more than asking for a new one."""
 _ALONE = 2
@@ -38,10 +39,10 @@ class Lent:
         self.tensor = tensor
         self._storage = tensor.untyped_storage()
         self._handle = self._storage._cdata
-        self._alone = _use_count(self._handle)
+        self._alone = storage_use_count(self._handle)
 
     def is_free(self) -> bool:
-        return _use_count(self._handle) == self._alone
+        return storage_use_count(self._handle) == self._alone
 
 
 class _Buffer(NamedTuple):
@@ -68,7 +69,7 @@ class BufferPool:
         self._used.add(key)
         buffers = self._buffers.setdefault(key, [])
         for buffer in buffers:
-            if _use_count(buffer.handle) == _ALONE:
+            if storage_use_count(buffer.handle) == _ALONE:
                 return buffer.tensor.view(shape)
         tensor = torch.empty(count, dtype=dtype, device=self.device)
         storage = tensor.untyped_storage()

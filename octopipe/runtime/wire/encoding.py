@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.torch_private import pytree
 from octopipe.runtime.values import Fields, Items, Keys, Registered, _open
 
 _NATIVE = frozenset((type(None), bool, float, bytes))

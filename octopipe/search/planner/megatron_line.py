@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.traffic import nearby
 from octopipe.models.spec import Attention, Block, Embedding, Head, LatentAttention, Layer, Mlp, ModelSpec, Moe, Mtp
 from octopipe.views.export.megatron import megatron_layout
 
@@ -71,7 +72,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         f"--tensor-model-parallel-size {split.tp}",
         f"--pipeline-model-parallel-size {split.pp}",
         *_layout(candidate, spec),
-        *([f"--context-parallel-size {split.cp}"] if split.cp > 1 else []),
+        *_context(candidate),
     ]
     cluster = setup.cluster()
     if split.ep > 1 or (experts and split.tp > 1):
@@ -89,10 +90,27 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     flags.append("--bf16")
     if setup.gradient_bytes == 2:
         flags.append("--grad-reduce-in-bf16")
-    if setup.precision == "fp8":
+    if setup.precision in ("fp8", "mxfp8"):
         recipe = "mxfp8" if setup.gpu.generation == "blackwell" else "tensorwise"
         flags.append(f"--fp8-format hybrid --fp8-recipe {recipe}")
+    elif setup.precision == "nvfp4":
+        flags.append("--fp4-format e2m1 --fp4-recipe nvfp4")
     return [*flags, *_recompute(candidate, spec)]
+
+
+def _context(candidate: Candidate) -> list[str]:
+    """Context parallelism and how it moves keys and values; a ring is the default there."""
+    split, setup = candidate.split, candidate.setup
+    if split.cp == 1:
+        return []
+    flags = [f"--context-parallel-size {split.cp}"]
+    kinds = {"all-gather": "all_gather", "ulysses": "a2a", "hierarchical": "a2a+p2p"}
+    if setup.cp_kind in kinds:
+        flags.append(f"--cp-comm-type {kinds[setup.cp_kind]}")
+    if setup.cp_kind == "hierarchical":
+        near = nearby(setup.cluster(), split.cp, split.tp)
+        flags.append(f"--hierarchical-context-parallel-sizes {near} {split.cp // near}")
+    return flags
 
 
 def _has_experts(candidate: Candidate) -> bool:

@@ -23,6 +23,7 @@ from octopipe.plans.plan import Plan
 from octopipe.search.planner.estimate import Estimate, estimate
 from octopipe.search.planner.splits import Split, least_state_bytes
 from octopipe.search.recompute import least_recomputing, plan_under, recomputing
+from octopipe.search.restricted import with_cuts
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import GIB, Timeline
@@ -65,10 +66,19 @@ class Pricer:
     """Costs of splits, each priced once."""
 
     def __init__(
-        self, spec: ModelSpec, base: Setup, global_batch: int, *, recompute_ops: bool = False, pairs: bool = False
+        self,
+        spec: ModelSpec,
+        base: Setup,
+        global_batch: int,
+        *,
+        recompute_ops: bool = False,
+        pairs: bool = False,
+        layouts: bool = True,
     ):
         """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `pairs`: an order may hold pairs
-        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other."""
+        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other. `layouts`:
+        stages may differ in their number of layers."""
+        self.layouts = layouts
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
         self.pairs = pairs
         parts = [part for layer in spec for part in layer.parts]
@@ -115,7 +125,7 @@ class Pricer:
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes)
+        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, self.base.state_bytes)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
         width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
@@ -170,7 +180,25 @@ class Pricer:
         if not found.fits and recompute == "auto" and short < m:
             plan, costs = plan_under(recompute, build, lambda *how: self.costs(split, *how))
             found = self.of_plan(split, plan, costs, system)
-        return found
+        return self._by_speed(found)
+
+    def _by_speed(self, even: Candidate) -> Candidate:
+        """On ranks of unequal speed: the same schedule with as many layers per stage as its rank is fast, where that is
+        faster and fits."""
+        plan, costs = even.plan, even.costs
+        assert plan is not None and costs is not None
+        slow = np.array([costs.slowdown(stage.rank) for stage in plan.stages])
+        if not self.layouts or slow.min() == slow.max():
+            return even
+        done = np.concatenate(([0.0], np.cumsum(costs.layer_ms)))
+        wanted = np.cumsum(1.0 / slow)[:-1] / (1.0 / slow).sum() * done[-1]
+        inner = np.searchsorted((done[:-1] + done[1:]) / 2, wanted)
+        cuts = [0, *(int(min(max(k, 1), plan.num_layers - 1)) for k in inner), plan.num_layers]
+        held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
+        if len(held) < plan.num_ranks:
+            return even
+        found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
+        return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 
     def scheduled(self, split: Split, system: str) -> Candidate | None:
         """The split under a published schedule that needs a runtime for any order; None where it does not apply."""

@@ -104,7 +104,14 @@ class _Run:
         self.runtime, self.recompute, self.seed, self.budget = runtime, recompute, seed, budget
         self.tell: Say = say or (lambda words: None)
         pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
-        self.pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, pairs=pairs)
+        self.pricer = Pricer(
+            spec,
+            base,
+            global_batch,
+            recompute_ops=runtime.recomputes_by_ops,
+            pairs=pairs,
+            layouts=runtime.target is not None,
+        )
         self.modes = modes_of(recompute, runtime)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
         if not self.every:

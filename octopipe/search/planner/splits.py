@@ -79,6 +79,9 @@ def splits(
     experts = [part.experts for layer in spec for part in layer.parts if isinstance(part, Moe)]
     softmax = any(isinstance(part, Attention | LatentAttention) for layer in spec for part in layer.parts)
 
+    # All-to-alls divide heads over the context-parallel group as well.
+    heads = [getattr(part, "heads", 0) for layer in spec for part in layer.parts] if base.cp_kind == "ulysses" else []
+
     def allowed(name: str, values: list[int]) -> list[int]:
         most = runtime.most.get(name)
         kept = [v for v in values if most is None or v <= most]
@@ -87,7 +90,7 @@ def splits(
     for tp in allowed("tp", tensor_sizes(spec, base.gpu, base.gpus_per_node)):
         slices = [1, *(c for c in (2, 4, 8, 16, 32) if softmax and base.seq % (2 * c) == 0)]
         for cp in allowed("cp", [c for c in slices if c == 1 or base.seq // c >= LEAST_SLICE or "cp" in fixed]):
-            if gpus % (tp * cp):
+            if gpus % (tp * cp) or (cp > 1 and any(number % (tp * cp) for number in heads)):
                 continue
             most_pp = min(MOST_PP, layers)
             for pp in allowed("pp", [p for p in divisors(gpus // (tp * cp)) if p <= most_pp]):
@@ -133,7 +136,9 @@ def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNT
     return [replace(split, vp=v) for v in range(1, max(most, 1) + 1)]
 
 
-def least_state_bytes(split: Split, dense: float, experts: float, gradient_bytes: float) -> float:
+def least_state_bytes(
+    split: Split, dense: float, experts: float, gradient_bytes: float, state_bytes: float = 12.0
+) -> float:
     """State that a GPU of the fullest rank holds at least: an even share of everything, sharded as far as ZeRO may."""
     stage = split.tp * split.cp * split.dp
     # Experts may also be divided by tensor parallelism: counted as if they always were.
@@ -144,10 +149,10 @@ def least_state_bytes(split: Split, dense: float, experts: float, gradient_bytes
     for name, count in counts.items():
         n = copies[name]
         if split.zero == 3:
-            total += count * (gradient_bytes + 12.0) / n
+            total += count * (gradient_bytes + state_bytes) / n
         else:
             total += count * (
-                2.0 + gradient_bytes / (n if split.zero == 2 else 1) + 12.0 / (n if split.zero >= 1 else 1)
+                2.0 + gradient_bytes / (n if split.zero == 2 else 1) + state_bytes / (n if split.zero >= 1 else 1)
             )
     return total
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from octopipe.runtime.stages.shards import CutLoss, cut_loss
 from octopipe.runtime.training.data.source import IGNORED, Source
 
 __all__ = ["IGNORED", "StepLoss", "counted_targets", "length_micro_batches", "micro_batches"]
@@ -99,6 +100,10 @@ class StepLoss:
     def __init__(self, loss: Callable[..., Tensor], *, shifted: bool):
         self._loss, self._shifted = loss, shifted
 
+    def of_shards(self) -> StepLossOfShards:
+        """The same made of the shards of a cut head."""
+        return StepLossOfShards(cut_loss(self._loss), shifted=self._shifted)
+
     def __call__(self, output: Any, target: Any) -> Tensor:
         if isinstance(target, Tensor):
             return self._loss(output, target)
@@ -111,4 +116,33 @@ class StepLoss:
             output = output[0] if target.get("tokens_alone") and isinstance(output, tuple) else output
             return self._loss(output, {"shift_labels": labels, "num_items_in_batch": items})
         value = self._loss(output, labels)
+        return value * ((labels != IGNORED).sum() / items).to(value.dtype)
+
+
+class StepLossOfShards:
+    """`StepLoss` of a head that is cut by its vocabulary (`stages/shards.py`)."""
+
+    def __init__(self, inner: CutLoss, *, shifted: bool):
+        self._inner, self._shifted = inner, shifted
+
+    def partial(self, module: nn.Module) -> Callable[[Any, Any], tuple[Tensor, Tensor]]:
+        numbers = self._inner.partial(module)
+
+        def of_labels(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+            if isinstance(target, tuple):
+                return numbers(output, target[0])
+            return numbers(output, target if isinstance(target, Tensor) else target["labels"])
+
+        return of_labels
+
+    def of_tokens(self, token_losses: Tensor, target: Any) -> Tensor:
+        if isinstance(target, Tensor):
+            return self._inner.of_tokens(token_losses, target)
+        if isinstance(target, tuple):
+            value = self._inner.of_tokens(token_losses, target[0])
+            return value * target[1].to(value.dtype)
+        labels, items = target["labels"], target["items"]
+        if self._shifted:
+            return self._inner.of_tokens(token_losses, {"shift_labels": labels, "num_items_in_batch": items})
+        value = self._inner.of_tokens(token_losses, labels)
         return value * ((labels != IGNORED).sum() / items).to(value.dtype)

@@ -1,0 +1,163 @@
+"""Every private name of PyTorch that the runtime uses, in one file, for every supported version.
+
+Knows: the name, what it is used for, and what stands in its place where a version does not have it. Does not know: who
+uses it. `tests/test_runtime_private.py` has a test for every name and every attribute below, and holds that no other
+module of the runtime names one: a version of PyTorch that renames one of them fails there, by its name.
+
+Attributes of tensors, modules and groups are read where they are needed: a function around each would cost more than
+some of the ops that are timed. ATTRIBUTES lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+# -- interception of function calls (stages/wgrad.py) -------------------------------------------------------------
+
+push_function_mode, pop_function_mode = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+function_mode_stack = _get_current_function_mode_stack
+WithoutFunctionModes = torch._C.DisableTorchFunction
+"""A context in which no torch-function mode sees a call."""
+is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+is_functorch_active = torch._C._are_functorch_transforms_active
+top_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""Hooks on what autograd saves, which checkpointing works by; None where torch cannot tell."""
+set_grad_enabled = torch._C._set_grad_enabled
+"""What `torch.no_grad()` calls: a mode meets this function, not the public one."""
+
+
+def forward_mode_level() -> int:
+    """How many forward-mode differentiations are open, less one."""
+    return forward_ad._current_level
+
+
+# -- autograd's engine --------------------------------------------------------------------------------------------
+
+engine_task_id = torch._C._current_graph_task_id
+"""Which call of torch's engine runs now."""
+will_engine_execute = torch._C._will_engine_execute_node
+PythonFunctionNode = torch._C._FunctionBase
+"""The node of a `Function` that is written in Python."""
+engine_run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
+"""What `torch.autograd.backward` calls in the end; its checks of our own gradients cost as much as a small op."""
+run_backward_on_host = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+"""What that calls in turn, once it has copied the context for the threads of devices: on the host there are none."""
+
+# -- products and memory ------------------------------------------------------------------------------------------
+
+grouped_mm = torch._grouped_mm
+foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
+storage_use_count = torch._C._storage_Use_Count
+"""How many tensors share a storage, by the storage's `_cdata`."""
+
+
+def flash_attention_on_host() -> tuple[Any, Any]:
+    """The forward and the backward of flash attention on a CPU."""
+    ops = torch.ops.aten
+    return (
+        ops._scaled_dot_product_flash_attention_for_cpu,
+        ops._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+
+
+def flash_attention_on_device() -> tuple[Any, Any]:
+    """The forward and the backward of flash attention on a CUDA device, for packed sequences."""
+    return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+
+
+def end_allocating_to_pool(device: int, pool: Any) -> None:
+    """What a graph capture that broke off leaves undone; a build without CUDA has no such function (AttributeError)."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def inductor_config() -> Any:
+    """The settings of torch.compile's backend; loads it."""
+    from torch._inductor import config
+
+    return config
+
+
+def load_compiler() -> None:
+    """Load torch.compile's front end, which optimizers pull in with their first step."""
+    import torch._dynamo  # noqa: F401
+
+
+# -- hooks and process groups -------------------------------------------------------------------------------------
+
+
+def has_global_forward_hooks() -> bool:
+    """Whether a hook is registered for the forwards of all modules."""
+    return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+
+
+def default_store() -> Any:
+    """The store that the default process group met over."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def known_groups() -> list[Any]:
+    """All process groups of this process."""
+    return list(getattr(dist.distributed_c10d._world, "pg_map", ()))
+
+
+def functional_collectives() -> Any:
+    """The module of collectives that return new tensors."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
+
+
+ATTRIBUTES = {
+    "tensor": ("_version", "_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    "module": ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+               "_backward_pre_hooks"),
+    "compiled module": ("_orig_mod",),
+    "node": ("_input_metadata",),
+    "storage": ("_cdata",),
+    "group": ("_get_backend", "_get_sequence_number_for_group"),
+    "options of a group": ("_timeout",),
+    "mesh": ("_flatten",),
+    "sharded module": ("_get_fsdp_state",),
+    "state of a sharded module": ("_fsdp_param_groups", "_fsdp_param_group"),
+    "gradient scaler": ("_unscale_grads_",),
+}  # fmt: skip
+"""Private attributes that the runtime reads or overrides, by what has them."""
+
+__all__ = [
+    "ATTRIBUTES",
+    "PythonFunctionNode",
+    "WithoutFunctionModes",
+    "default_store",
+    "end_allocating_to_pool",
+    "engine_run_backward",
+    "engine_task_id",
+    "flash_attention_on_device",
+    "flash_attention_on_host",
+    "foreach_copy_",
+    "foreach_zero_",
+    "forward_mode_level",
+    "function_mode_stack",
+    "functional_collectives",
+    "grouped_mm",
+    "has_global_forward_hooks",
+    "inductor_config",
+    "is_autocast_on",
+    "is_functorch_active",
+    "known_groups",
+    "load_compiler",
+    "pop_function_mode",
+    "push_function_mode",
+    "pytree",
+    "run_backward_on_host",
+    "set_grad_enabled",
+    "storage_use_count",
+    "top_saved_tensor_hooks",
+    "will_engine_execute",
+]
