@@ -68,7 +68,7 @@ def run(bench: Bench) -> Result:
 def _timelines(bench: Bench, head: Head) -> dict[str, Timeline]:
     costs = bench.costs(MODEL, RANKS, MICRO_BATCHES, head=head)
     out = {name: bench.baseline(name, costs, RANKS, MICRO_BATCHES) for name in BASELINES}
-    for tuner in bench.tuners(head):
+    for tuner in TUNERS:
         out[tuner] = bench.step(bench.plan(tuner, costs, RANKS, MICRO_BATCHES), costs, label=TITLES[tuner])
     return out
 

@@ -14,7 +14,7 @@ from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.parts.common import HIGHER, arrow, both, bounds, plain, tuned
 from octopipe.views.reproduce.pictures import bars
 from octopipe.views.reproduce.reading import BASELINES, TITLES, Head
-from octopipe.views.reproduce.row import Result, Row
+from octopipe.views.reproduce.row import Pair, Result, Row
 
 MODEL, RANKS, TP, MICRO_BATCHES = "nemotron-h-8b", 4, 8, 16
 GPUS = (32, 64, 128)
@@ -66,6 +66,14 @@ def _tokens(bench: Bench, head: Head, name: str, kind: str, gpus: int) -> float:
     return tokens_per_gpu(micro_batches_of(kind, gpus), RANKS * TP, cell.steps[name])
 
 
+def _limits(bench: Bench, kind: str, gpus: int) -> Pair:
+    """The most tokens that any plan can reach."""
+    found = bounds(bench, lambda h: _cell(bench, h, kind, gpus))
+    m = micro_batches_of(kind, gpus)
+    first, second = (tokens_per_gpu(m, RANKS * TP, ms) if isinstance(ms, float) else None for ms in found)
+    return first, second
+
+
 def _line(bench: Bench, kind: str, gpus: int, paper: tuple[int, ...]) -> list[Row]:
     rows = []
     for name, value in zip(NAMES, paper, strict=True):
@@ -74,7 +82,7 @@ def _line(bench: Bench, kind: str, gpus: int, paper: tuple[int, ...]) -> list[Ro
         claim = f"{kind} scaling, {gpus} GPUs: {TITLES[name]}"
         if name == "octopipe":
             ours = tuned(bench, lambda h, t: _tokens(bench, h, t, kind, gpus))
-            limit = bounds(bench, lambda h: _cell(bench, h, kind, gpus))
+            limit = _limits(bench, kind, gpus)
             rows.append(Row.number(id, claim, float(value), ours, group=f"{kind}.{gpus}.octopipe", bound=limit, **more))
         else:
             ours = plain(bench, lambda h, n=name: _tokens(bench, h, n, kind, gpus))  # type: ignore[misc]
