@@ -19,10 +19,13 @@ from octopipe.costs.measured import PUBLISHED_RUNS
 from octopipe.models.zoo import PRESETS, preset
 from octopipe.search.planner.budget import Budget
 from octopipe.search.planner.choice import simplest
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import judge, modes_of, published_splits
 from octopipe.search.planner.pricing import Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
+from octopipe.search.planner.search import search
 from octopipe.search.planner.splits import Split, splits
+from octopipe.search.planner.tuning import target_of
 
 SIZES = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vp": 1, "micro_batch_size": 1, "zero": 1}
 
@@ -101,6 +104,19 @@ def test_judging_that_has_no_time_sees_every_length_of_pipeline() -> None:
     kept, judged, cut_short = judge(pricer, every, modes_of("auto", RUNTIMES["any"]), lambda words: None, over=over)
     assert cut_short and judged <= 24
     assert len({c.split.pp for c in kept}) >= 4
+
+
+def test_tuning_returns_only_what_some_runtime_runs() -> None:
+    """Copies and R ops run in `octopipe train` alone, which divides no tensor and no state."""
+    alone, divided = Split(**SIZES | {"pp": 4}), Split(**SIZES | {"pp": 4, "tp": 2})
+    assert target_of(alone, RUNTIMES["any"]) == "octopipe" and target_of(divided, RUNTIMES["any"]) == "torch"
+    assert target_of(Split(**SIZES | {"pp": 4, "dp": 2}), RUNTIMES["any"]) == "torch"
+    assert target_of(divided, RUNTIMES["megatron"]) == "megatron"
+    spec, base = preset("llama3.1-405b"), Setup(gpu=gpu("gb200"), seq=8192, precision="fp8")
+    sizes = {"tp": 4, "pp": 16}
+    found = search(spec, base, gpus=256, global_batch=128, fixed=sizes, budget_s=4.0, clock=time.process_time)
+    for candidate in (found.best, *(c for c in found.ranked if c.how == "tuned")):
+        assert runs_on(candidate, spec), candidate.split
 
 
 def test_the_answer_is_never_slower_than_what_runs_today() -> None:

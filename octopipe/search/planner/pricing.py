@@ -20,7 +20,7 @@ from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
-from octopipe.search.planner.estimate import Estimate, estimate
+from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
 from octopipe.search.planner.splits import Split, least_state_bytes
 from octopipe.search.recompute import least_recomputing, plan_under, recomputing
 from octopipe.search.restricted import with_cuts
@@ -187,16 +187,10 @@ class Pricer:
         faster and fits."""
         plan, costs = even.plan, even.costs
         assert plan is not None and costs is not None
-        slow = np.array([costs.slowdown(stage.rank) for stage in plan.stages])
-        if not self.layouts or slow.min() == slow.max():
+        sizes = sizes_by_speed(costs, [stage.rank for stage in plan.stages]) if self.layouts else None
+        if sizes is None:
             return even
-        done = np.concatenate(([0.0], np.cumsum(costs.layer_ms)))
-        wanted = np.cumsum(1.0 / slow)[:-1] / (1.0 / slow).sum() * done[-1]
-        inner = np.searchsorted((done[:-1] + done[1:]) / 2, wanted)
-        cuts = [0, *(int(min(max(k, 1), plan.num_layers - 1)) for k in inner), plan.num_layers]
-        held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
-        if len(held) < plan.num_ranks:
-            return even
+        cuts = [0, *(int(cut) for cut in np.cumsum(sizes))]
         found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 

@@ -16,11 +16,12 @@ from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
 from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import Say, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, least_state_bytes, splits
-from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate
+from octopipe.search.planner.tuning import compiled, ops_of, schedules, tune_candidate
 
 SIMULATED, TUNED = 8, 2
 """Splits that are simulated at least, and tuned at first, where time allows."""
@@ -203,6 +204,11 @@ class _Run:
             self.simulated += schedules(self.pricer, begun, self.budget)
         if candidate.tuned_ms >= self.best_ms:
             return  # nothing that tuning may find here would be the answer
+        if not compiled(self.budget):
+            self._skip(
+                candidate, begun.step_ms, "the search's kernels are not compiled yet, and time is too short for it"
+            )
+            return
         self.tell(f"tuning {candidate.split.words()}")
         left = min(seconds - (self.budget.used() - began), self.budget.left(ops_of(begun)))
         better, why_not, _ = tune_candidate(
@@ -244,6 +250,10 @@ class _Run:
     def result(self, present: Candidate | None, margin: float) -> Found:
         interrupted = self.budget.stop()
         fitting = sorted((c for c in self.simulated if c.fits), key=lambda c: c.step_ms)
+        if self.runtime.name == "any":
+            # An answer that no runtime runs is none, however fast.
+            fitting = [c for c in fitting if runs_on(c, self.spec)]
+            self.tuned = [c for c in self.tuned if runs_on(c, self.spec)]
         rivals = [*fitting, *self.tuned, *([present] if present is not None and present.fits else [])]
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
