@@ -162,6 +162,9 @@ def test_on_unequal_nodes_fast_ranks_hold_more_layers() -> None:
     for stage in by_speed.plan.stages:  # type: ignore[union-attr]
         held[stage.rank] += stage.num_layers
     assert min(held[:2]) > max(held[2:])
+    pricer = Pricer(preset("llama3-8b"), base, 64)
+    for other in splits(pricer.spec, base, gpus=32, global_batch=64, fixed={"tp": 2, "micro_batch_size": 1}):
+        assert pricer.bound_ms(other) <= pricer.candidate(other, ("none",)).step_ms * (1 + 1e-9), other
     # MFU is of the mix's own peak, not of the fastest card's.
     peak = (gpu("h100").bf16_tflops + gpu("a100").bf16_tflops) / 2
     per_gpu = by_speed.tokens_per_gpu_per_second * by_speed.costs.model_flops / by_speed.costs.tokens_per_micro_batch  # type: ignore[union-attr,operator]

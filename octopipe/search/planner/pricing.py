@@ -99,7 +99,9 @@ class Pricer:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
         # gathers and reductions.
-        among = (split.zero, split.dp) if split.zero >= 2 else ()
+        among: tuple[int, ...] = (split.zero, split.dp) if split.zero >= 2 else ()
+        if self.base.nodes:  # which cards a rank has depends on how many there are
+            among = (split.zero, split.dp, split.pp)
         key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
         if key not in self._work:
             self._work[key] = self._least_work(split)
@@ -135,7 +137,15 @@ class Pricer:
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes, pairs=self.pairs)
+        found = estimate(
+            lambda *how: self.costs(split, *how),
+            split.pp,
+            split.vp,
+            m,
+            modes=modes,
+            pairs=self.pairs,
+            layouts=self.layouts and bool(self.base.nodes),
+        )
         return self._candidate(split, self.costs(split), "estimated", found)
 
     def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
