@@ -152,12 +152,17 @@ def setup_of(question: Question) -> tuple[Setup, int]:
 
 
 def expert_split(question: Question) -> Candidate:
-    """The expert's split, simulated under the same model with as much recomputation as it takes."""
+    """The expert's split, simulated under the same model with as much recomputation as it takes: (interleaved) 1F1B, or
+    the best of the published zero-bubble and overlapping schedules where the question leaves the runtime open."""
     from octopipe.search.planner.search import _today
 
     base, gpus = setup_of(question)
     pricer = Pricer(preset(question.model), base, question.batch)
-    return _today(pricer, base, gpus, parse_split(question.expert), "auto")
+    found = _today(pricer, base, gpus, parse_split(question.expert), "auto")
+    if found.split.pp == 1 or not RUNTIMES[question.runtime].any_order:
+        return found
+    others = [pricer.scheduled(found.split, system) for system in ("zb-h1", "zb-v", "dualpipev")]
+    return min((c for c in (found, *others) if c is not None), key=lambda c: (not c.fits, c.step_ms))
 
 
 def asked(question: Question, budget_s: float, wall: bool) -> dict[str, Any]:
@@ -182,7 +187,7 @@ def asked(question: Question, budget_s: float, wall: bool) -> dict[str, Any]:
         "about": question.about,
         "setting": f"{question.model}, {best.setup.num_gpus} x {question.kind or 'h100 and a100'}, "
         f"batch {question.batch}, {question.seq} tokens",
-        "expert": expert.split.words(),
+        "expert": f"{expert.split.words()} ({expert.how})",
         "expert_from": question.why,
         "expert_tokens": expert.tokens_per_gpu_per_second,
         "expert_fits": expert.fits,
