@@ -41,7 +41,7 @@ ABOUT = {
     "megatron-2025-09": "Megatron-Bridge 25.09: experts with a capacity, tokens beyond it dropped",
     "megatron-2025": "Megatron-Bridge 25.11 and 26.02: dropless experts",
     "megatron-2026": "Megatron-Bridge 26.02.01 and 26.04",
-    "megatron-2026-06": "Megatron-Bridge 26.06 to 26.08: experts fused and mostly overlapped, CUDA graphs",
+    "megatron-2026-06": "Megatron-Bridge 26.06 to 26.08",
     "llm-foundry": "MosaicML llm-foundry: FSDP and flash attention without torch.compile, A100 and H100",
     "torchtitan": "torchtitan with torch.compile, FSDP2, tensor, pipeline and context parallelism, H100 and H200",
     "plain-torch": "FSDP2 without torch.compile, A100 and H100",

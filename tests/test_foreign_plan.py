@@ -198,7 +198,7 @@ def test_schedules_pytorch_writes_itself_become_plans(name: str, form: str, tmp_
     plan = found.plan
     assert (plan.num_ranks, plan.num_micro_batches, len(plan.stages)) == (4, 8, 8)
     assert [s.rank for s in plan.stages] == ([0, 1, 2, 3, 3, 2, 1, 0] if v_shaped else [0, 1, 2, 3] * 2)
-    assert any("derived anew" in n for n in found.notes) == (form == "compute_comms")
+    assert any("derived again" in n for n in found.notes) == (form == "compute_comms")
     assert any("OVERLAP_F_B" in n for n in found.notes) == (name == "DualPipeV")
 
 

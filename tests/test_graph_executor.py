@@ -330,9 +330,7 @@ def hf_config(kind: str) -> Any:
         "tie_word_embeddings": "tied" in kind,
     }  # fmt: skip
     if kind.startswith("gemma"):
-        return transformers.Gemma2Config(
-            **common, sliding_window=8, final_logit_softcapping=5.0, attn_logit_softcapping=None
-        )
+        return transformers.Gemma3TextConfig(**common, sliding_window=8, final_logit_softcapping=5.0)
     return transformers.LlamaConfig(**common)
 
 

@@ -13,8 +13,21 @@ from typing import Any
 import pytest
 
 import octopipe
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
-from octopipe.costs.cluster.fields import Choice, GpuName, Lengths, NodeGroups, Number, Numbers, Whole, YesNo, fields_of
+from octopipe.costs.cluster.fields import (
+    Choice,
+    GpuName,
+    Lengths,
+    NodeGroups,
+    Number,
+    Numbers,
+    Spread,
+    StackName,
+    Whole,
+    YesNo,
+    fields_of,
+)
 from octopipe.costs.cluster.setup import Setup, flag_fields, keyword_fields, setup_from
 from octopipe.costs.resolve import resolve_costs
 from octopipe.plans.file import load_plan
@@ -24,7 +37,13 @@ from octopipe.views.report.serve import page
 
 ROOT = Path(__file__).resolve().parents[1]
 NODES = [{"gpu": "h100", "count": 1, "gpus_per_node": 8}, {"gpu": "a100", "count": 1, "gpus_per_node": 8}]
-OTHER: dict[str, Any] = {"ep": 1, "recompute_layers": 2, "speeds": [1.0, 0.5], "memory_gib": [70.0, 75.0]}
+OTHER: dict[str, Any] = {
+    "ep": 1,
+    "recompute_layers": 2,
+    "speeds": [1.0, 0.5],
+    "memory_gib": [70.0, 75.0],
+    "precision": "fp8",
+}
 """Values where one of the kind alone would not be a set-up of the model below."""
 BESIDE: dict[str, dict[str, Any]] = {
     "recompute_layers": {"recompute": "full"},
@@ -48,8 +67,12 @@ def value_of(name: str) -> Any:
             return 2.5
         case Numbers():
             return [60.0, 61.0]
+        case Spread():
+            return [1.25]
         case GpuName():
             return "gb200"
+        case StackName():
+            return "megatron-2024"
         case NodeGroups():
             return NODES
         case Lengths():
@@ -96,6 +119,16 @@ def test_every_field_can_be_asked_for_on_the_page(name: str) -> None:
     typed = {k: spelled(v) for k, v in asked.items()}
     request = parse_request(json.dumps({"model": "llama3-8b", "pp": 2, "micro_batches": 2, **typed}).encode())
     assert Job(1, request, "llama3-8b", lambda *a, **k: None).costs.digest() == job.costs.digest()
+
+
+@pytest.mark.parametrize(("name", "path"), [("gpu", "own.toml"), ("stack", "own.json"), ("nodes", "nodes.json")])
+def test_the_page_reads_no_file_that_a_request_names(name: str, path: str, tmp_path: Path) -> None:
+    (tmp_path / path).write_text("{}")
+    request = parse_request(
+        json.dumps({"model": "llama3-8b", "pp": 2, "micro_batches": 2, name: str(tmp_path / path)}).encode()
+    )
+    with pytest.raises(OctoPipeError, match=f"^{name}: "):
+        request.setup()
 
 
 def spelled(value: Any) -> str:

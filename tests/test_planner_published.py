@@ -277,8 +277,8 @@ def test_flags_that_systems_have_no_use_for_are_refused(capsys: pytest.CaptureFi
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*words[:-1], "gpipe"])
-    assert "plans no cluster" in capsys.readouterr().err
-    with pytest.raises(OctoPipeError, match="plans no cluster"):
+    assert "does not plan clusters" in capsys.readouterr().err
+    with pytest.raises(OctoPipeError, match="does not plan clusters"):
         plan_by("gpipe", preset("llama3-8b"), setup(), gpus=8, global_batch=16)
 
 

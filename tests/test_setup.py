@@ -65,7 +65,7 @@ def test_what_the_gpus_leave_open_follows() -> None:
 def test_the_global_batch_makes_micro_batches() -> None:
     assert micro_batches_of(global_batch=128, micro_batch_size=2, dp=4, pp=2, given=None) == 16
     assert micro_batches_of(global_batch=None, micro_batch_size=2, dp=4, pp=3, given=None) == 6
-    with pytest.raises(OctoPipeError, match="no multiple"):
+    with pytest.raises(OctoPipeError, match="not a multiple"):
         micro_batches_of(global_batch=100, micro_batch_size=8, dp=4, pp=2, given=None)
     with pytest.raises(OctoPipeError, match="16 micro-batches, not 3"):
         micro_batches_of(global_batch=128, micro_batch_size=2, dp=4, pp=2, given=3)

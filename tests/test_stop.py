@@ -76,17 +76,17 @@ def test_tune_hands_over_the_best_plan_so_far(number: signal.Signals, tmp_path: 
 def test_plan_hands_over_the_best_split_so_far(number: signal.Signals, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     words = ("plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "32", "--budget", LONG)
-    code, out, _ = stopped(number, *DRAWING, *words, "--json", "-o", str(file))
+    code, out, _ = stopped(number, *DRAWING, *words, "--pp", "4", "--for", "octopipe", "--json", "-o", str(file))
     assert code == 128 + number
     told = json.loads(out)
     assert told["interrupted"] and told["best"]["fits"] and told["seconds"] < LIMIT_S
     assert load_plan(file).num_ranks == told["best"]["pp"]
 
 
-def test_plan_that_is_stopped_before_there_is_a_split_says_so() -> None:
+def test_plan_that_is_stopped_while_it_judges_hands_over_what_it_has() -> None:
     words = ("plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "32", "--budget", LONG)
     code, out, err = stopped(signal.SIGTERM, "octopipe.search.planner.search", "Pricer", "bound_ms", *words)
-    assert (code, out) == (143, "") and err == "octopipe: terminated\n"
+    assert code == 143 and "1 judged" in out and "interrupted: this is the best split so far" in out, err
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -130,7 +130,7 @@ def test_a_search_of_the_reproduction_that_was_cut_short_is_not_kept(
     from octopipe.search.tuner.search import Search
 
     def run(bench: Bench) -> Result:
-        bench.tuned(_costs(), 2, 4)
+        bench.searched(_costs(), 2, 4, robust=where == "_hide")
         return Result(rows=(), costs="ours")
 
     owner, name = (Search, "_draw") if where == "_draw" else (tuner, "hide_transfers")

@@ -252,7 +252,7 @@ def test_other_starters_and_batch_scripts_are_left_alone(known: dict[str, str]) 
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
         ({"SLURM_PROCID": "12"}, "12 of 12 tasks"),
         ({"SLURM_JOB_NODELIST": ""}, "names no nodes"),
-        ({"SLURM_JOB_NODELIST": ",,"}, "no list of Slurm nodes"),
+        ({"SLURM_JOB_NODELIST": ",,"}, "not a list of Slurm nodes"),
     ],
 )
 def test_variables_that_cannot_be_are_told(change: dict[str, str], why: str) -> None:

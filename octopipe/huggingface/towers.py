@@ -29,8 +29,8 @@ class VisionStart(nn.Module):
 
     def __init__(self, tower: nn.Module):
         super().__init__()
-        self.embeddings = tower.embeddings
-        self.norm = getattr(tower, "pre_layrnorm", None)
+        self.embeddings: Any = tower.embeddings
+        self.norm: Any = getattr(tower, "pre_layrnorm", None)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         if not pixel_values.shape[0]:  # no image, no work: attention does not take empty batches

@@ -15,7 +15,7 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -189,11 +189,12 @@ class GraphExecutor(Executor):
         started, ended, clock, mark = recorder.started, recorder.ended, time.perf_counter, recorder.mark
         for ins in self.program.steps:
             self.at = ins
-            code, cell, k = ins.code, ins.cell, ins.number
+            code, cell, k = ins.code, cast(GraphCell, ins.cell), ins.number
             if code in (SEND, RECEIVE):
                 self._transfer(ins)
                 continue
-            value = needs = given = None
+            value = needs = None
+            given: Any = None
             if code == F:
                 value, needs = self._inputs(cell, micro_batches)
                 given = self._then(cell, targets)
@@ -271,7 +272,7 @@ class GraphExecutor(Executor):
             transport.begin_step()
             for ins in self.program.steps:
                 self.at = ins
-                cell, slot = ins.cell, ins.slot
+                cell, slot = cast(GraphCell, ins.cell), ins.slot
                 if ins.code in (SEND, RECEIVE):
                     assert slot is not None
                     if slot.forward:
@@ -294,8 +295,8 @@ class GraphExecutor(Executor):
             for slot in sent:
                 transport.release(slot)
             transport.end_step()
-            for cell in self.program.cells:
-                cell.clear()
+            for done in self.program.cells:
+                done.clear()
         return losses
 
     def _transfer_forward(self, ins: Any, sent: list[Any]) -> None:

@@ -189,4 +189,4 @@ def _list(args: argparse.Namespace) -> int:
 
 def _fitted_on(stack: Stack) -> str:
     pairs = ", ".join(f"{g} {p}" for g, p, _ in stack.rates)
-    return f"{pairs}; " + ("too few runs to leave one out" if stack.errors is None else stack.errors.words())
+    return f"{pairs}; " + ("errors on runs left out are not known" if stack.errors is None else stack.errors.words())

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     Reasons = dict[str, Why | None]
 
 
+BY = {"estimated": "est.", "interleaved": "inter", "interleaved-overlap": "inter+ep"}
+"""How a row was found, briefly; +ep: with the experts' exchange behind computation."""
+
+
 def numbers_of(args: argparse.Namespace, found: Found, lines: dict[str, str], reasons: Reasons) -> dict[str, Any]:
     """The answer as one JSON object."""
     from octopipe.search.planner.errors import expected_error
@@ -161,7 +165,7 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
             f"{100 * c.bubble:.1f}",
             f"{c.peak_gib:.0f}/{c.limit_gib:.0f}",
             "yes" if c.fits else "no",
-            "today" if c is found.today else {"estimated": "est.", "interleaved": "inter"}.get(c.how, c.how),
+            "today" if c is found.today else BY.get(c.how, c.how),
             style=style,
         )
     out.print(table)
@@ -172,6 +176,23 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
     out.print(seen, style="dim")
     for sentence in found.skipped:
         out.print(sentence, style="dim")
+
+
+def experts_words(best: Candidate) -> list[str]:
+    """How much of the experts' exchange the winner hides, and what uneven routing costs it."""
+    from octopipe.search.planner.pricing import evenly_routed_ms
+
+    out = []
+    if best.timeline is not None and best.timeline.exchange.total_ms > 0:
+        share = 100 * best.timeline.exchange.share
+        hidden = f"{share:.0f} % of it runs" if share >= 0.5 else "nothing of it runs"
+        took = best.timeline.exchange.total_ms / best.timeline.num_ranks
+        out.append(f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation.")
+    even = evenly_routed_ms(best)
+    if even is not None:
+        costs = f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step"
+        out.append(f"{costs}: with the same tokens on every expert rank this plan would take {even / 1e3:.2f} s.")
+    return out
 
 
 def rates_words(setup: Setup) -> str:
@@ -200,6 +221,7 @@ def changes(found: Found) -> list[str]:
     step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
     out.append(rates_words(best.setup))
+    out += experts_words(best)
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
         out.append(

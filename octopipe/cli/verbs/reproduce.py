@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measured", metavar="FILE", help="measured runs for the fidelity part (default: benchmarks/results)"
     )
     parser.add_argument(
-        "--iterations", type=whole_number, default=3000, help="moves per lane of our search (default: 3000)"
+        "--iterations", type=whole_number, default=6000, help="moves per lane of our search (default: 6000)"
     )
     parser.add_argument("--rounds", type=whole_number, default=100, help="iterations of Algorithm 1 (default: 100)")
     parser.add_argument("--seed", type=seed_number, default=0, help="start of the random numbers (default: 0)")

@@ -8,7 +8,7 @@ calibrated rates (`calibration.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -262,6 +262,19 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms)
 
 
+def on_busiest_rank(work: Work, spread: float) -> Work:
+    """What experts do on the rank of their group that gets `spread` times the mean's tokens: all others wait for it at
+    the next exchange, so it sets the layer's pace, and its memory is what must suffice."""
+    if spread == 1.0:
+        return work
+    widths = ("inner_width", "stash_inner_width", "quantized_inner_width", "cheap_inner_width", "routed_width")
+    return replace(
+        work,
+        products=tuple(p._replace(rows=p.rows * spread) if p.experts else p for p in work.products),
+        **{name: getattr(work, name) * spread for name in widths},
+    )
+
+
 def _narrow(part: Layer) -> float:
     """Heads narrower than 128 leave a matrix unit partly idle in softmax attention."""
     width = getattr(part, "head_dim", 128)
@@ -291,6 +304,8 @@ def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
     parts: list[_PartTimes] = []
     for part in layer.parts:
         work = part_work(part, seq=setup.seq, micro_batch_size=setup.micro_batch_size)
+        if isinstance(part, Moe):
+            work = on_busiest_rank(work, setup.busiest_expert_rank(part.experts))
         parts.append(_part_ms(part, work, pricing))
         forward, backward = forward + parts[-1].forward_ms, backward + parts[-1].input_ms
         weight += parts[-1].weight_ms

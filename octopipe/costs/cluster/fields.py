@@ -1,6 +1,7 @@
 """Kinds of field of the set-up: what is accepted for one, how it is held, how it is written in JSON and as text.
 
-Knows: whole numbers, choices, yes or no, times, lists, GPUs, nodes. Does not know: which fields there are (`setup.py`).
+Knows: whole numbers, choices, yes or no, times, lists, GPUs, nodes, spreads. Does not know: which fields there are
+(`setup.py`).
 
 Every field of `Setup` is declared with one of these kinds and the words around it. Flags, keywords, JSON, plan files
 and the page's form are made from that declaration.
@@ -12,6 +13,7 @@ and the page's form are made from that declaration.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief
+from octopipe.base.files import brief, read_bytes
 from octopipe.base.limits import MAX_SIZE, MAX_TIME_MS, finite
 from octopipe.costs.analytic.calibration import Stack, stack_named, stack_names, stack_record
 from octopipe.costs.cluster.file import Nodes, nodes_from_object, read_cluster
@@ -29,6 +31,7 @@ from octopipe.costs.cluster.hardware_file import read_hardware
 
 Part = Literal["size", "hardware", "batch", "training", "ranks"]
 """What a field is about; flags are grouped by it."""
+MAX_SPREAD, MAX_EXPERTS = 1000.0, 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class Kind:
     def of_text(self, text: str) -> Any:
         """The value that a flag or an input of a form spells; errors do not name the field."""
         raise OctoPipeError(f"{text[:40]!r} is a text; give a list")
+
+    def of_form(self, text: str) -> Any:
+        """The value that an input of a page's form spells: as a flag, but no file of the serving machine is named."""
+        return self.of_text(text)
 
     def told(self, value: Any) -> Any:
         """What is held, as a plain JSON value."""
@@ -176,6 +183,9 @@ class GpuName(Kind):
     def of_text(self, text: str) -> str:
         return text
 
+    def of_form(self, text: str) -> str:
+        return gpu(text).name
+
     def told(self, value: Gpu | None) -> str | dict[str, Any] | None:
         return None if value is None else gpu_record(value)
 
@@ -190,6 +200,11 @@ class StackName(Kind):
         return stack_named(value)
 
     def of_text(self, text: str) -> str:
+        return text
+
+    def of_form(self, text: str) -> str:
+        if text not in stack_names():
+            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
         return text
 
     def told(self, value: Stack | None) -> str | dict[str, Any] | None:
@@ -214,6 +229,9 @@ class NodeGroups(Kind):
 
     def of_text(self, text: str) -> str:
         return text
+
+    def of_form(self, text: str) -> str:
+        raise OctoPipeError("the page reads no files of this machine; give the list of nodes")
 
     def told(self, value: Nodes) -> list[dict[str, Any]] | None:
         return [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in value] or None
@@ -251,6 +269,57 @@ class Lengths(Kind):
 
     def told(self, value: tuple[Any, ...]) -> list[Any] | None:
         return [list(v) if isinstance(v, tuple) else v for v in value] or None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Kind):
+    """How unevenly tokens go to experts: what the busiest rank gets over the mean, or the tokens of every expert, as a
+    list or as a file of them (JSON, or one per line)."""
+
+    accepts = "float | str | Path | Sequence[float]"
+
+    def read(self, name: str, value: Any) -> tuple[float, ...]:
+        if isinstance(value, str | os.PathLike):
+            return self._counts(str(value), _numbers_in(Path(value)))
+        if _is_list(value) and not value:
+            return ()
+        if _is_list(value) and len(value) > 1:
+            return self._counts(name, list(value))
+        number = finite(value[0] if _is_list(value) else value)
+        if number is None or not 1 <= number <= MAX_SPREAD:
+            wanted = f"what the busiest expert rank gets over the mean (1 to {MAX_SPREAD:g})"
+            raise OctoPipeError(f"{name} is {brief(value)}; give {wanted}, or a file with the tokens of every expert")
+        return (number,) if number > 1 else ()
+
+    def _counts(self, name: str, values: list[Any]) -> tuple[float, ...]:
+        counts = [finite(v) for v in values]
+        if any(c is None or c < 0 for c in counts) or not any(counts):
+            raise OctoPipeError(f"{name}: give the tokens of every expert, numbers >= 0 and not all 0")
+        return tuple(float(c) for c in counts if c is not None)
+
+    def of_text(self, text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    def told(self, value: tuple[float, ...]) -> list[float] | None:
+        return list(value) or None
+
+
+def _numbers_in(path: Path) -> list[Any]:
+    """A JSON list of numbers, or one number per line."""
+    data = read_bytes(path)
+    try:
+        found: object = json.loads(data)
+    except ValueError:
+        found = data.decode("utf-8", "replace").split()
+    if not isinstance(found, list) or not 1 < len(found) <= MAX_EXPERTS:
+        raise OctoPipeError(f"{path}: give a JSON list of the tokens of every expert, or one number per line")
+    try:
+        return [float(v) for v in found]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise OctoPipeError(f"{path}: give a JSON list of the tokens of every expert, or one number per line") from None
 
 
 def _is_list(value: object) -> bool:
@@ -299,7 +368,7 @@ def of_text(name: str, how: Asked, text: str) -> Any:
             return gpu(text)
         if isinstance(how.kind, StackName) and text not in stack_names():
             raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
-        return how.kind.of_text(text)
+        return how.kind.of_form(text)
     except OctoPipeError as error:
         raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None
 

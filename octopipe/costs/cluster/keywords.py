@@ -15,9 +15,11 @@ from typing import TypedDict
 class SetupKeywords(TypedDict, total=False):
     """What surrounds a model that is named."""
 
-    gpu: str | None
+    gpu: str | Path | Mapping[str, object] | None
+    hardware: str | Path | Mapping[str, object] | None
     tp: int | None
     cp: int | None
+    cp_kind: str | None
     ep: int | None
     dp: int | None
     micro_batch_size: int | None
@@ -26,9 +28,11 @@ class SetupKeywords(TypedDict, total=False):
     distributed_optimizer: int | None
     precision: str | None
     gradients: str | None
+    states: str | None
     recompute: str | None
     recompute_layers: int | None
     sequence_parallel: bool | None
+    imbalance: float | str | Path | Sequence[float] | None
     vocab_parallel: bool | None
     reserve_gib: float | None
     memory_gib: float | Sequence[float] | None
@@ -38,6 +42,7 @@ class SetupKeywords(TypedDict, total=False):
     gpus_per_node: int | None
     nodes: str | Path | Sequence[Mapping[str, object]] | None
     cluster: str | Path | Sequence[Mapping[str, object]] | None
+    stack: str | Path | Mapping[str, object] | None
     micro_batch_lengths: Sequence[Sequence[int]] | None
     packed: bool | None
     tokens_per_pipeline: int | None

@@ -29,6 +29,7 @@ from octopipe.costs.cluster.fields import (
     Number,
     Numbers,
     Part,
+    Spread,
     StackName,
     Whole,
     Words,
@@ -143,6 +144,12 @@ class Setup:
         unless_given="yes",
     )  # fmt: skip
     """With tp: norms and the residual stream divided over the group as well."""
+    imbalance: tuple[float, ...] = asked(
+        (), Spread(), part="training", of_a_model=True,
+        words="uneven routing: tokens of the busiest expert rank over the mean, or a file with every expert's tokens",
+        unless_given="1, even",
+    )  # fmt: skip
+    """What the busiest expert rank gets over the mean, or the tokens of every expert; empty: all get the same."""
     vocab_parallel: bool = asked(
         False, YesNo(), part="ranks", of_a_model=True, words="embedding and head divided over all pipeline ranks",
         unless_given="no", has_flag=False,
@@ -283,6 +290,16 @@ class Setup:
             raise OctoPipeError(f"reserve_gib {self.reserved_gib:g} leaves nothing of {min(limits):g} GiB; keep less")
         return tuple(gib * GIB for gib in usable)
 
+    def busiest_expert_rank(self, experts: int) -> float:
+        """Tokens of the busiest rank of an expert group over the mean; a rank holds neighbouring experts."""
+        if len(self.imbalance) < 2:
+            return self.imbalance[0] if self.imbalance and self.ep > 1 else 1.0
+        if len(self.imbalance) != experts:
+            raise OctoPipeError(f"imbalance has the tokens of {len(self.imbalance)} experts; a layer has {experts}")
+        held = experts // self.ep
+        loads = [sum(self.imbalance[r * held : (r + 1) * held]) for r in range(self.ep)]
+        return max(loads) * self.ep / sum(loads)
+
     def cluster(self) -> Cluster:
         """The GPUs and links this set-up lies on."""
         if self.gpu is None:
@@ -326,6 +343,9 @@ class Setup:
             how += [self.recompute_words()] * (self.recompute != "none")
             how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
             how += ["vocabulary parallel"] * self.vocab_parallel
+            if self.imbalance and self.ep > 1:
+                spread = f"{self.imbalance[0]:g} x the mean" if len(self.imbalance) == 1 else "as counted"
+                how.append(f"tokens of the busiest expert rank {spread}")
             how += [f"{self.cp_kind} context parallelism"] * (self.cp > 1 and self.cp_kind != "ring")
             how += [f"{self.states} optimizer state"] * (self.states != "fp32")
             how += [] if self.stack is None else [f"{self.stack.name} rates"]

@@ -115,15 +115,14 @@ class CutHeadSearch:
         found.sort(key=lambda member: member.ms)
         if found:
             found.insert(0, self._annealed(found[0], WALK_SHARE))
-        made = [(member.layout, *plan) for member in found if (plan := self._made(member)) is not None]
+        made = [(member.layout, *one) for member in found if (one := self._made(member)) is not None]
         made += [(layout, plan, simulate(plan, self.costs)) for layout, plan in self.plans if not plan.problems()]
         made = sorted((one for one in made if one[2].fits), key=lambda one: one[2].step_ms)
         best: tuple[Plan, Timeline] | None = None
-        for number, one in enumerate(made):
-            plan, timeline = one[1:]
+        for number, (layout, plan, timeline) in enumerate(made):
             if number < POLISHED:
                 until = WALK_SHARE + (1.0 - WALK_SHARE) * (number + 1) / min(POLISHED, len(made))
-                plan, timeline = self._polished(*one, until)
+                plan, timeline = self._polished(layout, plan, timeline, until)
             if best is None or timeline.step_ms < best[1].step_ms:
                 best = plan, timeline
         return best
@@ -454,7 +453,9 @@ class CutHeadSearch:
 
 
 def _with(values: tuple[Number, ...], at: int, value: Number) -> tuple[Number, ...]:
-    return (*values[:at], value, *values[at + 1 :])
+    changed = list(values)
+    changed[at] = value
+    return tuple(changed)
 
 
 def _without(keys: Keys, at: int) -> Keys:

@@ -141,11 +141,11 @@ class Prices:
             so_far[r] += most[s]
         if np.isfinite(self._capacity).any():
             static, space = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
-            for s in stages:
-                share_of = 1.0 if s.shard is None else 1.0 / s.shard[1]
-                static[s.rank] += share_of * (self._static[s.stop] - self._static[s.first])
-                work = self.costs.workspace_bytes[s.first : s.stop].max(initial=0.0)
-                space[s.rank] = max(space[s.rank], share_of * work)
+            for stage in stages:
+                share_of = 1.0 if stage.shard is None else 1.0 / stage.shard[1]
+                static[stage.rank] += share_of * (self._static[stage.stop] - self._static[stage.first])
+                work = self.costs.workspace_bytes[stage.first : stage.stop].max(initial=0.0)
+                space[stage.rank] = max(space[stage.rank], share_of * work)
             if self.costs.tied_bytes and layout.cuts_embedding:
                 for r in layout.shards:
                     static[r] -= self.costs.tied_bytes / len(layout.shards)

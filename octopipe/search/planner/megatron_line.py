@@ -61,7 +61,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     setup, split = candidate.setup, candidate.split
     assert setup.gpu is not None
     experts = any(isinstance(part, Moe) for layer in spec for part in layer.parts)
-    if candidate.how not in ("1f1b", "interleaved", "layout", "estimated"):
+    if candidate.how not in ("1f1b", "interleaved", "interleaved-overlap", "layout", "estimated"):
         plan = candidate.plan
         whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
         ours = "octopipe.megatron.forward_backward_func(plan) runs it on Megatron's chunks; " if whole else ""
@@ -77,6 +77,9 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     cluster = setup.cluster()
     if split.ep > 1 or (experts and split.tp > 1):
         flags.append(f"--expert-model-parallel-size {split.ep} --expert-tensor-parallel-size {cluster.expert_tp}")
+    if candidate.how == "interleaved-overlap":
+        # Its exchange runs beside the other direction's computation; W is kept apart for what stays exposed.
+        flags.append("--overlap-moe-expert-parallel-comm --delay-wgrad-compute")
     flags.append(f"--micro-batch-size {split.micro_batch_size} --global-batch-size {setup.global_batch}")
     # Experts behind tensor parallelism need the stream divided too.
     if split.tp > 1 and (setup.sequence_parallel or experts):

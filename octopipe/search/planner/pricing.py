@@ -17,12 +17,13 @@ from octopipe.costs.analytic.layer_pricing import Pricing
 from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
+from octopipe.costs.segments import together_ms
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
 from octopipe.search.planner.splits import Split, least_state_bytes
-from octopipe.search.recompute import least_recomputing, plan_under, recomputing
+from octopipe.search.recompute import Price, least_recomputing, plan_under, recomputing
 from octopipe.search.restricted import with_cuts
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -50,6 +51,7 @@ class Candidate:
     plan: Plan | None = None
     costs: CostTable | None = None
     timeline: Timeline | None = None
+    spec: ModelSpec | None = None
 
     def as_dict(self) -> dict[str, object]:
         names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
@@ -60,6 +62,29 @@ class Candidate:
             "recompute": self.recompute,
             "setup": self.setup.as_dict(),
         }
+
+
+def exchange_hidden(costs: CostTable) -> CostTable:
+    """The costs with every layer's exchange behind its own computation: what a schedule of pairs comes near to. Only
+    estimates are made of these."""
+    if costs.segments is None:
+        return costs
+    share = [costs.segments.share(kind, "exchange") for kind in "FI"]
+    exchange = np.minimum(share[0], 1.0) * costs.forward_ms + np.minimum(share[1], 1.0) * costs.input_ms
+    slowing = costs.segments.slows_compute, costs.segments.slows_exchange
+    whole = costs.forward_ms + costs.input_ms + costs.weight_ms
+    both = np.array([together_ms(w - x, x, *slowing) for w, x in zip(whole, exchange, strict=True)])
+    scale = np.divide(both, whole, out=np.ones_like(whole), where=whole > 0)
+    times = {name: getattr(costs, name) * scale for name in ("forward_ms", "input_ms", "weight_ms")}
+    return costs.replace(segments=None, **times)
+
+
+def evenly_routed_ms(candidate: Candidate) -> float | None:
+    """The candidate's step if every expert rank got the same tokens; None where that was priced anyway."""
+    if candidate.spec is None or candidate.plan is None or not candidate.setup.imbalance or candidate.setup.ep == 1:
+        return None
+    even = costs_of_setup(candidate.spec, replace(candidate.setup, imbalance=()))
+    return simulate(candidate.plan, even, check=False).step_ms
 
 
 class Pricer:
@@ -73,14 +98,16 @@ class Pricer:
         *,
         recompute_ops: bool = False,
         pairs: bool = False,
+        overlaps: tuple[str, ...] = (),
         layouts: bool = True,
     ):
         """`recompute_ops`: recomputation is R ops of the plan, not a matter of prices. `pairs`: an order may hold pairs
-        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other. `layouts`:
-        stages may differ in their number of layers."""
+        of ops that hide the experts' exchange, so neither bounds nor hopes may count it one after the other.
+        `overlaps`: the published schedules that the runtime runs with such pairs. `layouts`: stages may differ in their
+        number of layers."""
         self.layouts = layouts
         self.spec, self.base, self.global_batch, self.recompute_ops = spec, base, global_batch, recompute_ops
-        self.pairs = pairs
+        self.pairs, self.overlaps = pairs or bool(overlaps), overlaps
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
@@ -137,15 +164,16 @@ class Pricer:
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(
-            lambda *how: self.costs(split, *how),
-            split.pp,
-            split.vp,
-            m,
-            modes=modes,
-            pairs=self.pairs,
-            layouts=self.layouts and bool(self.base.nodes),
-        )
+        layouts = self.layouts and bool(self.base.nodes)
+
+        def judged(price: Price, pairs: bool) -> Estimate:
+            return estimate(price, split.pp, split.vp, m, modes=modes, pairs=pairs, layouts=layouts)
+
+        found = judged(lambda *how: self.costs(split, *how), self.pairs)
+        interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
+        if interleaved and split.ep > 1 and split.pp > 1 and found.fits:
+            hidden = judged(lambda *how: exchange_hidden(self.costs(split, *how)), False)
+            found = replace(found, step_ms=hidden.step_ms, tuned_ms=min(found.tuned_ms, hidden.tuned_ms))
         return self._candidate(split, self.costs(split), "estimated", found)
 
     def _candidate(self, split: Split, costs: CostTable, how: str, found: Estimate) -> Candidate:
@@ -168,7 +196,14 @@ class Pricer:
         )
 
     def simulated(self, split: Split, recompute: str = "auto") -> Candidate:
-        """The split under (interleaved) 1F1B, op by op."""
+        """The split under (interleaved) 1F1B, op by op; with the experts' exchange hidden where the runtime can do
+        that, it fits, and is faster."""
+        plain = self._simulated(split, recompute)
+        hides = "interleaved-overlap" in self.overlaps and split.vp > 1 and split.ep > 1 and recompute != "full"
+        hidden = self.scheduled(split, "interleaved-overlap", chunks=split.vp) if hides else None
+        return hidden if hidden is not None and (hidden.step_ms < plain.step_ms or not plain.fits) else plain
+
+    def _simulated(self, split: Split, recompute: str) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         system = "interleaved" if split.vp > 1 else "1f1b"
         options: dict[str, Any] = {"chunks": split.vp} if split.vp > 1 else {}
@@ -204,16 +239,16 @@ class Pricer:
         found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 
-    def scheduled(self, split: Split, system: str) -> Candidate | None:
-        """The split under a published schedule that needs a runtime for any order; None where it does not apply."""
+    def scheduled(self, split: Split, system: str, **options: Any) -> Candidate | None:
+        """The split under a published schedule; None where it does not apply or fit."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         try:
             costs = self.costs(split)
-            plan = build_plan(system, costs, split.pp, m)
+            plan = build_plan(system, costs, split.pp, m, **options)
             found = self.of_plan(split, plan, costs, system)
             if not found.fits and not self.recompute_ops:
                 costs = self.costs(split, "selective")
-                found = self.of_plan(split, build_plan(system, costs, split.pp, m), costs, system)
+                found = self.of_plan(split, build_plan(system, costs, split.pp, m, **options), costs, system)
         except (NotApplicableError, DoesNotFitError):
             return None
         return found if found.fits else None
@@ -241,4 +276,5 @@ class Pricer:
             plan=plan,
             costs=costs,
             timeline=timeline,
+            spec=self.spec,
         )

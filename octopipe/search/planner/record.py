@@ -78,7 +78,7 @@ def scaled(
         count, began = int(gpus * share), time.monotonic()
         if count < 1 or count == gpus or began + longest > until:
             continue
-        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops)
+        pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
         judging = Budget(seconds=budget_s / (2 * len(STEPS)))
         kept, *_ = judge(pricer, every, modes_of("auto", runtime), lambda words: None, over=judging.over)

@@ -33,6 +33,8 @@ class Runtime:
     """Sizes it does not go beyond."""
     target: Target | None = "octopipe"
     """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
+    overlaps: tuple[str, ...] = ()
+    """Schedules in which it hides the experts' exchange behind the other direction's computation."""
     recomputes_by_ops: bool = False
     """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
 
@@ -59,6 +61,8 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero=(1, 2, 3),
             zero_with_pipeline=(1,),
             target="megatron",
+            # --overlap-moe-expert-parallel-comm wants interleaved 1F1B and no whole layers recomputed.
+            overlaps=("interleaved-overlap",),
         ),
         # FSDP2, DTensor TP, context and expert parallelism around torch.distributed.pipelining.
         "torchtitan": Runtime(
@@ -67,6 +71,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero=(2, 3),
             zero_with_pipeline=(1,),
             target="torch",
+            overlaps=("dualpipev",),
         ),
         "torch": Runtime(
             name="torch",
@@ -94,6 +99,12 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             recomputes_by_ops=True,
         ),
         # Every split that at least one of the others runs.
-        "any": Runtime(name="any", version="any of the others", zero=(1, 2, 3), zero_with_pipeline=(1,)),
+        "any": Runtime(
+            name="any",
+            version="any of the others",
+            zero=(1, 2, 3),
+            zero_with_pipeline=(1,),
+            overlaps=("interleaved-overlap", "dualpipev"),
+        ),
     }
 )

@@ -128,6 +128,7 @@ class _Run:
             global_batch,
             recompute_ops=runtime.recomputes_by_ops,
             pairs=pairs,
+            overlaps=runtime.overlaps,
             layouts=runtime.target is not None,
         )
         self.modes = modes_of(recompute, runtime)

@@ -6,6 +6,8 @@ worth it, or how the budget is shared (`search.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.budget import Budget
@@ -82,7 +84,9 @@ def tune_candidate(
     searching = seconds - budget.tuning_s(ops)
     if searching < LEAST_S:
         return None, "the time left is too short for it", budget.stop()
-    start: Plan | None = plan if candidate.fits and not any(s.recompute for s in plan.stages) else None
+    start: Plan | None = None
+    if candidate.fits and not any(s.recompute for s in plan.stages):
+        start = replace(plan, pairs=frozenset())
     target = target_of(candidate.split, runtime)
     whole = costs.setup is not None and costs.setup.recompute == "full"
     if whole and recompute == "auto" and runtime.name == "any" and target == "octopipe":

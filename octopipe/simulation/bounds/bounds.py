@@ -93,10 +93,10 @@ def bounds(
     """Every bound on plans of this class, the strongest first."""
     if cuts_head:
         less = bounds(with_cut_ends(costs, num_ranks), num_ranks, num_micro_batches, recompute, copies)
-        every = [_work(lane, num_ranks, num_micro_batches) for lane in _lanes(costs)]
+        every = [_work(lane, num_ranks, num_micro_batches) for lane in lanes_of(costs)]
         return _ordered([*less, max(every, key=lambda b: b.ms)])
     found: list[list[Bound]] = []
-    for lane in _lanes(costs):
+    for lane in lanes_of(costs):
         if copies:
             setting = lane, num_ranks, num_micro_batches
             found.append([copied_bound(*setting, recompute), _work(*setting)])
@@ -106,7 +106,7 @@ def bounds(
     return tuple(best) if copies else _ordered(best)
 
 
-def _lanes(costs: CostTable) -> list[CostTable]:
+def lanes_of(costs: CostTable) -> list[CostTable]:
     """The costs of every lane of a rank alone; where nothing is exchanged, the costs themselves."""
     found = costs.segments
     if found is None or not found.any_exchange:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError, StoppedError
-from octopipe.costs.cluster.fields import NodeGroups, of_text
+from octopipe.costs.cluster.fields import of_text
 from octopipe.costs.cluster.setup import keyword_fields
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
@@ -61,8 +61,6 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name, how in keyword_fields().items():
             value = getattr(self, name)
             if isinstance(value, str):
-                if isinstance(how.kind, NodeGroups):
-                    raise OctoPipeError("nodes: the page reads no files of this machine; give the list of nodes")
                 value = of_text(name, how, value)
             if value is not None:
                 out[name] = value

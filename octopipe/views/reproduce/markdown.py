@@ -11,7 +11,10 @@ from itertools import groupby
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.row import COUNTED, VERDICTS, Pair, Result, Row, Value
 
-COLUMNS = ("claim", "paper", "Algorithm 1", "our search", "Algorithm 1, head fitted", "verdict", "head fitted")
+COLUMNS = (
+    *("claim", "paper", "Algorithm 1", "our search", "verdict"),
+    *("head fitted: Algorithm 1", "our search", "verdict"),
+)
 SHORT = {
     "agrees": "agrees",
     "trend agrees": "trend",
@@ -72,25 +75,26 @@ def grouped(rows: Iterable[Row]) -> list[list[Row]]:
 def _cells(rows: list[Row]) -> tuple[str, ...]:
     """The cells of a line: values joined by slashes."""
     unit = rows[0].unit
-    plain = any(r.published[0] is not None for r in rows)
+
+    def ours(pairs: list[Pair], bound: Value) -> tuple[str, str]:
+        first = _joined([p[0] for p in pairs], unit) + _gap(pairs[0][0], bound)
+        return first, _joined([p[1] for p in pairs], unit) + _gap(pairs[0][1], bound)
+
     return (
         _claim(rows),
         _joined([r.paper for r in rows], unit),
-        _joined([r.published[0] for r in rows], unit) if plain else "",
-        _joined([r.published[1] for r in rows], unit),
-        _joined([r.fitted[0] if r.fitted[0] is not None else r.fitted[1] for r in rows], unit)
-        + _gap(rows[0].fitted, rows[0].bound[1], unit),
-        _verdicts([r.verdict for r in rows]) + _gap(rows[0].published, rows[0].bound[0], unit),
+        *ours([r.published for r in rows], rows[0].bound[0]),
+        _verdicts([r.verdict for r in rows]),
+        *ours([r.fitted for r in rows], rows[0].bound[1]),
         _verdicts([r.fitted_verdict for r in rows]),
     )
 
 
-def _gap(values: Pair, bound: Value, unit: str) -> str:
-    """How far above the proven bound a step time is, as a share of it."""
-    value = values[0] if values[0] is not None else values[1]
-    if unit not in ("ms", "T") or not isinstance(bound, float) or not isinstance(value, float):
+def _gap(value: Value, bound: Value) -> str:
+    """How much a plan may still gain: what a proven bound leaves of a step time or a throughput."""
+    if not isinstance(bound, int | float) or not isinstance(value, int | float):
         return ""
-    return f" (bound {text(bound)}: {100 * (1 - bound / value):.0f} % above)"
+    return f" (≤ {100 * (1 - min(bound, value) / max(bound, value)):.0f} %)"
 
 
 def _claim(rows: list[Row]) -> str:
@@ -170,8 +174,11 @@ def _shown(row: Row) -> tuple[str, str, str]:
 
 def _counts(claims: Sequence[Row]) -> str:
     """How many claims got each verdict, under both readings of the head."""
-    both = [[row.verdict for row in claims], [row.fitted_verdict for row in claims if row.fitted_verdict]]
-    lines = [
+    both: list[list[str]] = [
+        [row.verdict for row in claims],
+        [row.fitted_verdict for row in claims if row.fitted_verdict],
+    ]
+    lines: list[tuple[Value, ...]] = [
         (name, *(float(sum(x == v for x in some)) for v in VERDICTS), float(sum(x in COUNTED for x in some)))
         for name, some in zip(("head as published", "head fitted"), both, strict=True)
     ]

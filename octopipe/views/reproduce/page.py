@@ -35,7 +35,8 @@ def preface(options: Options, *, complete: bool) -> list[str]:
         "chunks, Tessel in its fast mode, Mist within two layers of the mean, W put off into bubbles for all.",
         f"Costs: {costs_in_words(options.profiles)}. Algorithm 1: {options.rounds} iterations from 1F1B; our search: "
         f"{options.iterations} moves a lane; seed {options.seed}: the same page on every machine. The paper's times "
-        "were measured on H800s, ours are predicted. Every row with its reason: [appendix](reproduction/appendix.md), "
+        "were measured on H800s, ours are predicted; (≤ 9 %) beside a number is what "
+        "a proven bound leaves to any plan. Every row with its reason: [appendix](reproduction/appendix.md), "
         "[rows](reproduction/rows.json); which sentence of the paper each row answers: "
         "[sentences](reproduction/sentences.json).",
     ]

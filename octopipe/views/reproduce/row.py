@@ -81,7 +81,7 @@ class Row:
     group: str = ""
     """Rows of one group stand on one line of the page."""
     bound: Pair = (None, None)
-    """The least step time any plan can have, per reading of the head, where this is one."""
+    """The best value that a proven bound leaves to any plan, per reading of the head: of step times and throughputs."""
 
     def __post_init__(self) -> None:
         if self.verdict not in (*VERDICTS, "") or self.fitted_verdict not in (*VERDICTS, ""):

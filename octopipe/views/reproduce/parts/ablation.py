@@ -74,6 +74,7 @@ def run(bench: Bench) -> Result:
             both(bench, lambda h: gains[h]["ASPO"] > max(gains[h][n + "O"] for n in single)),
             source=SOURCE,
             why="too few iterations",
+            tested="ablation.placement",
         ),
         Row.order(
             "ablation.overlap-always",
@@ -82,7 +83,8 @@ def run(bench: Bench) -> Result:
             ours(lambda g: f"by {min(g[n + 'O'] / g[n] for n in ('', *VARIANTS)):.3f} × at least"),
             both(bench, lambda h: all(gains[h][n + "O"] >= gains[h][n] for n in ("", *VARIANTS))),
             source=SOURCE,
-            why="",
+            why="transfers cost nothing",
+            tested="ablation.overlap-always",
         ),
         Row.order(
             "ablation.overlap-most",

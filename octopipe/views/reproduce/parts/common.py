@@ -21,8 +21,7 @@ def tuned(bench: Bench, value: Callable[[Head, str], Value]) -> Values:
     """A number that a tuner's plan decides, for both tuners and both readings of the head."""
     found: dict[Head, Pair] = {}
     for head in bench.heads:
-        pair = [value(head, t) if t in bench.tuners(head) else None for t in ("algorithm1", "search")]
-        found[head] = (pair[0], pair[1])
+        found[head] = (value(head, "algorithm1"), value(head, "search"))
     return Values(published=found["published"], fitted=found.get("fitted", (None, None)))
 
 

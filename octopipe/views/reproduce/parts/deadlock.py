@@ -39,6 +39,7 @@ def run(bench: Bench) -> Result:
             (stuck, None),
             source=f"{SECTION} (b)",
             why="this plan's order happens to be regular",
+            tested="deadlock.overlap",
         ),
         Row.constructed(
             "deadlock.free", "reordered it cannot deadlock", "runs", "runs, by proof", True, source=f"{SECTION} (d)"

@@ -12,7 +12,7 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan
 from octopipe.simulation.lowering import Channel, lower
 from octopipe.simulation.simulator import jitter_ms, simulate
-from octopipe.views.reproduce.bench import Bench
+from octopipe.views.reproduce.bench import TUNERS, Bench
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.parts.common import HIGHER, both, plain, tuned
 from octopipe.views.reproduce.pictures import bars
@@ -79,6 +79,7 @@ def run(bench: Bench) -> Result:
             ),
             source=SOURCE,
             why="Algorithm 1's few iterations",
+            tested="large.fastest",
         )
     )
     names = (*BASELINES, "algorithm1", "search")
@@ -109,7 +110,7 @@ def gains_of(bench: Bench, model: str, head: Head) -> dict[str, float]:
     for name in BASELINES:
         plan = baseline_plan(name, costs, RANKS, MICRO_BATCHES, bench.reading)
         steps[name] = slowest_ms(plan, costs, dp, bench.reading.channel, bench.options.seed)
-    for tuner in bench.tuners(head):
+    for tuner in TUNERS:
         plan = bench.plan(tuner, tuning, RANKS, MICRO_BATCHES)
         steps[tuner] = slowest_ms(plan, costs, dp, "directed", bench.options.seed)
     return {name: steps["1f1b"] / ms for name, ms in steps.items()}

@@ -46,6 +46,7 @@ def run(bench: Bench) -> Result:
             both(bench, lambda h: all(min(gains(h, "algorithm1", n)) > 1 for n in BASELINES)),
             source=SOURCE,
             why="Algorithm 1's few iterations",
+            tested="pp.fastest",
         ),
     ]
     names = (*BASELINES, "algorithm1", "search")

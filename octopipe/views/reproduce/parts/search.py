@@ -119,6 +119,7 @@ def _claims(
             (list(shares["octopipe"]) == sorted(shares["octopipe"], reverse=True), None),
             source=SOURCE,
             why="see the shares",
+            tested="search.early",
         ),
         Row.order(
             "search.more-than-random",
@@ -128,6 +129,7 @@ def _claims(
             (shares["octopipe"][0] > shares["random"][0], None),
             source=SOURCE,
             why="see the shares",
+            tested="search.early",
         ),
         Row.order(
             "search.beats-random",
@@ -184,7 +186,8 @@ def _priority(bench: Bench, costs: CostTable, found: Sequence[Plan]) -> Row:
         Values(published=(f"{middle[0]:.0f} → {ours:.0f} ms against {middle[1]:.0f} → {other:.0f} ms", None)),
         (middle[0] < middle[1] or ours < other, None),
         source="§VI",
-        why="",
+        why="at the end both have found what the moves can find",
+        tested="search.priority",
     )
 
 
