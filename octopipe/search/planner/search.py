@@ -90,6 +90,7 @@ def search(
     judging = max(JUDGING, min(2 * JUDGING, JUDGING_S / budget_s))
     run.judge(judging)
     run.simulate(judging + SIMULATING)
+    run.schedule(judging + 1.5 * SIMULATING)
     run.improve()
     for _ in range(ROUNDS):
         if not run.cut_short or budget.over(AGAIN):
@@ -97,6 +98,7 @@ def search(
         # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
         run.simulate(1.0)
+        run.schedule(1.0)
         run.improve()
     run.deepen(ROUNDS)
     return run.result(present, margin)
@@ -145,12 +147,14 @@ class _Run:
         self.tuned: list[Candidate] = []
         self.skipped: list[str] = []
         self.improved: set[Split] = set()
+        self.scheduled: set[Split] = set()
+        self.published: set[Split] = set()
 
     def judge(self, until: float) -> None:
         """Keep the best by estimate, until this share of the budget is spent; splits that published runs used are
         looked at in any case."""
         known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
-        known = [split for split in known if all(getattr(split, k) == v for k, v in self.fixed.items())]
+        self.published = {s for s in known if all(getattr(s, k) == v for k, v in self.fixed.items())}
         self.kept, self.judged, self.cut_short = judge(
             self.pricer,
             self.every,
@@ -158,7 +162,7 @@ class _Run:
             self.tell,
             over=lambda: self.budget.over(until),
             tuned=self.runtime.tuned,
-            always=known,
+            always=sorted(self.published),
         )
         if "vp" not in self.fixed:
             later = min(until + 0.1, 1.0)
@@ -186,12 +190,32 @@ class _Run:
             if self._known(candidate.split) is None:
                 self._simulated(candidate.split)
 
+    @property
+    def hopeful(self) -> list[Candidate]:
+        """Pipelines by what tuning may come to."""
+        return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
+
+    def schedule(self, until: float) -> None:
+        """Published splits and the most hopeful ones under the published schedules that need a runtime for any order,
+        until this share of the budget is spent: most of what tuning would gain, for a few simulations each."""
+        if not self.runtime.any_order:
+            return
+        used = [c for c in self.hopeful if c.split in self.published]
+        for candidate in [*used, *self.hopeful[:SIMULATED]]:
+            if self.budget.over(until) or not self._affords(candidate):
+                return
+            if candidate.split not in self.scheduled and candidate.tuned_ms < self.best_ms:
+                self._scheduled(self._known(candidate.split) or self._simulated(candidate.split))
+
+    def _scheduled(self, begun: Candidate) -> None:
+        self.scheduled.add(begun.split)
+        self.simulated += schedules(self.pricer, begun, self.budget)
+
     def improve(self) -> None:
         """Tune the most promising splits, and simulate what is left, for as long as there is time."""
         if self.runtime.tuned:
             number = TUNED + int(self.budget.seconds // TUNING_S) - 1
-            hopeful = [c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1]
-            for candidate in varied(hopeful, each=1)[: 2 * number]:
+            for candidate in self.hopeful[: 2 * number]:
                 if self.budget.over():
                     return
                 if candidate.split in self.improved or candidate.tuned_ms >= self.best_ms:
@@ -237,8 +261,8 @@ class _Run:
             self._skip(candidate, candidate.step_ms, "the time left is too short to simulate it")
             return
         begun = begun or self._simulated(candidate.split)
-        if self.runtime.any_order:
-            self.simulated += schedules(self.pricer, begun, self.budget)
+        if self.runtime.any_order and begun.split not in self.scheduled:
+            self._scheduled(begun)
         if not compiled(self.budget):
             self._skip(
                 candidate, begun.step_ms, "the search's kernels are not compiled yet, and time is too short for it"
