@@ -21,8 +21,8 @@ test-all: $(VENV)/.test
 
 # What touches torch's own interfaces: run with TORCH="torch==2.9.*" or TORCH=torch for the oldest and the newest.
 test-torch: $(VENV)/.test
-	$(BIN)/pytest -n 3 --dist worksteal tests/test_torch_private.py tests/test_torch_engine.py tests/test_torchtitan.py \
-		tests/test_executor.py tests/test_stage.py tests/test_wgrad.py tests/test_odd_layers.py tests/test_checkpoint.py tests/test_meshes.py
+	$(BIN)/pytest -n 3 --dist worksteal tests/adapters/test_torch_private.py tests/adapters/test_torch_engine.py tests/adapters/test_torchtitan.py \
+		tests/runtime/test_executor.py tests/runtime/test_stage.py tests/runtime/test_wgrad.py tests/runtime/test_odd_layers.py tests/runtime/test_checkpoint.py tests/runtime/test_meshes.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check octopipe tests benchmarks scripts examples

@@ -51,7 +51,7 @@ from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 from moe_settings import moe_setting
 
 HERE = Path(__file__).resolve().parent

@@ -7,7 +7,7 @@ python benchmarks/bench_questions.py --today         every published run's own s
 A ratio of 1.05 means: by the same model the answer is 5 % faster than the expert's (or published) split. The expert's
 split is not told to the search. `--budget` is CPU time of the search, so that a busy machine answers the same; `--wall`
 makes it wall-clock time. Every answer's commands are counted; OCTOPIPE_MEGATRON_LM=<checkout> puts Megatron-LM's
-through its own parser (tests/megatron_parser.py).
+through its own parser (tests/helpers/megatron_parser.py).
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def megatron_takes(best: Candidate, spec: Any, lines: dict[str, str]) -> str:
     except OctoPipeError as error:
         return str(error)
     given = [(best.setup.num_gpus, line.environment, shlex.split(line.flags), best.split.dp)]
-    parser = HERE.parent / "tests" / "megatron_parser.py"
+    parser = HERE.parent / "tests" / "helpers" / "megatron_parser.py"
     done = subprocess.run([sys.executable, str(parser)], input=json.dumps(given), capture_output=True, text=True)
     return "taken" if done.returncode == 0 else (done.stdout + done.stderr)[-300:]
 

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 READING = (
     "base.files", "base.limits", "costs.cluster.file", "costs.cluster.setup", "costs.foreign_times",

@@ -28,7 +28,7 @@ from octopipe.views.export.terminal import timeline_text
 from octopipe.views.report import Entry, report_html
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # the browser's flags and the large case live with the tests
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # the browser's flags and the large case live with the tests
 
 DOCS = ROOT / "docs"
 LARGE, SMALL = ("nemotron-h-56b", 8, 8), ("nemotron-h-8b", 4, 4)

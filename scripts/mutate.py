@@ -38,17 +38,25 @@ import torch.utils.checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("octopipe", "tests", "scripts", "benchmarks", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
-PRICES = ("tests/test_costs_golden.py", "tests/test_analytic.py")
-STAGES = ("tests/test_stage.py", "tests/test_stage_again.py", "tests/test_rerun.py", "tests/test_wgrad.py")
+PRICES = ("tests/costs/test_costs_golden.py", "tests/costs/test_analytic.py")
+STAGES = (
+    "tests/runtime/test_stage.py",
+    "tests/runtime/test_stage_again.py",
+    "tests/runtime/test_rerun.py",
+    "tests/runtime/test_wgrad.py",
+)
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plan": ("octopipe/plans/plan.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
-    "plan_rules": ("octopipe/plans/rules.py", ("tests/test_plan_rules.py", "tests/test_plan.py")),
-    "lowering": ("octopipe/simulation/lowering.py", ("tests/test_lower_by_hand.py", "tests/test_lower.py")),
-    "blocking": ("octopipe/simulation/blocking.py", ("tests/test_lower_by_hand.py",)),
-    "price": ("octopipe/plans/price.py", ("tests/test_price.py",)),
-    "simulator": ("octopipe/simulation/simulator.py", ("tests/test_simulate_by_hand.py",)),
-    "timeline": ("octopipe/simulation/timeline.py", ("tests/test_timeline.py",)),
-    "bounds": ("octopipe/simulation/bounds/bounds.py", ("tests/test_bounds_by_hand.py",)),
+    "plan": ("octopipe/plans/plan.py", ("tests/plans/test_plan_rules.py", "tests/plans/test_plan.py")),
+    "plan_rules": ("octopipe/plans/rules.py", ("tests/plans/test_plan_rules.py", "tests/plans/test_plan.py")),
+    "lowering": (
+        "octopipe/simulation/lowering.py",
+        ("tests/simulation/test_lower_by_hand.py", "tests/simulation/test_lower.py"),
+    ),
+    "blocking": ("octopipe/simulation/blocking.py", ("tests/simulation/test_lower_by_hand.py",)),
+    "price": ("octopipe/plans/price.py", ("tests/plans/test_price.py",)),
+    "simulator": ("octopipe/simulation/simulator.py", ("tests/simulation/test_simulate_by_hand.py",)),
+    "timeline": ("octopipe/simulation/timeline.py", ("tests/simulation/test_timeline.py",)),
+    "bounds": ("octopipe/simulation/bounds/bounds.py", ("tests/simulation/test_bounds_by_hand.py",)),
     "analytic": ("octopipe/costs/analytic/table.py", PRICES),
     "flops": ("octopipe/costs/analytic/flops.py", PRICES),
     "layer_pricing": ("octopipe/costs/analytic/layer_pricing.py", PRICES),
@@ -57,8 +65,11 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "stage": ("octopipe/runtime/stages/stage.py", STAGES),
     "run": ("octopipe/runtime/stages/run.py", STAGES),
     "graph": ("octopipe/runtime/stages/graph.py", STAGES),
-    "slots": ("octopipe/runtime/slots.py", ("tests/test_slots.py",)),
-    "wgrad_ops": ("octopipe/runtime/stages/wgrad_ops.py", ("tests/test_wgrad_ops.py", "tests/test_wgrad.py")),
+    "slots": ("octopipe/runtime/slots.py", ("tests/runtime/test_slots.py",)),
+    "wgrad_ops": (
+        "octopipe/runtime/stages/wgrad_ops.py",
+        ("tests/runtime/test_wgrad_ops.py", "tests/runtime/test_wgrad.py"),
+    ),
 }
 """Name: the file, and the tests nearest to it, the quickest to notice first."""
 EQUIVALENT: dict[tuple[str, str], str] = {

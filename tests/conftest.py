@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from ranks import Ranks, close_shared, shared_ranks, start_server
 
 from octopipe.costs.measured import AUTHORS

@@ -1,8 +1,8 @@
 """Every private name of PyTorch that the runtime uses, in one file, for every supported version.
 
 Knows: the name, what it is used for, and what stands in its place where a version does not have it. Does not know: who
-uses it. `tests/test_runtime_private.py` has a test for every name and every attribute below, and holds that no other
-module of the runtime names one: a version of PyTorch that renames one of them fails there, by its name.
+uses it. `tests/runtime/test_runtime_private.py` has a test for every name and every attribute below, and holds that no
+other module of the runtime names one: a version of PyTorch that renames one of them fails there, by its name.
 
 Attributes of tensors, modules and groups are read where they are needed: a function around each would cost more than
 some of the ops that are timed. ATTRIBUTES lists them.

@@ -1,6 +1,6 @@
 """What every picture shares: the colour of an op kind, its shades, and where an axis puts its ticks.
 
-Knows: colours (told apart with every common colour-vision deficiency; tests/test_export.py checks it) and
+Knows: colours (told apart with every common colour-vision deficiency; tests/views/test_export.py checks it) and
 round numbers. Does not know: any output format.
 
 >>> ticks(0, 100, 5), hex_colour("F")

@@ -24,7 +24,7 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
 from octopipe.runtime.ranks.slurm import environment, first_host
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guides" / "two-hosts.md"
 ADDRESS = "10.213.7"
 

@@ -373,7 +373,7 @@ def test_formats_carry_a_version_and_a_newer_one_says_so(name: str, newer: int, 
 def test_version_1_files_are_read_as_they_were_written() -> None:
     """These files stand for all that were ever written as version 1: no key may be asked of them that they lack."""
     step_ms = 3 * 6 + 2 * 0.1 + 1  # 2 micro-batches over 2 ranks, F 2 and B 4; two transfers; the optimizer
-    folder = Path(__file__).parent / "golden" / "formats"
+    folder = Path(__file__).parents[1] / "golden" / "formats"
     assert load_plan(folder / "plan-1.json").orders[1][0].stage == 1
     assert timeline_from_json((folder / "timeline-1.json").read_bytes()).step_ms == pytest.approx(step_ms)
     assert load_profile(folder / "profile-1.json").costs.network.transfer_ms(0, 1, 1e6) == pytest.approx(0.01 + 1 / 40)

@@ -1,6 +1,6 @@
 """One plan, one number: whatever two verbs, or a verb and the Python functions, say about a plan is equal.
 
-The table below has a row per number and a column per verb; `python tests/test_one_number.py` prints it.
+The table below has a row per number and a column per verb; `python tests/cli/test_one_number.py` prints it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A step that breaks off on one rank ends on all of them at once, on one host and between hosts, in whatever they wait.
 
-Between hosts nothing goes through shared memory: the ranks here are told that there is none (`tests/test_two_hosts.py`
-has real ones). The timeout is far longer than anything may take.
+Between hosts nothing goes through shared memory: the ranks here are told that there is none
+(`tests/runtime/test_two_hosts.py` has real ones). The timeout is far longer than anything may take.
 """
 
 from __future__ import annotations

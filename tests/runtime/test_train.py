@@ -34,7 +34,7 @@ from octopipe.runtime.training.data.synthetic import SyntheticTokens  # noqa: E4
 from octopipe.runtime.training.data.token_file import TokenFile  # noqa: E402
 from octopipe.runtime.training.job import TrainJob, TrainResult  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 H, VOCAB = 16, 64
 
 

@@ -26,7 +26,7 @@ from octopipe.runtime.training.data.batches import micro_batches  # noqa: E402
 from octopipe.runtime.training.data.opening import Reading, open_source  # noqa: E402
 from octopipe.runtime.training.run_parts import decays  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torchrun import torchrun
 
 from octopipe.cli import MODULES, VERBS, main, parser_of
 
-GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 
 RUN = {
     ("huggingface.md", "sh"): "test_guides.py",

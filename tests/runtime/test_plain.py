@@ -26,7 +26,7 @@ from octopipe.runtime.wire.encoding import decoded, empty_aside, encoded  # noqa
 from octopipe.runtime.wire.messages import FIXED_BYTES, Specs  # noqa: E402
 from octopipe.search.systems import build_plan  # noqa: E402
 
-PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
+PACKAGE = Path(__file__).resolve().parents[2] / "octopipe"
 Pair = namedtuple("Pair", "left right")
 
 

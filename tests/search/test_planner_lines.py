@@ -106,7 +106,7 @@ def test_megatron_lms_own_parser_takes_every_line(name: str) -> None:
         for found, line in drawn(name, 11)
     ]
     done = subprocess.run(
-        [sys.executable, os.path.join(os.path.dirname(__file__), "megatron_parser.py")],
+        [sys.executable, os.path.join(os.path.dirname(os.path.dirname(__file__)), "helpers", "megatron_parser.py")],
         input=json.dumps(lines),
         capture_output=True,
         text=True,

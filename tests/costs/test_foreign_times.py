@@ -19,7 +19,7 @@ from octopipe.costs.foreign_times import kind_of_file, load_foreign_profile
 from octopipe.costs.profile_file import load_profile
 from octopipe.costs.resolve import resolve_costs
 
-GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "profiles.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "profiles.md"
 BACKWARD = "autograd::engine::evaluate_function: "
 
 

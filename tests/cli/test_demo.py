@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-DEMO = Path(__file__).resolve().parents[1] / "scripts" / "demo.py"
+DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo.py"
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
 from octopipe.search.planner.splits import Split, splits
 
-HERE = Path(__file__).resolve().parent
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 FOR = ("megatron", "torchtitan", "torch", "deepspeed", "octopipe")
 SIZES = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vp": 1, "micro_batch_size": 1, "zero": 1}
 
@@ -91,7 +91,7 @@ def test_torchtitans_own_config_classes_take_every_line(name: str) -> None:
             given.append((32, words[words.index("torchtitan.train") + 1 :]))
     assert given
     done = subprocess.run(
-        [sys.executable, str(HERE / "torchtitan_parser.py")], input=json.dumps(given), capture_output=True, text=True
+        [sys.executable, str(HELPERS / "torchtitan_parser.py")], input=json.dumps(given), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert f"{len(given)} lines taken" in done.stdout

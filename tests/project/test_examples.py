@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torchrun import torchrun
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def _run(name: str, logs: Path) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "octopipe"
+PACKAGE = Path(__file__).resolve().parents[2] / "octopipe"
 TORCH_ROOMS = {"runtime", "huggingface", "torch_engine", "torchtitan", "megatron"}
 MODULES = {
     ".".join(("octopipe", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path

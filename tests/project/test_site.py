@@ -7,7 +7,7 @@ from pathlib import Path
 
 import octopipe
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 GENERATED = {"command-line"}
 
 

@@ -42,7 +42,7 @@ from octopipe.views.export.style import BUBBLES, COLOURS, shade, ticks
 from octopipe.views.export.svg import timeline_svg
 from octopipe.views.export.table import timeline_csv
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def _costs(layers: int = 8, p2p_ms: float = 0.3) -> CostTable:

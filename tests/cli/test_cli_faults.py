@@ -327,7 +327,7 @@ def test_verbs_take_these_flags() -> None:
     assert {"--budget", "--seed", "--method", "--start", "--workers"} <= known["tune"]
 
 
-FLAGS = Path(__file__).resolve().parent / "golden" / "flags.txt"
+FLAGS = Path(__file__).resolve().parents[1] / "golden" / "flags.txt"
 
 
 def _flags() -> list[str]:

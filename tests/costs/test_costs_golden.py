@@ -3,7 +3,7 @@
 `test_analytic.py` compares with closed forms and published runs, within their tolerance; here a changed formula shows
 however little it changes. Where a change is meant, write the file anew and read what moved:
 
-    python tests/test_costs_golden.py && git diff --stat tests/golden/costs.csv
+    python tests/costs/test_costs_golden.py && git diff --stat tests/golden/costs.csv
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octopipe.models.lengths import Batch
 from octopipe.models.spec import Attention, Embedding, Head, KimiDeltaAttention, LightningAttention, ModelSpec, Moe
 from octopipe.models.zoo import preset
 
-FILE = Path(__file__).resolve().parent / "golden" / "costs.csv"
+FILE = Path(__file__).resolve().parents[1] / "golden" / "costs.csv"
 MODELS = (
     "llama3-8b", "nemotron-h-8b", "nemotron-3-nano-30b", "jamba-20b", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80b",
     "minimax-01", "gemma-3-27b", "gpt3-5b", "glm-4.5-air",

@@ -13,7 +13,7 @@ from octopipe.views.reproduce.bench import Options, find_measured, find_profiles
 from octopipe.views.reproduce.page import stale
 from octopipe.views.reproduce.parts import parts
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FOLDER = DOCS / "reproduction.md", DOCS / "reproduction"
 PAPER = os.environ.get("OCTOPIPE_PAPER")
 NO_CLAIM = {"method", "setting", "layout"}

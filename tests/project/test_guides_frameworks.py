@@ -15,7 +15,7 @@ from octopipe.costs.table import CostTable
 from octopipe.search.systems import build_plan
 from octopipe.views.export.pytorch import pytorch_csv
 
-GUIDES = Path(__file__).resolve().parents[1] / "docs" / "guides"
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 NAMES = ("plain-torch.md", "torchtitan.md", "megatron.md")
 
 

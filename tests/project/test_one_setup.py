@@ -35,7 +35,7 @@ from octopipe.plans.setting import costs_of_plan
 from octopipe.views.report.jobs import Job, parse_request
 from octopipe.views.report.serve import page
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NODES = [{"gpu": "h100", "count": 1, "gpus_per_node": 8}, {"gpu": "a100", "count": 1, "gpus_per_node": 8}]
 OTHER: dict[str, Any] = {
     "ep": 1,
