@@ -4,7 +4,8 @@ Knows: the class of PyTorch's pipeline runtime, the actions its schedules are ma
 version has, and how to start the autograd engine without `torch.autograd.backward`. Does not know: plans.
 
 `tests/adapters/test_torch_private.py` has a test for every name in this file and for every private method that
-`engine.py` and `stages.py` override, so that a new version of PyTorch which renames one of them fails there, by its name.
+`engine.py` and `stages.py` override, so that a new version of PyTorch which renames one
+of them fails there, by its name.
 """
 
 from __future__ import annotations
