@@ -26,11 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tables of runs (.csv: system, model, gpus, gbs, tokens_per_s_per_gpu and the split; docs/cluster.md), or "
         "profiles of one GPU that `octopipe profile` wrote (.json)",
     )
-    parser.add_argument("--list", action="store_true", help="list the stacks that come with the package, and stop")
-    parser.add_argument("--name", default=None, help="what answers call the stack (default: the output's name)")
-    parser.add_argument("--gpu", help="with profiles: the GPU they were measured on, where they do not name a preset")
+    parser.add_argument(
+        "--list", action="store_true", help="list the stacks that are included in the package, and exit"
+    )
+    parser.add_argument(
+        "--name", default=None, help="name of the stack in the output (default: the output file's name)"
+    )
+    parser.add_argument("--gpu", help="with profiles: the GPU they were measured on, if they do not name a preset")
     parser.add_argument("--hardware", metavar="FILE", help="the GPU of the runs or profiles, from a hardware file")
-    parser.add_argument("-o", "--output", metavar="FILE", default="stack.json", help="default: stack.json")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="stack.json", help="the stack file to write (default: stack.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -43,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(args)
     if not args.files:
-        raise OctoPipeError("nothing to calibrate with; give a table of runs (.csv) or profiles (.json), or --list")
+        raise OctoPipeError("no runs to calibrate with; give a table of runs (.csv) or profiles (.json), or --list")
     name = args.name or stem_of(args.output)
     if name in stack_names():
-        raise OctoPipeError(f"{name} comes with the package; give the stack another --name")
+        raise OctoPipeError(f"{name} is a stack of the package; choose another --name")
     check_target(args.output)
     runs = [one for file in args.files if not file.endswith(".json") for one in _runs(args, file)]
     layers = [one for file in args.files if file.endswith(".json") for one in _layers(args, file)]

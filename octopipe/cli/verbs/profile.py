@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
-    parser.add_argument("--nproc", type=whole_number, default=1, help="ranks that work at the same time (default: 1)")
+    parser.add_argument(
+        "--nproc", type=whole_number, default=1, help="number of ranks that run at the same time (default: 1)"
+    )
     parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
-    parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
+    parser.add_argument(
+        "--micro-batch-size", type=whole_number, default=1, help="sequences per micro-batch (default: 1)"
+    )
     parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
     parser.add_argument(
         "--layers", dest="num_layers", type=whole_number, help="keep this many layers, embedding and head included"
@@ -45,32 +49,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
-        "fused, lean, chunked",
+        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
+        "eager, fused, lean, chunked",
     )
     parser.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
-        help="Mamba-2's scan through torch.compile (default: on cuda)",
+        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
     )
-    parser.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's layers of its sizes")
+    parser.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     parser.add_argument(
         "--graphs",
         action=argparse.BooleanOptionalAction,
-        help="ops as CUDA graphs, as train --graphs runs them (default: no)",
+        help="replay ops from CUDA graphs, as in train --graphs (default: no)",
     )
-    parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "none"),
+        default="adamw",
+        help="optimizer whose state is counted in memory (default: adamw)",
+    )
     parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
     parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
-    parser.add_argument("--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size likewise")
+    parser.add_argument(
+        "--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size by analytic ratios"
+    )
     parser.add_argument(
         "--against-analytic",
         nargs="?",
         const="",
         metavar="GPU",
-        help="print measured times beside analytic prices, by kind of layer (default: of the GPU here)",
+        help="print measured times next to analytic costs, by layer kind (default GPU: the one in this machine)",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: profile.json")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="profile.json", help="the profile to write (default: profile.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

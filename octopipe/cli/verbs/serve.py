@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="layer-times or config.json files to offer too")
-    parser.add_argument("--port", type=_port, default=8765, help="default: 8765; 0 picks a free one")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="additional layer-times or config.json files to offer")
+    parser.add_argument("--port", type=_port, default=8765, help="port (default: 8765; 0: any free port)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",

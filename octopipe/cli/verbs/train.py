@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octopipe.runtime.training.job import TrainJob
 
 ELASTIC_TUNE_S = 10.0
-"""For a new plan where the one that was given is for another number of ranks."""
+"""Search time for a new plan if the given plan is for another number of ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,49 +41,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="with --tune: run its plans, correct the costs, keep the fastest measured",
+        help="with --tune: run plans while tuning, correct the costs, keep the plan measured to be fastest",
     )
     size = parser.add_argument_group("size")
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
-    size.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
+    size.add_argument("--dp", type=whole_number, default=1, help="data-parallel pipelines (default: 1)")
     size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
     size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
-    size.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's own layers of its sizes")
+    size.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
-    size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
-    size.add_argument("--micro-batch-size", type=whole_number, help="sequences in each (default: 1)")
+    size.add_argument(
+        "--micro-batches", type=whole_number, help="micro-batches per step and pipeline (default: 2 x ranks)"
+    )
+    size.add_argument("--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: 1)")
     add_length_arguments(size)
     run_ = parser.add_argument_group("training")
     run_.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
     run_.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
-    run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps until the full learning rate")
+    run_.add_argument(
+        "--warmup", type=int, default=0, metavar="STEPS", help="warm-up steps of the learning rate (default: 0)"
+    )
     run_.add_argument(
         "--schedule",
         choices=("constant", "linear", "cosine", "wsd"),
         default="constant",
-        help="of the learning rate after the warm-up (default: constant)",
-    )
-    run_.add_argument("--min-lr", type=non_negative, default=0.0, help="what the schedule falls to (default: 0)")
-    run_.add_argument(
-        "--schedule-steps", type=whole_number, metavar="N", help="the step the schedule ends with (default: --steps)"
+        help="learning-rate schedule after the warm-up (default: constant)",
     )
     run_.add_argument(
-        "--decay-steps", type=whole_number, metavar="N", help="of --schedule wsd: its last part (default: a tenth)"
+        "--min-lr", type=non_negative, default=0.0, help="final learning rate of the schedule (default: 0)"
+    )
+    run_.add_argument(
+        "--schedule-steps", type=whole_number, metavar="N", help="last step of the schedule (default: --steps)"
+    )
+    run_.add_argument(
+        "--decay-steps",
+        type=whole_number,
+        metavar="N",
+        help="with --schedule wsd: length of the decay (default: a tenth)",
     )
     run_.add_argument(
         "--weight-decay",
         type=non_negative,
         default=0.1,
-        help="of matrices; norms, biases and vectors do not decay (default: 0.1)",
+        help="weight decay of matrices; norms, biases and vectors do not decay (default: 0.1)",
     )
-    run_.add_argument("--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="of Adam (default: 0.9,0.95)")
-    run_.add_argument("--eps", type=non_negative, default=1e-8, help="of Adam (default: 1e-8)")
-    run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
+    run_.add_argument(
+        "--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="betas of Adam (default: 0.9,0.95)"
+    )
+    run_.add_argument("--eps", type=non_negative, default=1e-8, help="epsilon of Adam (default: 1e-8)")
+    run_.add_argument(
+        "--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: no clipping (default: 1)"
+    )
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument(
         "--shard-optimizer",
         action="store_true",
-        help="divide optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
+        help="shard optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
     )
     add_precision_arguments(run_)
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -92,43 +105,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
-        "fused, lean, chunked",
+        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
+        "eager, fused, lean, chunked",
     )
     run_.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
-        help="Mamba-2's scan through torch.compile (default: on cuda)",
+        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
     )
     run_.add_argument(
-        "--graphs", action=argparse.BooleanOptionalAction, help="ops replayed from CUDA graphs (default: as profiled)"
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="replay ops from CUDA graphs (default: as in the profile)",
     )
-    run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
-    run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
     run_.add_argument(
-        "--adapt", type=whole_number, metavar="N", help="every N steps: re-tune on measured times, switch if it pays"
+        "--seed", type=seed_number, default=0, help="random seed of parameters, data and tuner (default: 0)"
     )
-    run_.add_argument("--no-measure", action="store_true", help="no measurement: start at once, predict nothing")
-    run_.add_argument("--no-memory-check", action="store_true", help="start even where memory seems too small")
-    run_.add_argument("--timeout", type=seconds, default=300.0, metavar="TIME", help="for any wait (default: 300s)")
+    run_.add_argument(
+        "--profile", metavar="FILE", help="use the costs of `octopipe profile` instead of a quick measurement"
+    )
+    run_.add_argument(
+        "--adapt",
+        type=whole_number,
+        metavar="N",
+        help="every N steps, tune again on measured times and switch plans if that is faster",
+    )
+    run_.add_argument(
+        "--no-measure", action="store_true", help="start without measuring the layers; there is no prediction then"
+    )
+    run_.add_argument("--no-memory-check", action="store_true", help="start even if memory appears to be too small")
+    run_.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="TIME", help="limit for any wait (default: 300s)"
+    )
     add_data_arguments(parser.add_argument_group("data"))
-    kept = parser.add_argument_group("what is kept")
-    kept.add_argument("--checkpoint", metavar="DIR", help="save at the end, and see --save-every")
+    kept = parser.add_argument_group("output")
+    kept.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; saves at the end (see --save-every)")
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
-    kept.add_argument("--async-save", action="store_true", help="write checkpoints behind the next steps")
-    kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
-    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
+    kept.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
+    kept.add_argument("--resume", action="store_true", help="resume from DIR's newest checkpoint, under any plan")
     kept.add_argument(
-        "--elastic", action="store_true", help="go on where DIR has a checkpoint, with the ranks torchrun has left"
+        "--resume-step", type=whole_number, metavar="N", help="with --resume: resume from the checkpoint of step N"
     )
-    kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
+    kept.add_argument(
+        "--elastic", action="store_true", help="resume if DIR has a checkpoint, with the ranks that torchrun provides"
+    )
+    kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was used")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--log", metavar="FILE", help="append one JSON object per report to this file")
-    kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard's event files there")
-    kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE says so")
+    kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard event files to DIR")
+    kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE is set")
     kept.add_argument(
-        "--log-every", type=whole_number, metavar="N", help="steps between reports (default: 1; on a GPU a hundredth)"
+        "--log-every",
+        type=whole_number,
+        metavar="N",
+        help="steps between reports (default: 1; on a GPU a hundredth of --steps)",
     )
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -138,22 +169,28 @@ def add_data_arguments(group: Any) -> None:
         "--data",
         metavar="PATH",
         help="text: .jsonl, or a folder of datasets' save_to_disk; tokens: .npy, .bin, Megatron's .bin and .idx "
-        "(default: made-up text)",
+        "(default: synthetic tokens)",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or its folder (default: MODEL's folder)")
-    group.add_argument("--text-key", default="text", metavar="KEY", help="the field with the text (default: text)")
+    group.add_argument("--text-key", default="text", metavar="KEY", help="the JSON key of the text (default: text)")
     group.add_argument(
-        "--data-dtype", choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"), help="of the ids in a .bin"
+        "--data-dtype",
+        choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"),
+        help="type of the ids in a .bin",
     )
     group.add_argument(
         "--document-mask",
         action=argparse.BooleanOptionalAction,
-        help="documents of one sample do not see each other (default: where the layers allow it)",
+        help="mask documents of one sample from each other (default: if the layers support it)",
     )
-    group.add_argument("--eval-data", metavar="PATH", help="kept aside: loss and perplexity at the end")
-    group.add_argument("--eval-every", type=whole_number, metavar="N", help="and every N steps")
-    group.add_argument("--eval-samples", type=whole_number, metavar="N", help="the most of them (default: all)")
-    group.add_argument("--new-data", action="store_true", help="with --resume: other --data, from its beginning")
+    group.add_argument("--eval-data", metavar="PATH", help="held-out data: report loss and perplexity at the end")
+    group.add_argument("--eval-every", type=whole_number, metavar="N", help="evaluate every N steps as well")
+    group.add_argument(
+        "--eval-samples", type=whole_number, metavar="N", help="maximum number of samples to evaluate (default: all)"
+    )
+    group.add_argument(
+        "--new-data", action="store_true", help="with --resume: use different --data, from its beginning"
+    )
 
 
 def two_betas(text: str) -> tuple[float, float]:

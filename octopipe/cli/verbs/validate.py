@@ -22,20 +22,34 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
-    parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for it")
-    parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
     parser.add_argument(
-        "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before those (default: 2)"
+        "--profile", metavar="FILE", required=True, help="the profile that `octopipe profile` wrote for this model"
     )
     parser.add_argument(
-        "--precision", choices=PRECISIONS, help="of the run (default: the profile's; another one needs --fresh)"
+        "--steps", type=whole_number, default=5, help="number of timed steps, of which the median is used (default: 5)"
     )
-    parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
     parser.add_argument(
-        "--channel", choices=("directed", "pair", "single"), default="directed", help="queues (default: directed)"
+        "--warmup",
+        "--warm-up",
+        dest="warm_up",
+        type=whole_number,
+        default=2,
+        help="number of steps before timing starts (default: 2)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="precision of the run (default: the profile's; another one needs --fresh)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="first measure the layers again, in the same processes")
+    parser.add_argument(
+        "--channel",
+        choices=("directed", "pair", "single"),
+        default="directed",
+        help="communication queues (default: directed)",
     )
     parser.add_argument("--timelines", metavar="PREFIX", help="write PREFIX.predicted.json and PREFIX.measured.json")
-    parser.add_argument("--report", metavar="FILE", help="write both timelines, one above the other, as a page")
+    parser.add_argument("--report", metavar="FILE", help="write an HTML page with both timelines, one above the other")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
