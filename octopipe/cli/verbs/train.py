@@ -39,9 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`)")
     what.add_argument("--tune", type=seconds, metavar="TIME", help="measure the layers, then tune for e.g. 10s")
     parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="with --tune: run plans while tuning, correct the costs, keep the plan measured to be fastest",
+        "--measure", action="store_true", help="with --tune: run plans, correct the costs, keep the fastest measured"
     )
     size = parser.add_argument_group("size")
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
@@ -50,17 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
     size.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
-    size.add_argument(
-        "--micro-batches", type=whole_number, help="micro-batches per step and pipeline (default: 2 x ranks)"
-    )
+    size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
     size.add_argument("--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: 1)")
     add_length_arguments(size)
     run_ = parser.add_argument_group("training")
     run_.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
     run_.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
-    run_.add_argument(
-        "--warmup", type=int, default=0, metavar="STEPS", help="warm-up steps of the learning rate (default: 0)"
-    )
+    run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="warm-up steps of the learning rate")
     run_.add_argument(
         "--schedule",
         choices=("constant", "linear", "cosine", "wsd"),
@@ -89,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="betas of Adam (default: 0.9,0.95)"
     )
     run_.add_argument("--eps", type=non_negative, default=1e-8, help="epsilon of Adam (default: 1e-8)")
-    run_.add_argument(
-        "--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: no clipping (default: 1)"
-    )
+    run_.add_argument("--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument(
         "--shard-optimizer",
@@ -121,18 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--seed", type=seed_number, default=0, help="random seed of parameters, data and tuner (default: 0)"
     )
-    run_.add_argument(
-        "--profile", metavar="FILE", help="use the costs of `octopipe profile` instead of a quick measurement"
-    )
+    run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile`, not from a quick measurement")
     run_.add_argument(
         "--adapt",
         type=whole_number,
         metavar="N",
-        help="every N steps, tune again on measured times and switch plans if that is faster",
+        help="every N steps, tune on measured times and switch if it is faster",
     )
-    run_.add_argument(
-        "--no-measure", action="store_true", help="start without measuring the layers; there is no prediction then"
-    )
+    run_.add_argument("--no-measure", action="store_true", help="start without measuring or predicting")
     run_.add_argument("--no-memory-check", action="store_true", help="start even if memory appears to be too small")
     run_.add_argument(
         "--timeout", type=seconds, default=300.0, metavar="TIME", help="limit for any wait (default: 300s)"
@@ -144,22 +132,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     kept.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
     kept.add_argument("--resume", action="store_true", help="resume from DIR's newest checkpoint, under any plan")
-    kept.add_argument(
-        "--resume-step", type=whole_number, metavar="N", help="with --resume: resume from the checkpoint of step N"
-    )
-    kept.add_argument(
-        "--elastic", action="store_true", help="resume if DIR has a checkpoint, with the ranks that torchrun provides"
-    )
+    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: step of the checkpoint")
+    kept.add_argument("--elastic", action="store_true", help="resume if DIR has a checkpoint, on the ranks of torchrun")
     kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was used")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--log", metavar="FILE", help="append one JSON object per report to this file")
     kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard event files to DIR")
     kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE is set")
     kept.add_argument(
-        "--log-every",
-        type=whole_number,
-        metavar="N",
-        help="steps between reports (default: 1; on a GPU a hundredth of --steps)",
+        "--log-every", type=whole_number, metavar="N", help="steps between reports (default: 1; GPU: --steps / 100)"
     )
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -172,7 +153,7 @@ def add_data_arguments(group: Any) -> None:
         "(default: synthetic tokens)",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or its folder (default: MODEL's folder)")
-    group.add_argument("--text-key", default="text", metavar="KEY", help="the JSON key of the text (default: text)")
+    group.add_argument("--text-key", default="text", metavar="KEY", help="JSON key of the text (default: text)")
     group.add_argument(
         "--data-dtype",
         choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"),
@@ -183,7 +164,7 @@ def add_data_arguments(group: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="mask documents of one sample from each other (default: if the layers support it)",
     )
-    group.add_argument("--eval-data", metavar="PATH", help="held-out data: report loss and perplexity at the end")
+    group.add_argument("--eval-data", metavar="PATH", help="held-out data: loss and perplexity at the end")
     group.add_argument("--eval-every", type=whole_number, metavar="N", help="evaluate every N steps as well")
     group.add_argument(
         "--eval-samples", type=whole_number, metavar="N", help="maximum number of samples to evaluate (default: all)"
