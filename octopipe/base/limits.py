@@ -87,7 +87,7 @@ def over(what: str, number: int, cap: int) -> list[str]:
     ['1000000000 ranks; at most 16384 are taken']
     """
     shown = number if abs(number) < 10**20 else "more than 10^20"
-    return [f"{shown} {what}; at most {cap} are taken"] if number > cap else []
+    return [f"{shown} {what}; at most {cap} are allowed"] if number > cap else []
 
 
 def plan_too_large(plan: Any) -> list[str]:

@@ -123,7 +123,7 @@ def _run(words: list[str], debug: bool) -> int:
     verb = words[0]
     if verb not in VERBS:
         if verb.startswith("-"):
-            raise OctoPipeError(f"{verb[:60]!r} stands before a verb; write `octopipe VERB {verb[:60]} ...`")
+            raise OctoPipeError(f"{verb[:60]!r} is given before the verb; write `octopipe VERB {verb[:60]} ...`")
         raise OctoPipeError(f"unknown verb {verb[:60]!r}{_did_you_mean(verb, list(VERBS))} (see `octopipe --help`)")
     module = importlib.import_module(f"octopipe.cli.verbs.{MODULES.get(verb, verb)}")
     parser = parser_of(verb, module)
@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(c) for c in action.choices]
             hint = _did_you_mean(str(value), known)
-            raise argparse.ArgumentError(action, f"{str(value)[:60]!r} is none of {', '.join(known)}{hint}")
+            raise argparse.ArgumentError(action, f"{str(value)[:60]!r} is not one of {', '.join(known)}{hint}")
 
 
 def parser_of(verb: str, module: Any) -> Parser:

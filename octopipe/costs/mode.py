@@ -82,7 +82,9 @@ def precision_of(precision: str | None, dtype: str | None, device: str, own: str
     ('bf16-main-fp32', 'fp32', 'fp32')
     """
     if precision is not None and dtype is not None and OLDER_NAMES.get(dtype) != precision:
-        raise OctoPipeError(f"dtype {dtype} is an older word for a precision, and {precision} another one; give one")
+        raise OctoPipeError(
+            f"dtype {dtype} is the older name of a precision and differs from {precision}; give one of them"
+        )
     if precision is None and dtype is not None:
         if dtype not in OLDER_NAMES:
             raise OctoPipeError(f"dtype is {brief(dtype)}; one of {', '.join(OLDER_NAMES)}")

@@ -101,7 +101,7 @@ def read_runs(
         text = read_bytes(path).decode("utf-8-sig")
         lines = list(csv.reader(text.splitlines(), strict=True))
     except (ValueError, csv.Error) as error:
-        raise OctoPipeError(f"{where}: no table with commas ({' '.join(str(error).split())[:100]})") from None
+        raise OctoPipeError(f"{where}: not a table with commas ({' '.join(str(error).split())[:100]})") from None
     lines = [line for line in lines if any(cell.strip() for cell in line)]
     header = [cell.strip() for cell in lines[0]] if lines else []
     missing = [name for name in NEEDED if name not in header]
@@ -111,7 +111,7 @@ def read_runs(
     twice = [name for i, name in enumerate(header) if name in header[:i]]
     if unknown or twice:
         what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} stands twice"
-        raise OctoPipeError(f"{where}: {what}; known are {', '.join(COLUMNS)}")
+        raise OctoPipeError(f"{where}: {what}; known columns: {', '.join(COLUMNS)}")
     if not 1 <= len(lines) - 1 <= MOST_RUNS:
         raise OctoPipeError(f"{where}: {len(lines) - 1} runs; give 1 to {MOST_RUNS}, one per line")
     out = []
@@ -130,7 +130,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
     number = {name: _whole(name, cells.get(name, ""), 1) for name in SIZES}
     count, batch = _whole("gpus", cells["gpus"]), _whole("gbs", cells["gbs"])
     if count > MAX_GPUS:
-        raise OctoPipeError(f"gpus is {count}; at most {MAX_GPUS} are taken")
+        raise OctoPipeError(f"gpus is {count}; at most {MAX_GPUS} are allowed")
     per_pipeline = number["tp"] * number["pp"] * number["cp"]
     if count % per_pipeline:
         raise OctoPipeError(f"tp x pp x cp = {per_pipeline} does not divide {count} GPUs")

@@ -152,10 +152,10 @@ def _wrong(row: object) -> str:
     before = ""
     for part in row:
         if not isinstance(part, tuple) or len(part) != 2 or part[0] not in LANES:
-            return f"{brief(part)} is no segment; give a lane ({', '.join(LANES)}) and an amount"
+            return f"{brief(part)} is not a segment; give a lane ({', '.join(LANES)}) and an amount"
         amount = finite(part[1])
         if amount is None or amount < 0:
-            return f"{brief(part[1])} is no amount; give a number >= 0"
+            return f"{brief(part[1])} is not an amount; give a number >= 0"
         if part[0] == "beside" and before != "exchange":
             return '"beside" must stand directly after the "exchange" that it may run beside'
         before = part[0]

@@ -36,7 +36,7 @@ def costs_from_record(record: Mapping[str, Any], where: str = "costs") -> CostTa
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{where}: the costs beside the plan cannot be read ({why}); name the model") from None
+        raise OctoPipeError(f"{where}: the costs stored in the plan cannot be read ({why}); name the model") from None
 
 
 def _plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ def _kinds_wrong(pair: tuple[Op, Op]) -> str:
     if len(backward) == 2:
         return f"{first} and {second} are both backward; only one of a pair may be"
     if first.kind == second.kind == "W":
-        return "two weight gradients hide nothing of each other; write them as single ops"
+        return "two weight gradients cannot hide anything; write them as single ops"
     if first[::2] == second[::2]:
         return "both are of one stage and micro-batch; each needs the other's result"
     return ""

@@ -81,7 +81,7 @@ def too_many_arrows(edges: Sequence[Sequence[Arrow]]) -> list[str]:
     """The line about more arrows than are taken, or nothing: asked before tables are made of them."""
     total = sum(map(len, edges))
     if total > MAX_ARROWS:
-        return [f"{total} arrows of paths; at most {MAX_ARROWS} are taken"]
+        return [f"{total} arrows of paths; at most {MAX_ARROWS} are allowed"]
     for number, arrows in enumerate(edges):
         for side, word in ((0, "hands its output to"), (1, "takes its input from")):
             counts: dict[int, int] = {}

@@ -258,7 +258,7 @@ def _leads(plan: Plan, index: NDArray[np.int32]) -> NDArray[np.int32] | None:
 def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """before[route, stage] and after[route, stage] of chains, -1 where there is none."""
     if plan.edges:
-        raise OctoPipeError("this plan's paths fork or join; what was asked knows chains of stages only")
+        raise OctoPipeError("this plan's paths fork or join; the requested operation supports chains of stages only")
     before, after = neighbours(plan.routes, plan.edges, len(plan.stages))
     return np.ascontiguousarray(before[:, :, 0]), np.ascontiguousarray(after[:, :, 0])
 

@@ -100,22 +100,23 @@ def costs_of_plan(
     own = plan.extra.get(SETTING)
     if not isinstance(own, Mapping) and not asked.get("model"):
         raise OctoPipeError(
-            f"{where}: does not say for which model and set-up it was made; give {naming} (and the GPU, the sizes, ...)"
+            f"{where}: does not state for which model and set-up it was made; give {naming} (and the "
+            f"GPU, the sizes, ...)"
         )
     own = own if isinstance(own, Mapping) else {}
     model = asked.get("model") or own.get("model") or plan.model
     if not model:
-        raise OctoPipeError(f"{where}: does not say which model it is about; give {naming}")
+        raise OctoPipeError(f"{where}: does not state its model; give {naming}")
     try:
         costs = _fitting(plan, _resolved(str(model), plan, own, asked, where), where)
     except OctoPipeError as error:
         if table is None or asked.get("model"):
             raise
-        raise OctoPipeError(f"{error}; the plan carries its costs: leave {', '.join(asked)} out to use them") from None
+        raise OctoPipeError(f"{error}; the plan stores its costs: leave {', '.join(asked)} out to use them") from None
     made_with = plan.extra.get(COSTS)
     if not asked and isinstance(made_with, str) and made_with != costs.digest():
         log.warning(
-            "%s: %s costs something else now than when the plan was made; numbers are those of today's costs",
+            "%s: %s has different costs now than when the plan was made; the numbers use today's costs",
             where,
             model,
         )

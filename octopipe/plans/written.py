@@ -152,7 +152,7 @@ def _forward_order(number: int, arrows: tuple[tuple[int, int], ...]) -> tuple[in
             if left[b] == 0:
                 heapq.heappush(ready, b)
     if len(out) < len(left):
-        raise PlanError([f"path {number}: its arrows lead in a circle; remove one"])
+        raise PlanError([f"path {number}: its edges form a cycle; remove one"])
     return tuple(out)
 
 

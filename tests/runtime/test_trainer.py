@@ -107,7 +107,7 @@ def test_the_rate_of_every_step_is_reported_and_a_resumed_run_says_that_it_chang
     assert rest.notices == () and all(r.grad_norm > 0 for r in rest.reports)
     longer = trainer.train(replace(asked, resume=True, steps=8))
     assert longer is not None and longer.notices == (
-        "the learning rate goes on by another schedule: schedule_steps 6 -> 8",
+        "the learning rate continues with a different schedule: schedule_steps 6 -> 8",
     )
 
 

@@ -116,7 +116,9 @@ def _layers(args: argparse.Namespace, file: str) -> list[SeenLayer]:
         spec = spec.scaled(float(scale), num_layers=count)
     measured = profile.partial.get(1, profile.costs)
     if spec is None or spec.num_layers != measured.num_layers:
-        raise OctoPipeError(f"{where}: the layers of {recipe['model']} are not priced one by one; profile a preset")
+        raise OctoPipeError(
+            f"{where}: the layers of {recipe['model']} have no separate analytic costs; profile a preset"
+        )
     kind = (
         read_hardware(args.hardware) if args.hardware else gpu(gpu_of(args.gpu or "", str(profile.about.get("device"))))
     )
@@ -165,16 +167,20 @@ def _show(args: argparse.Namespace, found: Fitted, rows: list[dict[str, Any]], r
         )
     out.print(table)
     unit = "tokens per GPU and second" if runs else "ms"
-    out.print(f"measured in {unit}; error: predicted over measured by the fit to all, and to all others", style="dim")
+    out.print(
+        f"measured in {unit}; error: predicted over measured, fitted to all runs, and to all other runs", style="dim"
+    )
     for row in rows:
         if row.get("fits") is False:
-            out.print(f"{named(row['what'])} does not fit in memory by the model: {row['setup']}", style="yellow")
+            out.print(
+                f"{named(row['what'])} does not fit in memory according to the model: {row['setup']}", style="yellow"
+            )
     if found.stack.errors is None:
-        out.print("Too few to leave one out: the fit says nothing about runs it has not seen. Give four or more.")
+        out.print("Too few runs for leave-one-out errors: the accuracy on unseen runs is not known. Give four or more.")
     else:
         out.print(f"{named(found.stack.name)}: {found.stack.errors.words()}")
     if not runs:
-        out.print("Layers of one GPU say nothing about links: rates of collectives stay what they are before any run.")
+        out.print("Layers of one GPU say nothing about links: the rates of collectives are the defaults.")
     out.print(f"written to {args.output}; next: octopipe plan MODEL --stack {args.output} ...", soft_wrap=True)
 
 
@@ -195,4 +201,4 @@ def _list(args: argparse.Namespace) -> int:
 
 def _fitted_on(stack: Stack) -> str:
     pairs = ", ".join(f"{g} {p}" for g, p, _ in stack.rates)
-    return f"{pairs}; " + ("errors on runs left out are not known" if stack.errors is None else stack.errors.words())
+    return f"{pairs}; " + ("leave-one-out errors are not known" if stack.errors is None else stack.errors.words())

@@ -180,7 +180,9 @@ def _megatron(args: argparse.Namespace, text: str) -> ForeignPlan:
         raise OctoPipeError("--partition is for schedule CSVs; a Megatron text says its stages itself: leave it out")
     parsed = read_megatron(text)
     if args.pp is None:
-        raise OctoPipeError("how many ranks? a Megatron text needs --pp, its --pipeline-model-parallel-size")
+        raise OctoPipeError(
+            "the number of ranks is missing; a Megatron text needs --pp, its --pipeline-model-parallel-size"
+        )
     return megatron_plan(
         parsed,
         pp=args.pp,

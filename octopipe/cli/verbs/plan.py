@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
             _check_writable(path)
     spec, base, gpus = _base(args)
     if args.global_batch is None:
-        raise OctoPipeError("how many sequences per step? give --global-batch")
+        raise OctoPipeError("the number of sequences per step is missing; give --global-batch")
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
     published = [name for name in args.system if name in PUBLISHED]
     if published:
@@ -287,7 +287,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     spec = resolve_spec(args.model)
     if spec is None:
         raise OctoPipeError(
-            f"{args.model} holds times of one split only; to plan a cluster name a preset or a config.json"
+            f"{args.model} contains times of one split only; to plan a cluster name a preset or a config.json"
         )
     nodes: Any = ()
     kind = GpuName().read("gpu", args.gpu or DEFAULT_GPU)
@@ -299,7 +299,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         kind = max((gpu(name) for name, _, _ in nodes), key=lambda g: g.bf16_tflops * g.clock)
         gpus = gpus or count_gpus(nodes)
     if gpus is None:
-        raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
+        raise OctoPipeError("the number of GPUs is missing; give --gpus N, or a --cluster file")
     given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
     zero = {} if args.zero is None else {"zero": args.zero}
     stack = stack_for(args.stack, args.runtime)

@@ -208,7 +208,9 @@ def _planned(work: Workload, name: str) -> ModelSpec:
         return work.spec
     spec = resolve_spec(name)
     if spec is None or spec.num_layers != work.spec.num_layers:
-        raise OctoPipeError(f"{name}: its layers are not priced one by one, so times cannot be scaled; measure there")
+        raise OctoPipeError(
+            f"{name}: its layers have no separate analytic costs, so times cannot be extrapolated; measure there"
+        )
     return spec
 
 
@@ -282,7 +284,7 @@ def _show(profile: Profile, output: str) -> None:
         )
     out.print(table)
     out.print(
-        "F, I, W: times with all ranks at work; alone: the share of them that a rank takes alone; spread: of repeated "
+        "F, I, W: times with all ranks busy; alone: relative time when one rank runs alone; spread: of repeated "
         "measurements\nMiB: act. held from F to I, stash of it until W, work while an op runs, static: weights, "
         "gradients and optimizer state",
         style="dim",
@@ -292,5 +294,5 @@ def _show(profile: Profile, output: str) -> None:
             speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
             out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
     if "overlap_slowdown" in about:
-        out.print(f"computation beside a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
+        out.print(f"computation during a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
     out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")

@@ -179,7 +179,7 @@ def two_betas(text: str) -> tuple[float, float]:
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pair of numbers; write e.g. 0.9,0.95") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of numbers; write e.g. 0.9,0.95") from None
     if not (0 <= first < 1 and 0 <= second < 1):
         raise argparse.ArgumentTypeError(f"{text!r}: betas are from 0 to below 1")
     return first, second
@@ -218,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         tell(job, result, args)
     if result.stopped_by:
-        saved = f"saved {result.checkpoint}: --resume goes on from it" if result.checkpoint else "nothing was saved"
+        saved = f"saved {result.checkpoint}: --resume continues from it" if result.checkpoint else "nothing was saved"
         after = f" after step {result.reports[-1].step}" if result.reports else ""
         print(f"octopipe: {ASKED[result.stopped_by]}{after}; {saved}", file=sys.stderr)
         return 128 + result.stopped_by
@@ -377,9 +377,11 @@ def reading_from(args: argparse.Namespace) -> Reading:
     if not paths:
         for flag in ("tokenizer", "data_dtype", "document_mask"):
             if getattr(args, flag) is not None:
-                raise OctoPipeError(f"--{flag.replace('_', '-')} is about data; add --data")
+                raise OctoPipeError(f"--{flag.replace('_', '-')} applies to data; add --data")
     if args.data_dtype and not any(Path(path).suffix in (".bin", ".npy", ".idx") for path in paths):
-        raise OctoPipeError(f"--data-dtype is the type of ids in a .bin; {paths[0]} needs none: leave it out")
+        raise OctoPipeError(
+            f"--data-dtype is the type of ids in a .bin file and does not apply to {paths[0]}; leave it out"
+        )
     return reading
 
 
@@ -407,18 +409,20 @@ def lengths_from(
     planned = setting.get("micro_batch_lengths") if isinstance(setting, dict) else None
     if args.lengths is None and planned is None:
         if args.batching is not None:
-            raise OctoPipeError(f"--{args.batching} says what is made of sequences of different length; give --lengths")
+            raise OctoPipeError(f"--{args.batching} groups sequences of different length; give --lengths")
         return (), ()
     if args.batching == "pack" or (isinstance(setting, dict) and setting.get("packed")):
-        raise OctoPipeError("train pads sequences: its layers cannot keep packed ones apart; give --pad or --dynamic")
+        raise OctoPipeError("train pads sequences: its layers cannot separate packed ones; give --pad or --dynamic")
     for name in ("seq", "micro_batches", *(["micro_batch_size"] if planned or args.batching == "dynamic" else [])):
         if getattr(args, name) is not None:
-            raise OctoPipeError(f"--{name.replace('_', '-')}: the lengths say it; leave it out")
+            raise OctoPipeError(f"--{name.replace('_', '-')}: it follows from --lengths; leave it out")
     if planned is not None:
         if args.lengths is not None or args.batching is not None:
-            raise OctoPipeError(f"{args.plan} was made for lengths of its own; leave --lengths out")
+            raise OctoPipeError(f"{args.plan} stores its own lengths; leave --lengths out")
         if args.dp > 1:
-            raise OctoPipeError(f"{args.plan} has one pipeline's lengths; leave --dp out, or --plan and give --lengths")
+            raise OctoPipeError(
+                f"{args.plan} stores the lengths of one pipeline; leave --dp out, or --plan and give --lengths"
+            )
         batch = Batch(groups=tuple(tuple(group) for group in planned))
         return tuple(length for group in batch.groups for length in group), (batch.groups,)
     lengths = read_lengths(args.lengths)

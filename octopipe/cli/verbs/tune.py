@@ -143,10 +143,12 @@ def run(args: argparse.Namespace) -> int:
     if args.no_recompute and args.recompute == "auto":
         raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
     if args.copies and args.method != "best":
-        raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
+        raise OctoPipeError(
+            f"method {args.method} does not support copies of layers; leave --copies out, or use --method best"
+        )
     if args.cut_head and (args.method != "best" or args.target != "octopipe"):
         who = f"method {args.method}" if args.method != "best" else args.target
-        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out")
+        raise OctoPipeError(f"{who} does not support a cut head; leave --cut-head out")
     if args.output:
         _check_writable(args.output)
     if args.measure:
@@ -154,11 +156,11 @@ def run(args: argparse.Namespace) -> int:
 
         return run_measured(args)
     if args.corrected:
-        raise OctoPipeError("--corrected writes what --measure found; add --measure")
+        raise OctoPipeError("--corrected writes the profile corrected by --measure; add --measure")
     costs = costs_from(args)
     start = load_plan(args.start) if args.start else None
     screen = console(stderr=True)
-    live = screen.status("compiling and looking for starts ...") if screen.is_terminal else nullcontext()
+    live = screen.status("compiling kernels and building initial plans ...") if screen.is_terminal else nullcontext()
     with StopRequest() as stop, live as status:
 
         def show(p: Progress) -> bool:

@@ -64,11 +64,13 @@ def run(args: argparse.Namespace) -> int:
     plan, profile = load_plan(args.plan), load_profile(args.profile)
     own = is_own_profile(plan, args.plan, profile, args.profile)
     if not own:
-        note = f"{args.plan} was made with other costs than {args.profile} holds; the prediction is {args.profile}'s"
+        note = f"{args.plan} was made with costs other than those of {args.profile}; the prediction is {args.profile}'s"
         console(stderr=True).print(named(note), style="yellow", soft_wrap=True)
     recipe = profile.about.get("recipe")
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
-        raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
+        raise OctoPipeError(
+            f"{args.profile}: does not state which layers were measured; write it with `octopipe profile`"
+        )
     work = workload_of({**recipe, "dtype": None, "precision": args.precision} if args.precision else recipe)
     work = replace(work, checkpointed=checkpointed_by_prices(plan))
     if not args.fresh:
@@ -153,8 +155,8 @@ def _show(found: Fidelity, name: str, spread: float, numbers: dict[str, float]) 
             style="dim",
         )
     kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
-    out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
-    out.print("time at work by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
+    out.print(f"busy time by kind:  {kinds}; mean over ops {100 * found.op_error:.1f} %")
+    out.print("busy time by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
     if found.memory_error:
         sizes = ", ".join(
             f"{r}: {m:.2f} GiB ({signed(e)})" for r, (m, e) in enumerate(zip(found.measured_gib, found.memory_error))

@@ -220,7 +220,7 @@ def stack_record(stack: Stack) -> str | dict[str, Any]:
 def stack_from(raw: object, where: str) -> Stack:
     """The stack in a decoded file."""
     if not isinstance(raw, Mapping) or not isinstance(raw.get("rates"), list) or not raw["rates"]:
-        raise OctoPipeError(f"{where}: no rates; give a file that `octopipe calibrate` wrote")
+        raise OctoPipeError(f"{where}: no rates found; give a file that `octopipe calibrate` wrote")
     if raw.get("format") is not None:
         check_format(raw["format"], FORMAT, where)
     name = raw.get("name")
@@ -230,7 +230,7 @@ def stack_from(raw: object, where: str) -> Stack:
     for i, entry in enumerate(raw["rates"]):
         rates.append(_entry(entry, f"{where}: rates entry {i}"))
         if rates[-1][:2] in seen:
-            raise OctoPipeError(f"{where}: rates of {rates[-1][0]} in {rates[-1][1]} stand twice; keep one")
+            raise OctoPipeError(f"{where}: rates of {rates[-1][0]} in {rates[-1][1]} appear twice; keep one")
         seen.add(rates[-1][:2])
     derived = [pair[:2] for pair, entry in zip(rates, raw["rates"], strict=True) if entry.get("measured") is False]
     about = raw.get("about")
@@ -254,7 +254,7 @@ def _errors(raw: object, where: str) -> Errors | None:
 
 def _entry(entry: object, where: str) -> tuple[str, str, Rates]:
     if not isinstance(entry, Mapping):
-        raise OctoPipeError(f"{where} is no table; give generation, precision, gemm, half, core, ...")
+        raise OctoPipeError(f"{where} is not a table; give generation, precision, gemm, half, core, ...")
     known = {f.name for f in fields(Rates)}
     unknown = sorted(str(key) for key in set(entry) - known - {"generation", "precision", "measured"})
     if unknown:

@@ -146,10 +146,10 @@ def setup_costs(
     which parts of ops compute and which exchange; whoever prices a set-up thousands of times can do without.
     """
     if setup.seq is None:
-        raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
+        raise OctoPipeError(f"{spec.name}: the sequence length is missing; give seq")
     check_divides(spec, setup.tp, setup.ep)
     if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
-        raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
+        raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} has no effect; leave it out")
     pricing = Pricing.of(setup, rates, exchange)
     costs, weights = price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}

@@ -101,7 +101,7 @@ class Choice(Kind):
     def of_text(self, text: str) -> Any:
         found = [value for value in self.of if str(value) == text]
         if not found:
-            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(self.words)}")
+            raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(self.words)}")
         return found[0]
 
 
@@ -204,7 +204,7 @@ class StackName(Kind):
 
     def of_form(self, text: str) -> str:
         if text not in stack_names():
-            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
+            raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(stack_names())}")
         return text
 
     def told(self, value: Stack | None) -> str | dict[str, Any] | None:
@@ -231,7 +231,7 @@ class NodeGroups(Kind):
         return text
 
     def of_form(self, text: str) -> str:
-        raise OctoPipeError("the page reads no files of this machine; give the list of nodes")
+        raise OctoPipeError("the page does not read files of this machine; give the list of nodes")
 
     def told(self, value: Nodes) -> list[dict[str, Any]] | None:
         return [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in value] or None
@@ -287,7 +287,7 @@ class Spread(Kind):
             return self._counts(name, list(value))
         number = finite(value[0] if _is_list(value) else value)
         if number is None or not 1 <= number <= MAX_SPREAD:
-            wanted = f"what the busiest expert rank gets over the mean (1 to {MAX_SPREAD:g})"
+            wanted = f"tokens of the busiest expert rank over the mean (1 to {MAX_SPREAD:g})"
             raise OctoPipeError(f"{name} is {brief(value)}; give {wanted}, or a file with the tokens of every expert")
         return (number,) if number > 1 else ()
 
@@ -367,7 +367,7 @@ def of_text(name: str, how: Asked, text: str) -> Any:
         if isinstance(how.kind, GpuName):
             return gpu(text)
         if isinstance(how.kind, StackName) and text not in stack_names():
-            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
+            raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(stack_names())}")
         return how.kind.of_form(text)
     except OctoPipeError as error:
         raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None

@@ -214,12 +214,12 @@ class Setup:
         for name, how in fields_of(type(self)).items():
             object.__setattr__(self, name, how.read(name, getattr(self, name)))
         if self.recompute_layers is not None and self.recompute != "full":
-            raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
+            raise OctoPipeError(f"recompute_layers applies to full recomputation only; recompute is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":
             self.gpu.peak_flops_per_ms(self.precision)
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
-                f"cp {self.cp} needs a sequence that 2 x cp divides (two slices a GPU); {self.seq} tokens is none"
+                f"cp {self.cp} needs a sequence that 2 x cp divides (two slices a GPU); {self.seq} tokens is not"
             )
         if self.gpu is not None and self.gpu_memory_gib <= self.reserved_gib and not self.memory_gib:
             raise OctoPipeError(

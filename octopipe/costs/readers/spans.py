@@ -103,7 +103,7 @@ def layer_times(recording: Recording, where: str) -> LayerTimes:
         if layers:
             return _Found(spans, layers, recording, where).times(what)
     raise OctoPipeError(
-        f"{where}: neither ranges named after layers nor modules in it; record with record_function around each "
+        f"{where}: it contains neither ranges named after layers nor modules; record with record_function around each "
         f"layer, or with_stack=True ({HOW})"
     )
 
@@ -275,10 +275,13 @@ class _Found:
 
     def times(self, what: str) -> LayerTimes:
         if not self.calls:
-            raise OctoPipeError(f"{self.where}: no pass through all of {len(self.layers)} layers is in it; record more")
+            raise OctoPipeError(
+                f"{self.where}: it contains no complete pass through all {len(self.layers)} layers; record more"
+            )
         if not self.backward:
             raise OctoPipeError(
-                f"{self.where}: no backward pass is in it; record a training step, or name the ranges of the backward "
+                f"{self.where}: it contains no backward pass; record a training step, or name the "
+                f"ranges of the backward "
                 f"({HOW})"
             )
         owner: dict[int, tuple[_Call, int]] = {}
@@ -296,7 +299,7 @@ class _Found:
         notes = [f"layers are the {len(self.layers)} {what} that {_few(self.layers)}; medians of {len(calls)}"]
         notes[0] += " pass" if len(calls) == 1 else " passes"
         if self.again:
-            notes.append("layers ran again inside the backward (activation checkpointing): B holds that time too")
+            notes.append("layers ran again in the backward (activation checkpointing): B includes that time")
         return LayerTimes(
             names=tuple(names[k] for k in keep),
             forward_ms=tuple(forward[k] for k in keep),

@@ -84,7 +84,7 @@ def read_layout(text: str) -> MegatronText:
             raise _wrong(text, at, "a decoder layer t after multi-token prediction m; put every t before the m")
     if sum("m" in stage for stage in stages) > 1:
         second = [at for c, at in layers if c == "m"][-1]
-        raise _wrong(text, second, "multi-token prediction m in two stages; Megatron wants all of it in one")
+        raise _wrong(text, second, "multi-token prediction m in two stages; Megatron requires all of it in one")
     return MegatronText(kind="layout", stages=tuple(stages), depths=sum(c == "m" for c, _ in layers))
 
 
@@ -193,7 +193,7 @@ def read_hybrid(text: str) -> MegatronText:
         if "|" in depth:
             raise _wrong(text, place + depth.index("|"), "a bar behind /; prediction layers stay in the last stage")
         if depth != depths[0]:
-            raise _wrong(text, place, f"prediction depths {brief(depths[0])} and {brief(depth)}; they must be alike")
+            raise _wrong(text, place, f"prediction depths {brief(depths[0])} and {brief(depth)}; they must be equal")
         place += len(depth) + 1
     if depths and not depths[0]:
         raise _wrong(text, len(main), "no layers behind /")

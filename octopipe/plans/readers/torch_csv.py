@@ -62,7 +62,7 @@ def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
                 raise _unknown(where, rank, position, word)
         rows.append(tuple(row))
     if not any(rows):
-        raise OctoPipeError(f"{where}: no ops in it; a schedule has one line per rank with cells such as 2F0")
+        raise OctoPipeError(f"{where}: it contains no ops; a schedule has one line per rank with cells such as 2F0")
     return TorchSchedule(rows=tuple(rows), communicates=communicates, pairs=tuple(pairs))
 
 

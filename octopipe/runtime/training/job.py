@@ -186,7 +186,7 @@ class TrainJob:
                 "how many ranks are left"
             )
         if self.elastic and self.resume:
-            raise OctoPipeError("an elastic run goes on by itself where it can; leave --resume out")
+            raise OctoPipeError("an elastic run resumes automatically; leave --resume out")
         if self.resume_step is not None and not self.resume:
             raise OctoPipeError("a step to resume from has no effect on a new run; add --resume")
         if self.seed < 0:
@@ -210,9 +210,9 @@ class TrainJob:
                 "from 0 to below 1 and an eps above 0"
             )
         if self.eval_data is None and (self.eval_every or self.eval_samples):
-            raise OctoPipeError("evaluations need data that was kept aside; add --eval-data")
+            raise OctoPipeError("evaluation needs held-out data; add --eval-data")
         if self.new_data and not self.resume:
-            raise OctoPipeError("--new-data is for a run that goes on; add --resume, or leave it out")
+            raise OctoPipeError("--new-data is for a run that is resumed; add --resume, or leave it out")
 
     def _check_lengths(self) -> None:
         if len(self.groups) != self.dp:

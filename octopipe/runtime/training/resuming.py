@@ -86,4 +86,4 @@ def way_on(job: TrainJob) -> str:
         path, _ = choose(job.checkpoint)
     except OctoPipeError:
         return ""
-    return f"; {shown(path)} is good: --resume goes on from it"
+    return f"; {shown(path)} is valid: --resume continues from it"
