@@ -198,7 +198,7 @@ def _order_problems(plan: Plan) -> list[str]:
     if cycle:
         words = [f"{_slot_words(plan, n)} (rank {t.rank[n]})" for n in cycle]
         out.append(
-            "the orders wait for each other in a cycle:  "
+            "the orders wait for each other in a cycle: "
             + " needs ".join([*words[:12], "..." if len(words) > 12 else words[0]])
             + "; reorder one of these ranks"
         )

@@ -215,7 +215,7 @@ def test_layers_that_carry_a_state_are_said_not_to_keep_documents_apart(
     assert "carries a state" in cannot_keep_apart(layers(tiny_config("nemotron_h")))
     flags = ["--data", str(words / "text.jsonl"), "--tokenizer", str(words), "--steps", "1", "--nproc", "1"]
     assert main(["train", *SMALL, *flags, "--no-measure"]) == 0
-    assert "documents of one sample see each other: octopipe's own layers" in capsys.readouterr().err
+    assert "documents of one sample attend to each other: octopipe's own layers" in capsys.readouterr().err
     assert main(["train", *SMALL, *flags, "--no-measure", "--document-mask"]) == 2
     assert "leave --document-mask out" in capsys.readouterr().err
 

@@ -155,7 +155,7 @@ def _show(found: Fidelity, name: str, spread: float, numbers: dict[str, float]) 
             style="dim",
         )
     kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
-    out.print(f"busy time by kind:  {kinds}; mean over ops {100 * found.op_error:.1f} %")
+    out.print(f"busy time by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
     out.print("busy time by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
     if found.memory_error:
         sizes = ", ".join(

@@ -150,14 +150,15 @@ class TrainJob:
             )
         if self.tune_measured and (self.tune_s is None or self.dp > 1 or self.lengths):
             raise OctoPipeError(
-                "measuring while tuning runs one pipeline of equal micro-batches; give --tune TIME, without --dp and "
+                "measuring while tuning supports one pipeline of equal micro-batches only; give "
+                "--tune TIME, without --dp and "
                 "--lengths"
             )
         if self.adapt_every is not None:
             if self.adapt_every < 1 or self.adapt_gain <= 0 or self.adapt_s <= 0:
                 raise OctoPipeError("adapt: give whole steps from 1 on, and a gain and a time above 0")
             if self.dp > 1:
-                raise OctoPipeError("adapt switches the plan of one pipeline; leave --dp out")
+                raise OctoPipeError("adapt supports one pipeline only; leave --dp out")
             if self.profile is None and not self.measure:
                 raise OctoPipeError("adapt needs measured costs; give --profile or leave --no-measure out")
         if self.plan is not None:
@@ -227,7 +228,7 @@ class TrainJob:
         if self.seq != max(self.lengths):
             raise OctoPipeError(f"seq is {self.seq}; the longest sequence has {max(self.lengths)} tokens")
         if self.adapt_every is not None:
-            raise OctoPipeError("adapt measures micro-batches of one length; leave --adapt or --lengths out")
+            raise OctoPipeError("adapt supports micro-batches of one length only; leave --adapt or --lengths out")
 
     @property
     def replays(self) -> bool:
