@@ -1,8 +1,8 @@
-"""Profiles from other tools: torch.profiler's traces, exports of Nsight Systems, two-line CSVs, as profiles of ours.
+"""Profiles from other tools: converts torch.profiler traces, Nsight Systems exports and two-line CSVs to profiles.
 
-Knows: how to tell such a file by what is in it, and how times of F and B become F, I and W: by the analytic ratio of a
-model's layers where one is named, else as linear layers (I and W the same, an embedding all W). The profile's
-`about["notes"]` says what was taken from where. Does not know: the files themselves (`readers/`).
+Knows: how to recognise such a file by its contents, and how times of F and B become F, I and W: by the analytic ratio
+of a model's layers if a model is given, otherwise as for linear layers (I and W equal, an embedding all W). The
+profile's `about["notes"]` records the source of each value. Does not know: the file formats (`readers/`).
 """
 
 from __future__ import annotations

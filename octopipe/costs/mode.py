@@ -1,7 +1,7 @@
 """How a run computes: its precision, and whether its ops are replayed as CUDA graphs.
 
-Knows: the names of the precisions, how many bytes a parameter takes under each, and when two modes must not be
-compared. Does not know: how a precision is carried out (`runtime/precision.py`) or measured.
+Knows: the names of the precisions, the bytes per parameter of each, and when two modes must not be compared. Does not
+know: how a precision is implemented (`runtime/precision.py`) or measured.
 
     bf16-main-fp32   bfloat16 weights and activations; gradients of all micro-batches added up in float32; the optimizer
                      updates float32 master weights. What Megatron-LM and most large runs do, and the default on a GPU.

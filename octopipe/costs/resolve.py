@@ -1,8 +1,8 @@
-"""From whatever a user names as MODEL to a CostTable.
+"""Turns whatever a user passes as MODEL into a CostTable.
 
-Knows: that a model is a preset's name, the name of measured times (`measured/`), a layer-times file, a Hugging Face
-config (file or folder), another tool's recording of layer times or a file whose "format" key says what it is; and the
-numbers that go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
+Knows: that a model is the name of a preset, the name of measured times (`measured/`), a layer-times file, a Hugging
+Face config (file or folder), layer times recorded by another tool, or a file with a "format" key; and the keywords that
+go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
 
 >>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
 34

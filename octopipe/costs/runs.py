@@ -1,11 +1,10 @@
 """Training runs as rows of a table: what was run, on what, and the tokens per second that it reached.
 
-Knows: the columns, the published runs that come with the package, a user's own table of the same form, and what a row
-means as a model and a set-up. Does not know: how runs are predicted or rates fitted to them.
+Knows: the columns, the published runs that are included in the package, a user's table of the same form, and how a row
+becomes a model and a set-up. Does not know: how runs are predicted or rates are fitted to them.
 
-A table has one line per run. `system`, `model`, `gpus`, `gbs` and `tokens_per_s_per_gpu` must be there; the rest may
-be left out or empty: sizes are then 1, `seq` 4096, `precision` bf16, `zero` 1, and what is recomputed is as little as
-fits.
+A table has one line per run. `system`, `model`, `gpus`, `gbs` and `tokens_per_s_per_gpu` are required; the rest may be
+omitted or empty. Defaults: sizes 1, `seq` 4096, `precision` bf16, `zero` 1, and as little recomputation as fits.
 
     system,model,gpus,tp,pp,gbs,seq,tokens_per_s_per_gpu
     h100,llama3-8b,16,2,2,64,8192,9120
@@ -83,7 +82,7 @@ class Run:
     """none, selective, full, or auto where nobody says: as little as fits."""
     exchange: str
     balanced: bool
-    """Layers were dealt to stages by their times (a layout of one's own), not by their number."""
+    """Layers were distributed over stages by their times (a custom layout), not by their number."""
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float | None = None
     """As published, by the publisher's own count."""

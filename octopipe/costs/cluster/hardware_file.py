@@ -1,7 +1,7 @@
 """Hardware files: a GPU, its links and the network around it as a small TOML or JSON file.
 
-Knows: the file format, and what NICs, a power limit and an oversubscribed network make of a GPU's figures. Does not
-know: unequal nodes (`file.py`), models or rates.
+Knows: the file format, and how NICs, a power limit and an oversubscribed network change a GPU's figures. Does not know:
+unequal nodes (`file.py`), models or rates.
 
     [gpu]
     like = "h100"               the preset whose figures hold where none is given below
@@ -41,7 +41,7 @@ from octopipe.costs.cluster.hardware import GPUS, Gpu, gpu
 FORMAT = "octopipe.hardware/1"
 FIGURES = ("bf16_tflops", "fp8_tflops", "fp4_tflops", "memory_gib", "hbm_tb_per_s", "host_gb_per_s")
 MOST = 1e9
-"""The most that any figure of a file may be."""
+"""Maximum value of any figure in a file."""
 OF_GPU = ("like", "name", "generation", "power_watts", *FIGURES)
 OF_NETWORK = (
     "gpus_per_node",
@@ -118,7 +118,7 @@ def _base(table: Mapping[str, Any], where: str) -> Gpu:
 
 
 def _links(found: Gpu, network: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What the network's figures are for one GPU."""
+    """The network figures for one GPU."""
     out: dict[str, Any] = {}
     size = found.gpus_per_node
     if "gpus_per_node" in network:

@@ -1,7 +1,7 @@
 """The set-up: how a training run uses its GPUs, as one frozen record that every verb and every output shares.
 
-Knows: GPU, parallel sizes, batch, sequence length, ZeRO, precision, recomputation and the memory kept free; how
-they follow from each other, and how they read in one line and in JSON. Does not know: models, costs or plans.
+Knows: GPU, parallel sizes, batch, sequence length, ZeRO, precision, recomputation and reserved memory; how they are
+derived from each other, and their form as one line and in JSON. Does not know: models, costs or plans.
 
 >>> from octopipe.costs.cluster.hardware import gpu
 >>> setup = Setup(gpu=gpu("h100"), tp=4, pp=8, dp=2, micro_batches=64, seq=8192)

@@ -1,12 +1,13 @@
-"""Layer times out of a profiler's spans, whoever recorded them.
+"""Layer times from the spans of a profiler trace, independent of the tool that recorded it.
 
 Knows: which spans are layers (named with their phase, or the modules of a forward), which backward belongs to which
-forward (autograd's sequence numbers), which kernels a span has launched. Does not know: any tool's file
-(`kineto.py`, `nsight.py`), costs.
+forward (autograd's sequence numbers), and which kernels a span launched. Does not know: file formats (`kineto.py`,
+`nsight.py`), costs.
 
-Two ways lead to layers. *Named*: spans called "layer 3 forward" and "layer 3 backward" ("input" and "weight" where they
-are timed apart), for any words before the phase. *Found*: spans without a phase (modules, or record_function around
-each layer) on the thread that runs the forward; what autograd ran for their operators is their backward.
+Layers are identified in one of two ways. *Named*: spans called "layer 3 forward" and "layer 3 backward" ("input" and
+"weight" if they are timed separately), with any words before the phase. *Found*: spans without a phase (modules, or
+record_function around each layer) on the thread that runs the forward; their backward is what autograd ran for their
+operators.
 
 >>> phase_of("layers.3.forward"), phase_of("head bwd"), phase_of("layers.3")
 (('layers.3', 'forward'), ('head', 'backward'), None)
