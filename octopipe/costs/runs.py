@@ -109,7 +109,7 @@ def read_runs(
     unknown = [name for name in header if name not in COLUMNS]
     twice = [name for i, name in enumerate(header) if name in header[:i]]
     if unknown or twice:
-        what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} stands twice"
+        what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} appears twice"
         raise OctoPipeError(f"{where}: {what}; known columns: {', '.join(COLUMNS)}")
     if not 1 <= len(lines) - 1 <= MOST_RUNS:
         raise OctoPipeError(f"{where}: {len(lines) - 1} runs; give 1 to {MOST_RUNS}, one per line")
