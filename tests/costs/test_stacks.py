@@ -43,7 +43,7 @@ def test_a_table_of_runs_is_read(runs: Path) -> None:
     [
         ("tokens_per_s_per_gpu", "speed", "no column tokens_per_s_per_gpu"),
         ("seq", "colour", "unknown column 'colour'"),
-        ("seq", "tp", "column tp stands twice"),
+        ("seq", "tp", "column tp appears twice"),
         ("h100,llama3-8b,16", "h1000,llama3-8b,16", "line 2: unknown GPU"),
         ("llama3-8b,16", "llama9,16", "line 2: unknown model"),
         ("llama3-8b,16,2,2", "llama3-8b,16,3,2", "line 2: tp x pp x cp = 6 does not divide 16 GPUs"),
