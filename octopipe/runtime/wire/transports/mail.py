@@ -11,8 +11,8 @@ Every transfer has its own box, which is used once per step. The sender writes t
 receiver sleeps on the number (a futex), copies the message and records the number as taken. The next message waits for
 that. A message that does not fit into a box is placed in the yard, whose memory the sender allocates and frees; the box
 contains its position. The yard grows with the messages in flight, and a message for which it has no space is sent
-later, without it (see `headed`). The files have no names (see `shared`). A sender holds a lock on its file: when it dies, the lock is released, and
-a receiver that has slept for a while notices this.
+later, without it (see `headed`). The files have no names (see `shared`). A sender holds a lock on its file: when it
+dies, the lock is released, and a receiver that has slept for a while notices this.
 
 Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) separates a message from its
 number when it is sent, the number from the message when it is read, the reading from the number that confirms it, and
