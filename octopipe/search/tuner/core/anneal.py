@@ -278,7 +278,8 @@ def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # ty
         if not moved:
             continue
         value = imbalance(p, st, sc, even, tilt, rising, wanted)
-        if value <= threshold(current, best * BALANCE_HOT * (1.0 - i / iterations) ** 2, rng):
+        left = 1.0 - i / iterations
+        if value <= threshold(current, best * BALANCE_HOT * (left * left), rng):
             current = value
             if value < best:
                 best = value

@@ -100,7 +100,8 @@ def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
     if count == 0 or uniform(rng) < FRESH:
         draw_keys(p, keys, rng)
         return
-    keys[:] = population[min(int(uniform(rng) ** 2 * count), count - 1)]
+    lot = uniform(rng)
+    keys[:] = population[min(int(lot * lot * count), count - 1)]
     if uniform(rng) < CROSSED:
         other = below(rng, count)
         for k in range(RULE):
