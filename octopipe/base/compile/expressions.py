@@ -327,9 +327,20 @@ class Expressions(Text):
             if named:
                 raise TypeError("another kernel is called by position")
             return self.call(called.thing.kernel, given)
+        if isinstance(called.thing, type) and issubclass(called.thing, tuple) and hasattr(called.thing, "_fields"):
+            return self.named_tuple(called.thing, given, named)
         if called.thing not in functions.FUNCTIONS:
             raise TypeError(f"{getattr(called.thing, '__name__', called.thing)} is not part of the kernels' language")
         return functions.FUNCTIONS[called.thing](self, *given, **named)
+
+    def named_tuple(self, kind: Any, given: list[Value], named: dict[str, Value]) -> Value:
+        """A named tuple made in a kernel, with a value for every field."""
+        fields: tuple[str, ...] = kind._fields
+        values = dict(zip(fields, given)) | named
+        if len(given) + len(named) != len(fields) or values.keys() != set(fields):
+            raise TypeError(f"{kind.__name__} has the fields {', '.join(fields)}; give each of them once")
+        made = self.tuple_of([values[field] for field in fields])
+        return Value(Tuple(made.type.parts, fields), made.regs)
 
     def call(self, python: Any, given: list[Value]) -> Value:
         """Another kernel."""

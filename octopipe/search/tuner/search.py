@@ -39,7 +39,7 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.search.tuner.core.follow import Orders
 from octopipe.search.tuner.core.problem import MARGIN, SIZE, Problem, make_problem, make_rng
 from octopipe.search.tuner.encode import arrays_of, orders_in, plan_of, structure_of, writable
-from octopipe.search.tuner.lane import Budget, Lane
+from octopipe.search.tuner.lane import Budget, Lane, Note
 from octopipe.search.tuner.polish import Polisher, jitter_factors
 from octopipe.search.tuner.population import Judge, Start
 from octopipe.search.tuner.settings import SETTINGS
@@ -82,6 +82,8 @@ class Search:
         self.asked = False
         self.lock = threading.RLock()
         self.log: list[Step] = []
+        self.untold: dict[int, list[tuple[int, str, str, float, float]]] = {}
+        """Of a search that counts its moves: what each lane noted since the lanes last met."""
         self.judged = 0
         self.phase_counts: dict[str, int] = {}
         self.systems: dict[str, float] = {}
@@ -100,7 +102,7 @@ class Search:
         self.lanes = [
             Lane(
                 self.problem, self.max_stages, work_ms, self.may_recompute, (seed, k),
-                Budget(budget_s, self.began, moves=iterations, stopped=self.stop.is_set), self._note,
+                Budget(budget_s, self.began, moves=iterations, stopped=self.stop.is_set), self._note_of(k),
             )
             for k in range(self.threads if iterations is None else SETTINGS.counted_lanes)
         ]  # fmt: skip
@@ -280,9 +282,11 @@ class Search:
         except KeyboardInterrupt:
             self._halt()
             wait(tasks)
+            self._tell_in_turn()
             raise
         for task in tasks:
             task.result()
+        self._tell_in_turn()
         if not self.asked:
             self._gather(reserve=True)
             self._report()
@@ -379,6 +383,21 @@ class Search:
         return plans
 
     # -- telling ---------------------------------------------------------------------------------------
+
+    def _note_of(self, number: int) -> Note:
+        """What a lane tells its improvements to: the log, or its own list where moves are counted, so that the log does
+        not depend on which thread was faster."""
+        if self.iterations is None:
+            return self._note
+        told = self.untold.setdefault(number, [])
+        return lambda *what: told.append(what)
+
+    def _tell_in_turn(self) -> None:
+        """Log what the lanes noted, lane after lane."""
+        for told in self.untold.values():
+            for what in told:
+                self._note(*what)
+            told.clear()
 
     def _note(self, moves: int, phase: str, move: str, before: float, after: float) -> None:
         """A lane made moves (no phase), or one of its moves improved what it walks on."""

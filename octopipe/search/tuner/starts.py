@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octopipe.search.tuner.core.anneal import balance
-from octopipe.search.tuner.core.decode import NUM_KEYS
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.core.problem import BOUNDS, RANK, REDO, SIZE, TOTAL, Problem, make_structure
 from octopipe.search.tuner.population import Judge, Start
 from octopipe.search.tuner.settings import SETTINGS

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.search.tuner.core.decode import LAPS, NUM_KEYS, decode
+from octopipe.search.tuner.core.decode import LAPS, decode
 from octopipe.search.tuner.core.keys import (
     count_of, draw_keys, keep_keys, make_child, set_flight, vary_keys, way_back,
 )  # fmt: skip
@@ -24,6 +24,7 @@ from octopipe.search.tuner.core.problem import (
     ACTIVATION, BOUNDARY, BOUNDS, CAPACITY, FORWARD, INPUT, LAYERS, LENGTH, MICRO_BATCHES, OWED, RANK, RANKS, REDO,
     SIZE, STASH, STATIC, UNIT, below, uniform, work_bound,
 )  # fmt: skip
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.settings import SETTINGS
 
 KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, HALT, NUM_TASKS = range(8)

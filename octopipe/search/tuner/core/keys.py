@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.search.tuner.core.decode import (
+from octopipe.search.tuner.core.rows import (
     A_F, A_I, B_F, B_I, BANK, C_I, LOOK, NUM_KEYS, RHO, RULE, RULE_MORE, RULE_SLACK, W_OVER,
 )  # fmt: skip
 from octopipe.search.tuner.core.problem import (
