@@ -73,6 +73,11 @@ GROUPS: dict[str, dict[str, Any]] = {
     "one-member": {"members": 1},
 }  # fmt: skip
 """Groups of settings that are changed together; of `Settings`, or of `KeyRanges` with the prefix `keys.`."""
+MERGED = (
+    "keys-one-step", "keys-rarely", "keys-flight", "shapes-even", "balance-one", "moves-even", "moves-compound",
+    "pace", "relief", "bred",
+)  # fmt: skip
+GROUPS = {"all-merged": {name: value for group in MERGED for name, value in GROUPS[group].items()}, **GROUPS}
 
 
 def changes_of(group: str) -> dict[str, Any]:
