@@ -152,7 +152,9 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(gap_cases()))
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--moves", type=int, default=20_000, help="per lane (default: 20000)")
-    parser.add_argument("--json", default="settings.jsonl", help="runs are added to this file; those in it are not made")
+    parser.add_argument(
+        "--json", default="settings.jsonl", help="runs are added to this file; those in it are not made"
+    )
     parser.add_argument("--read", metavar="FILE", help="print the table of runs that were made")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -131,7 +131,9 @@ def _check_method(method: str, target: str, *, phases: tuple[str, ...], robust: 
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
     if cut_head and (method != "best" or target != "octopipe"):
         who = f"method {method}" if method != "best" else f"the runtime of --for {target}"
-        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out, or use --method best for octopipe")
+        raise OctoPipeError(
+            f"{who} does not support a cut head; leave --cut-head out, or use --method best for octopipe"
+        )
     if target != "octopipe" and (target not in TARGETS or method != "best" or robust):
         known = f"one of {', '.join(TARGETS)}"
         raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
