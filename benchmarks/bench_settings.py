@@ -3,8 +3,8 @@
     python benchmarks/bench_settings.py --moves 20000 --seeds 0,1 --groups focus,near --json settings.jsonl
     python benchmarks/bench_settings.py --read settings.jsonl
 
-A search of a fixed number of moves depends on its seed alone, so the same cases and seeds are compared pair by pair, and
-the machine's load does not matter. Published systems are left out: their plans would hide what the search itself finds.
+A search of a fixed number of moves depends on its seed alone, so the same cases and seeds are compared pair by pair,
+and the machine's load does not matter. Published systems are left out: their plans would hide what the search finds.
 The table says by how many points of the gap to the bound the changed search is worse (positive) or better, with the
 standard error over cases and seeds, and how many of the pairs were worse and better. Groups are written as
 `name=value` (one setting), or named in GROUPS.
@@ -24,14 +24,18 @@ from pathlib import Path
 from typing import Any
 
 AS_IT_IS = "as it is"
-STRUCTURE_ALIKE = tuple(
-    (name, phase, 0.125)
-    for name, phase in (
-        ("migrate layers", "partition"), ("shift stages", "partition"), ("move stage", "placement"),
-        ("exchange stages", "placement"), ("rotate stages", "placement"), ("exchange ranks", "placement"),
-        ("split stage", "placement"), ("merge stages", "placement"),
-    )
-) + (("recompute", "recompute", 0.0), ("micro-batch order", "schedule", 0.0))  # fmt: skip
+STRUCTURE_ALIKE = (
+    *(
+        (name, phase, 0.125)
+        for name, phase in (
+            ("migrate layers", "partition"), ("shift stages", "partition"), ("move stage", "placement"),
+            ("exchange stages", "placement"), ("rotate stages", "placement"), ("exchange ranks", "placement"),
+            ("split stage", "placement"), ("merge stages", "placement"),
+        )
+    ),
+    ("recompute", "recompute", 0.0),
+    ("micro-batch order", "schedule", 0.0),
+)  # fmt: skip
 ORDER_ALIKE = tuple(
     (name, phase, 1 / 7)
     for name, phase in (
