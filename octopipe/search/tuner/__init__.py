@@ -31,6 +31,7 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.search.tuner.robust import mean_jittered_ms, most_robust
 from octopipe.search.tuner.search import Search
+from octopipe.search.tuner.mechanics import HIDE_MOVES, HIDE_OPS, HIDE_S, HIDE_SHARE
 from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.systems import COPYING
 from octopipe.search.tuner.warm import compile_kernels
@@ -245,7 +246,7 @@ def _finished(
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
-    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops and not chosen.pairs and not chosen.forks
+    small = sum(map(len, chosen.orders)) <= HIDE_OPS and not chosen.pairs and not chosen.forks
     if hide is not None and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after, cut_short = hide(chosen, timeline, seed=seed)
         found = replace(found, interrupted=cut_short)
@@ -260,10 +261,10 @@ def _hide(
 ) -> tuple[Plan, Timeline, bool]:
     """The plan with transfers behind computation where that costs nothing, its timeline, and whether somebody
     interrupted this."""
-    seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
+    seconds = min(HIDE_S, HIDE_SHARE * budget_s)
     try:
         if iterations is not None:
-            better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
+            better = hide_transfers(plan, costs, moves=HIDE_MOVES, seed=seed)
         else:
             better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
     except KeyboardInterrupt:

@@ -34,9 +34,11 @@ HEAT, STEP_MS, SCORE, BEST_MS, WORK_MS, LIMIT_MS, NUM_VALUES = range(7)
 """What `walk` reads and writes: temperature as a share of the score, the member's step time and score, the best step
 time seen, the least load possible, and a step time beyond which keys are not worth judging."""
 
-TRIES, REJUDGED, BRED_AGAIN, PROMISING = SETTINGS.tries, SETTINGS.rejudged, SETTINGS.bred_again, SETTINGS.promising
+TRIES, REJUDGED = SETTINGS.tries, SETTINGS.rejudged
+PROMISING = LAPS - 3
+"""The lap that a schedule must have come to for other keys to be tried."""
 NEAR, BEHIND, ROOM, COMPOUND = SETTINGS.near, SETTINGS.behind, SETTINGS.room, SETTINGS.compound
-MEAN, EARLIER, SLACK, FULL_RACE = SETTINGS.mean_weight, SETTINGS.earlier, SETTINGS.slack, SETTINGS.full_race
+MEAN, SLACK, FULL_RACE = SETTINGS.mean_weight, SETTINGS.slack, SETTINGS.full_race
 FULL_LOAD, RELIEF, RELIEF_OFTEN = SETTINGS.full, SETTINGS.relief, SETTINGS.relief_often
 LITTLE, MEMORY_WEIGHT = SETTINGS.little, SETTINGS.memory_weight
 BALANCE_HOT, BALANCE_MIGRATE = SETTINGS.balance_hot, SETTINGS.balance_migrate
@@ -113,7 +115,7 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
             continue
         cutoff = threshold(score, value[HEAT] * score, rng)
         # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
-        limit_ms = (cutoff - MEAN * (1.0 - EARLIER) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
+        limit_ms = (cutoff - MEAN * (1.0 - BEHIND) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
         target = room(limit_ms, work)
         if step_ms <= load * (1.0 + FULL_LOAD) and uniform(rng) < RELIEF_OFTEN:
             target = step_ms * (1.0 - RELIEF * uniform(rng))
@@ -134,7 +136,7 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
             continue
         load = busiest
         step_ms, score, critical = renew(p, st, population, values, chosen, sc, rng, pace, limit, load, work)
-        judged += 1 + REJUDGED + BRED_AGAIN
+        judged += 1 + 2 * REJUDGED
         if step_ms < value[BEST_MS] - 1e-9:
             lines = write_line(log, lines, i, move, value[BEST_MS], step_ms)
             value[BEST_MS] = step_ms
@@ -239,7 +241,7 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
     pace[:] = sc.pace
     keep_keys(population, values, keys, value)
     other = np.zeros(NUM_KEYS)
-    for i in range(REJUDGED + BRED_AGAIN):
+    for i in range(2 * REJUDGED):
         if i == REJUDGED:
             count = count_of(values)
             for j in range(REJUDGED, min(before.shape[0], REJUDGED + values.size - count)):

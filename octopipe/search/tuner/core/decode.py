@@ -29,10 +29,10 @@ from octopipe.search.tuner.core.rows import (
     RANK_AFTER, RANK_BEFORE, ROW_AT_F, ROW_AT_I, ROW_FREED, ROW_F_MS, ROW_HOLD, ROW_I_MS, ROW_KEY_F, ROW_KEY_I,
     ROW_LATER, ROW_RESERVE, ROW_TAIL, ROW_W_MS, SLOTS_FROM, W_OVER, set_up,
 )  # fmt: skip
-from octopipe.search.tuner.settings import SETTINGS
 from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
 
-LAPS = SETTINGS.laps
+LAPS = 10
+"""A schedule's pace is read after so many equal parts of its ops."""
 NONE = -1
 """No slot."""
 

@@ -26,7 +26,7 @@ from octopipe.simulation.timing import DROPPED, FOR_F, FOR_I, NEVER, hand_on, no
 
 MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, SWAP, ADVANCE, MOVE_OP = range(len(ORDER_MOVES))
 REACH_OF_MOVE = tuple(float(x) for x in np.cumsum([weight for _, _, weight in ORDER_MOVES]))
-JUMP, REACH, REACH_W, ON_CRITICAL = SETTINGS.advance, SETTINGS.reach, SETTINGS.reach_w, SETTINGS.on_critical
+REACH, REACH_W, ON_CRITICAL = SETTINGS.reach, SETTINGS.reach_w, SETTINGS.on_critical
 COMPOUND, LONGEST_RUN = SETTINGS.polish_compound, SETTINGS.longest_run
 
 
@@ -315,7 +315,7 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
         r, i = times.path[0, k], times.path[1, k]
         if i == 0 or i >= orders.length[r]:  # a stage may have left the rank since the path was read
             return -1
-        jump(orders, r, i, i - 1 if move == SWAP else max(0, i - 1 - below(rng, JUMP)))
+        jump(orders, r, i, i - 1 if move == SWAP else max(0, i - 1 - below(rng, REACH)))
         return move
     r = critical if uniform(rng) < ON_CRITICAL else below(rng, p.count[RANKS])
     length = orders.length[r]
