@@ -15,6 +15,7 @@ import pytest
 import octopipe
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
+from octopipe.costs.cluster.asking import flag_fields, keyword_fields
 from octopipe.costs.cluster.fields import (
     Choice,
     GpuName,
@@ -28,7 +29,7 @@ from octopipe.costs.cluster.fields import (
     YesNo,
     fields_of,
 )
-from octopipe.costs.cluster.setup import Setup, flag_fields, keyword_fields, setup_from
+from octopipe.costs.cluster.setup import Setup, setup_from
 from octopipe.costs.resolve import resolve_costs
 from octopipe.plans.file import load_plan
 from octopipe.plans.setting import costs_of_plan

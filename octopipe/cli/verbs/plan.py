@@ -41,7 +41,7 @@ FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     add_model_arguments(parser)
     group = parser.add_argument_group("the cluster and the batch")

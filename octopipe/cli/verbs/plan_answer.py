@@ -252,7 +252,7 @@ def changes(found: Found) -> list[str]:
 
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     """The plan's set-up, and the keywords that price it again."""
-    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.costs.cluster.asking import keyword_fields
     from octopipe.plans.setting import carried
 
     known = best.setup.as_dict()

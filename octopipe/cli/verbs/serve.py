@@ -77,8 +77,9 @@ def planned(
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
     from octopipe.cli.verbs.plan_answer import changes, provenance_of, reasons_of, why_words
+    from octopipe.costs.cluster.asking import form_fields
     from octopipe.costs.cluster.fields import of_text
-    from octopipe.costs.cluster.setup import Setup, form_fields
+    from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.record import record_of, scaled

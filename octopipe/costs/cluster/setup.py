@@ -11,24 +11,20 @@ they follow from each other, and how they read in one line and in JSON. Does not
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief
 from octopipe.costs.analytic.calibration import Stack
 from octopipe.costs.cluster.fields import (
-    Asked,
     Choice,
     GpuName,
     Lengths,
     NodeGroups,
     Number,
     Numbers,
-    Part,
     Spread,
     StackName,
     Whole,
@@ -38,6 +34,7 @@ from octopipe.costs.cluster.fields import (
     fields_of,
 )
 from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
+from octopipe.costs.cluster.setup_words import words_of
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
@@ -323,33 +320,7 @@ class Setup:
 
     def words(self) -> str:
         """One line: what the numbers beside it are for."""
-        if self.gpu is None:
-            where = f"measured times: pp {self.pp}" + (f", dp {self.dp}" if self.dp > 1 else "")
-        else:
-            known = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "dp")}
-            sizes = [f"{name} {size}" for name, size in known.items() if name in ("tp", "pp") or size > 1]
-            kinds = " + ".join(f"{n * g} x {name}" for name, n, g in self.nodes) or f"{self.num_gpus} x {self.gpu.name}"
-            where = f"{kinds}: {', '.join(sizes)}"
-        length = "" if self.seq is None else f" x {self.seq} tokens"
-        batch = "" if self.gpu is None and self.seq is None else f"micro-batches of {self.micro_batch_size}{length}"
-        if self.batch is not None:
-            batch = self.batch
-        elif self.micro_batches is not None:
-            batch = f"{self.micro_batches} {batch or 'micro-batches'}, global batch {self.global_batch}"
-            batch = batch.replace("micro-batches", "micro-batch", 1) if self.micro_batches == 1 else batch
-        how = []
-        if self.gpu is not None:
-            how = [self.precision] + ([f"ZeRO-{self.zero}"] if self.dp * self.cp > 1 else [])
-            how += [self.recompute_words()] * (self.recompute != "none")
-            how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
-            how += ["vocabulary parallel"] * self.vocab_parallel
-            if self.imbalance and self.ep > 1:
-                spread = f"{self.imbalance[0]:g} x the mean" if len(self.imbalance) == 1 else "as counted"
-                how.append(f"tokens of the busiest expert rank {spread}")
-            how += [f"{self.cp_kind} context parallelism"] * (self.cp > 1 and self.cp_kind != "ring")
-            how += [f"{self.states} optimizer state"] * (self.states != "fp32")
-            how += [] if self.stack is None else [f"{self.stack.name} rates"]
-        return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
+        return words_of(self)
 
     def recompute_words(self) -> str:
         """`none`, `selective recomputation`, `12 layers recomputed`."""
@@ -377,71 +348,6 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-
-
-# -- how it is asked for --------------------------------------------------------------------------------------------
-
-
-def keyword_fields() -> dict[str, Asked]:
-    """The fields that are asked for by name: keywords of the package's functions, keys of a plan's "setting"."""
-    return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
-
-
-def flag_fields(*parts: Part) -> dict[str, Asked]:
-    """The fields that have a flag, those of these parts alone where any is given."""
-    every = fields_of(Setup).items()
-    return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
-
-
-def form_fields() -> dict[str, Asked]:
-    """The fields that a page's form asks for: all that have a flag, but for files of the machine that serves it."""
-    return {
-        name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)
-    }
-
-
-def keywords(given: Mapping[str, Any], *, others: Iterable[str] = (), lenient: bool = False) -> dict[str, Any]:
-    """What is asked for, under the fields' own names. An unknown name is an error that says the nearest one (`others`
-    are known to the caller), or is left out where `lenient`; of two names of one field the first counts there."""
-    fields = keyword_fields()
-    older = {other: (name, convert) for name, how in fields.items() for other, convert in how.also.items()}
-    out: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for word, value in given.items():
-        name, convert = (word, None) if word in fields else older.get(word, ("", None))
-        if not name:
-            if lenient:
-                continue
-            close = difflib.get_close_matches(word, [*others, *fields, *older], 1)
-            raise OctoPipeError(f"unknown keyword {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
-        if name in out:
-            if lenient:
-                continue
-            raise OctoPipeError(f"{spelled[name]} and {word} are the same keyword; give one of them")
-        if convert is not None and value is not None:
-            try:
-                value = convert(value)
-            except (TypeError, ValueError):
-                raise OctoPipeError(f"{word} is {brief(value)}; give {name} instead") from None
-        out[name], spelled[name] = value, word
-    return out
-
-
-__all__ = [
-    "DEFAULT_GPU",
-    "DEFAULT_SEQ",
-    "PRECISIONS",
-    "RECOMPUTE",
-    "Precision",
-    "Recompute",
-    "Setup",
-    "default_reserve_gib",
-    "flag_fields",
-    "form_fields",
-    "keyword_fields",
-    "keywords",
-    "setup_from",
-]
 
 
 def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:

@@ -24,9 +24,10 @@ from typing import Any
 import msgspec
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.asking import form_fields
 from octopipe.costs.cluster.fields import Choice, GpuName, YesNo
 from octopipe.costs.cluster.hardware import GPUS
-from octopipe.costs.cluster.setup import DEFAULT_GPU, form_fields
+from octopipe.costs.cluster.setup import DEFAULT_GPU
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
 from octopipe.search.systems import systems
