@@ -31,13 +31,13 @@ from octopipe.cli.verbs.tune import seconds
 if TYPE_CHECKING:
     from octopipe.cli.verbs.plan_answer import Reasons
     from octopipe.costs.analytic.calibration import Stack
+    from octopipe.costs.cluster.hardware import Gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.planner.search import Found
 
 SEARCHING = 0.85
 """Share of the budget that the search gets where files are written besides."""
-FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
-    from octopipe.search.planner.splits import parse_split
+    from octopipe.search.planner.splits import FIXABLE, parse_split
 
     # The budget counts from the command's start, Python's own start included.
     began = process_began() if sys.argv[1:2] == ["plan"] else time.monotonic()
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     spec, base, gpus = _base(args)
     if args.global_batch is None:
         raise OctoPipeError("how many sequences per step? give --global-batch")
-    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    fixed = {name: getattr(args, name) for name in FIXABLE if getattr(args, name) is not None}
     published = [name for name in args.system if name in PUBLISHED]
     if published:
         from octopipe.cli.verbs.plan_published import refuse_idle, run_published
@@ -251,15 +251,24 @@ def _write_folder(folder: Path, spec: ModelSpec, found: Found, lines: dict[str, 
             os.chmod(folder / name, 0o755)
 
 
-STACKS = {"torchtitan": "torchtitan", "torch": "plain-torch"}
-"""Whose rates a runtime has where nobody names a stack; the others have the default's."""
+STACKS = {
+    "megatron": ("megatron-2026-06", "megatron-2026", "megatron-2025", "megatron-2024", "megatron-2021"),
+    "torchtitan": ("torchtitan",),
+    "torch": ("plain-torch",),
+}
+"""Whose rates a runtime has where nobody names a stack, the newest first; the others have the default's."""
 
 
-def stack_for(asked: str | None, runtime: str) -> Stack | None:
-    """The stack that was asked for, or that goes with a runtime."""
-    from octopipe.costs.analytic.calibration import stack_named
+def stack_for(asked: str | None, runtime: str, kind: Gpu, precision: str) -> Stack | None:
+    """The stack that was asked for; else the newest of the runtime that was fitted on runs of this GPU generation and
+    precision, or its first where none was and it is the only one."""
+    from octopipe.costs.analytic.calibration import stack_named, stacks_on
 
-    name = asked or STACKS.get(runtime)
+    if asked is not None:
+        return stack_named(asked)
+    known = STACKS.get(runtime, ())
+    fitted = [name for name in known if name in stacks_on(kind, precision)]
+    name = fitted[0] if fitted else known[0] if len(known) == 1 else None
     return None if name is None else stack_named(name)
 
 
@@ -271,6 +280,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
     from octopipe.costs.resolve import resolve_spec
+    from octopipe.search.planner.splits import FIXABLE
 
     spec = resolve_spec(args.model)
     if spec is None:
@@ -288,9 +298,9 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         gpus = gpus or count_gpus(nodes)
     if gpus is None:
         raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
-    given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
+    given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXABLE)}
     zero = {} if args.zero is None else {"zero": args.zero}
-    stack = stack_for(args.stack, args.runtime)
+    stack = stack_for(args.stack, args.runtime, kind, args.precision or "bf16")
     base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
     return spec, base, gpus
 

@@ -84,7 +84,7 @@ def planned(
     from octopipe.plans.file import plan_to_json
     from octopipe.search.planner.record import record_of, scaled
     from octopipe.search.planner.search import search
-    from octopipe.search.planner.splits import parse_split
+    from octopipe.search.planner.splits import FIXABLE, parse_split
 
     def whole(name: str) -> int:
         try:
@@ -113,6 +113,7 @@ def planned(
         base,
         gpus=gpus,
         global_batch=batch,
+        fixed={name: getattr(base, name) for name in FIXABLE if name in given},
         today=parse_split(today) if today else None,
         budget_s=budget_s,
         stop=stop,

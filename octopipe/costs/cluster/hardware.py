@@ -262,6 +262,10 @@ class Cluster:
     dp: int = 1
     ep: int = 1
     cp: int = 1
+    etp: int | None = None
+    """GPUs that divide one expert's matrices; None: the tensor-parallel group, or less where ep leaves less."""
+    hsdp: int = 1
+    """Copies of what ZeRO divides: each is divided over dp * cp / hsdp GPUs."""
     gpus_per_node: int | None = None
     """None: as the GPU's usual node."""
     rank_speed: tuple[float, ...] = ()
@@ -270,9 +274,9 @@ class Cluster:
     """Memory of a GPU of each pipeline rank; empty: the GPU's own, one entry: the same for all."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "dp", "ep", "gpus_per_node"):
+        for name in ("tp", "cp", "pp", "dp", "ep", "etp", "hsdp", "gpus_per_node"):
             value = getattr(self, name)
-            if name == "gpus_per_node" and value is None:
+            if name in ("etp", "gpus_per_node") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
@@ -283,6 +287,13 @@ class Cluster:
             raise OctoPipeError(
                 f"ep {self.ep} does not divide {product} = {self.gpus_per_stage}; give a divisor or raise dp"
             )
+        if self.gpus_per_stage % (self.ep * self.expert_tp):
+            raise OctoPipeError(
+                f"ep {self.ep} x etp {self.etp} does not divide tp * cp * dp = {self.gpus_per_stage}; lower one of them"
+            )
+        if self.dp % self.hsdp or self.expert_dp % self.hsdp:
+            what = f"dp {self.dp}" if self.dp % self.hsdp else f"the {self.expert_dp} replicas of an expert"
+            raise OctoPipeError(f"hsdp {self.hsdp} does not divide {what}; give a divisor")
         for name, lengths in (("rank_speed", (0, self.pp)), ("rank_memory_gib", (0, 1, self.pp))):
             values = getattr(self, name)
             if len(values) not in lengths:
@@ -310,7 +321,10 @@ class Cluster:
 
     @property
     def expert_tp(self) -> int:
-        """GPUs that share one expert: the tensor-parallel group, or less where ep is larger than cp * dp."""
+        """GPUs that share one expert: as given, else the tensor-parallel group, or less where ep is larger than
+        cp * dp."""
+        if self.etp is not None:
+            return self.etp
         if (self.cp * self.dp) % self.ep == 0:
             return self.tp
         return math.gcd(self.tp, self.gpus_per_stage // self.ep)

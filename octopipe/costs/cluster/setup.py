@@ -21,10 +21,12 @@ from octopipe.costs.analytic.calibration import Stack
 from octopipe.costs.cluster.fields import (
     Choice,
     GpuName,
+    LayerRanges,
     Lengths,
     NodeGroups,
     Number,
     Numbers,
+    Share,
     Spread,
     StackName,
     Whole,
@@ -84,9 +86,21 @@ class Setup:
     before it; heads instead of tokens divided around it (all-to-all); or that in a node and a ring between nodes."""
     ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
     """GPUs the experts of a layer are dealt to, inside tp * cp * dp."""
+    etp: int | None = asked(
+        None, Whole(), of_a_model=True, optional=True,
+        words="expert-tensor-parallel size: GPUs that divide the matrices of one expert between them",
+        unless_given="tp, or less where ep is larger than cp x dp",
+    )  # fmt: skip
+    """None: the tensor-parallel group, or less where ep is larger than cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
     dp: int = asked(1, Whole(), words="data-parallel size: pipelines side by side", unless_given="1")
     """Pipelines side by side."""
+    hsdp: int = asked(
+        1, Whole(), of_a_model=True,
+        words="copies of the state that ZeRO divides (HSDP): each copy is divided over dp x cp / hsdp GPUs",
+        unless_given="1",
+    )  # fmt: skip
+    """Gradients are reduced inside a copy's GPUs first, then between the copies."""
     micro_batch_size: int = asked(
         1, Whole(), part="batch", of_a_model=True, words="sequences per micro-batch", unless_given="1"
     )
@@ -147,6 +161,29 @@ class Setup:
         unless_given="1, even",
     )  # fmt: skip
     """What the busiest expert rank gets over the mean, or the tokens of every expert; empty: all get the same."""
+    nodes_per_token: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="node-limited routing: the experts of one token lie on at most so many nodes",
+        unless_given="no limit",
+    )  # fmt: skip
+    """None: a token's experts may lie on any node."""
+    lora: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="rank of low-rank adapters (LoRA) on the matrices of every block; all other weights are frozen",
+        unless_given="none: weights are trained",
+    )  # fmt: skip
+    """None: no adapters, and every layer outside `frozen` is trained."""
+    frozen: tuple[tuple[int, int], ...] = asked(
+        (), LayerRanges(), part="training", of_a_model=True,
+        words="layers whose weights are not trained, counted from 0 (the embedding), e.g. 0-15,33",
+    )  # fmt: skip
+    """(first, last) of each range of layers without gradients and optimizer state."""
+    offload_optimizer: float = asked(
+        0.0, Share(), part="training", of_a_model=True,
+        words="share of the optimizer state that the host's memory holds and its processors update, from 0 to 1",
+        unless_given="0",
+    )  # fmt: skip
+    """Of what a GPU would hold after ZeRO's division."""
     vocab_parallel: bool = asked(
         False, YesNo(), part="ranks", of_a_model=True, words="embedding and head divided over all pipeline ranks",
         unless_given="no", has_flag=False,
@@ -214,6 +251,13 @@ class Setup:
             raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":
             self.gpu.peak_flops_per_ms(self.precision)
+        if self.hsdp > 1 and self.zero == 0:
+            raise OctoPipeError(f"hsdp {self.hsdp} counts copies of what ZeRO divides, and zero is 0; give zero 1 to 3")
+        if self.offload_optimizer and self.zero >= 2:
+            raise OctoPipeError(
+                f"offload_optimizer is priced with ZeRO-0 and ZeRO-1 (Megatron-LM's --optimizer-cpu-offload), "
+                f"not with ZeRO-{self.zero}; give zero 1"
+            )
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
                 f"cp {self.cp} needs a sequence that 2 x cp divides (two slices a GPU); {self.seq} tokens is none"
@@ -308,6 +352,8 @@ class Setup:
             ep=self.ep,
             pp=self.pp,
             dp=self.dp,
+            etp=self.etp,
+            hsdp=self.hsdp,
             gpus_per_node=self.gpus_per_node,
             rank_speed=self.speeds,
             rank_memory_gib=self.memory_gib,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octopipe.costs.cluster.fields import ranges_text
+
 if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
 
@@ -16,8 +18,8 @@ def words_of(setup: Setup) -> str:
     if setup.gpu is None:
         where = f"measured times: pp {setup.pp}" + (f", dp {setup.dp}" if setup.dp > 1 else "")
     else:
-        known = {name: getattr(setup, name) for name in ("tp", "cp", "ep", "pp", "dp")}
-        sizes = [f"{name} {size}" for name, size in known.items() if name in ("tp", "pp") or size > 1]
+        known = {name: getattr(setup, name) for name in ("tp", "cp", "ep", "etp", "pp", "dp")}
+        sizes = [f"{name} {size}" for name, size in known.items() if name in ("tp", "pp") or (size or 1) > 1]
         kinds = " + ".join(f"{n * g} x {name}" for name, n, g in setup.nodes) or f"{setup.num_gpus} x {setup.gpu.name}"
         where = f"{kinds}: {', '.join(sizes)}"
     length = "" if setup.seq is None else f" x {setup.seq} tokens"
@@ -30,6 +32,12 @@ def words_of(setup: Setup) -> str:
     how = []
     if setup.gpu is not None:
         how = [setup.precision] + ([f"ZeRO-{setup.zero}"] if setup.dp * setup.cp > 1 else [])
+        how += [f"{setup.hsdp} copies of it (HSDP)"] * (setup.hsdp > 1)
+        how += [] if setup.lora is None else [f"LoRA of rank {setup.lora}"]
+        how += [f"layers {ranges_text(setup.frozen)} frozen"] * bool(setup.frozen)
+        how += [f"{setup.offload_optimizer:.0%} of the optimizer state on the host"] * (setup.offload_optimizer > 0)
+        if setup.nodes_per_token is not None and setup.ep > 1:
+            how.append(f"experts of a token on at most {setup.nodes_per_token} nodes")
         how += [setup.recompute_words()] * (setup.recompute != "none")
         how += ["no sequence parallelism"] * (not setup.sequence_parallel and setup.tp > 1)
         how += ["vocabulary parallel"] * setup.vocab_parallel

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 
@@ -103,7 +104,7 @@ def refined(
 def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime: Runtime) -> list[Split]:
     """Splits that published runs of this model used, as far as they divide this cluster and batch: whatever the bounds
     say, they are among those tried. Replicas follow from the number of GPUs."""
-    coarse = {_without_vp(split) for split in every}
+    coarse = {replace(split.coarse, micro_batch_size=1) for split in every}
     out = []
     for tp, cp, ep, pp, vp, size, zero in sorted(set(_published().get(pricer.spec.name, ()))):
         if gpus % (tp * cp * pp):
@@ -112,16 +113,13 @@ def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime:
         levels = runtime.zero_levels(pp)
         level = zero if zero in levels else levels[0]
         split = Split(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, vp=vp, micro_batch_size=size, zero=level)
+        if pricer.global_batch % (dp * size) or replace(split.coarse, micro_batch_size=1) not in coarse:
+            continue
         m = pricer.global_batch // (dp * size)
         most = min(runtime.most.get("vp", vp), pricer.spec.num_layers // pp)
-        if _without_vp(split) in coarse and (vp == 1 or (m % pp == 0 and vp <= most)):
+        if vp == 1 or (m % pp == 0 and vp <= most):
             out.append(split)
     return out
-
-
-def _without_vp(split: Split) -> tuple[int, ...]:
-    """What identifies a split but for its stages per rank."""
-    return (split.tp, split.cp, split.ep, split.pp, split.dp, split.micro_batch_size, split.zero)
 
 
 @cache

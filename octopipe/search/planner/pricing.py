@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
+from octopipe.costs.analytic.frozen import layer_states, trained_share
 from octopipe.costs.analytic.layer_pricing import Pricing
 from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.cluster.setup import Setup
@@ -54,7 +55,7 @@ class Candidate:
     spec: ModelSpec | None = None
 
     def as_dict(self) -> dict[str, object]:
-        names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
+        names = ("tp", "cp", "ep", "etp", "pp", "dp", "vp", "micro_batch_size", "zero", "hsdp")
         more = ("how", "step_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits")
         return {
             **{n: getattr(self.split, n) for n in names},
@@ -111,6 +112,7 @@ class Pricer:
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
+        self.trained = trained_share(spec, base)
         self._known: dict[Setup, CostTable] = {}
         self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -126,10 +128,10 @@ class Pricer:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
         # gathers and reductions.
-        among: tuple[int, ...] = (split.zero, split.dp) if split.zero >= 2 else ()
+        among: tuple[int, ...] = (split.zero, split.dp, split.hsdp) if split.zero >= 2 else ()
         if self.base.nodes:  # which cards a rank has depends on how many there are
             among = (split.zero, split.dp, split.pp)
-        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
+        key = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size, among)
         if key not in self._work:
             self._work[key] = self._least_work(split)
         work, lane, fastest = self._work[key]
@@ -154,12 +156,13 @@ class Pricer:
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, self.base.state_bytes)
+        state = least_state_bytes(split, self.dense, self.experts, self.base, self.trained)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
         width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
         # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
-        kept = 2.0 * tokens * width * (self.spec.num_layers - 2) * min(m, split.pp) / split.pp
+        layers = sum(state != "idle" for state in layer_states(self.spec.num_layers, self.base.frozen)[1:-1])
+        kept = 2.0 * tokens * width * layers * min(m, split.pp) / split.pp
         return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.base.limits import MAX_SEED
+from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
@@ -120,6 +121,8 @@ class _Run:
         budget: Budget,
         say: Say | None,
     ):
+        if reason := runtime.refuses(base):
+            raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
         self.spec, self.base, self.gpus, self.fixed = spec, base, gpus, fixed
         self.runtime, self.recompute, self.seed, self.budget = runtime, recompute, seed, budget
         self.tell: Say = say or (lambda words: None)
@@ -170,7 +173,7 @@ class _Run:
         if not self.kept and self.budget.stop():
             raise StoppedError("the search was stopped before it found a first split; give it more time")
         if not self.kept:
-            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes))
+            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes, self.runtime))
         self.skipped = []
         if self.cut_short:
             self.skipped.append(
@@ -350,6 +353,7 @@ def _today(
     recompute: str,
 ) -> Candidate:
     """What the user runs now, under the same model."""
+    assert base.gpu is not None
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = sizes.pop("dp", 0) or gpus // product
@@ -359,6 +363,9 @@ def _today(
         raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
     if sizes["pp"] > 1:
         sizes["zero"] = min(sizes["zero"], 1)  # what every runtime makes of it under a pipeline
+    if "etp" not in sizes:
+        sizes["etp"] = Cluster(gpu=base.gpu, tp=sizes["tp"], cp=sizes["cp"], dp=dp, ep=sizes["ep"]).expert_tp
+        sizes["etp"] = sizes["etp"] if pricer.experts else 1
     split = Split(dp=dp, **sizes)
     if pricer.global_batch % (dp * split.micro_batch_size):
         raise OctoPipeError(
@@ -368,17 +375,27 @@ def _today(
     return pricer.simulated(split, recompute)
 
 
-def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]) -> str:
-    """The leanest split and what it lacks."""
-    leanest = min(
-        every,
-        key=lambda s: (
-            least_state_bytes(s, pricer.dense, pricer.experts, pricer.base.gradient_bytes),
-            s.micro_batch_size,
-            s.vp,
-        ),
+def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
+    """The leanest split and what it lacks; and whether the host's memory would help."""
+    words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
+    small = [split for split in every if split.zero < 2]
+    if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
+        return words
+    host = Pricer(pricer.spec, replace(pricer.base, offload_optimizer=1.0), pricer.global_batch)
+    found = host.candidate(_leanest(host, small), modes)
+    if not found.fits:
+        return words
+    return (
+        f"{words}; or keep the optimizer state in the host's memory: --offload-optimizer 1 fits {found.split.words()}"
     )
-    return _unfit(pricer, pricer.candidate(leanest, modes))
+
+
+def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
+    def size(split: Split) -> tuple[float, int, int]:
+        state = least_state_bytes(split, pricer.dense, pricer.experts, pricer.base, pricer.trained)
+        return state, split.micro_batch_size, split.vp
+
+    return min(every, key=size)
 
 
 def _unfit(pricer: Pricer, found: Candidate) -> str:
