@@ -196,12 +196,14 @@ def run(args: argparse.Namespace) -> int:
     assert found is not None
     best = found.best
     reasons = reasons_of(found, spec)
+    plan_file = args.output if folder is None else "plan.json"
+    lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
     if args.why:
         _write_why(args.why, found, reasons)
     record: dict[str, Any] = {}
     if args.output or args.page:
         left = 0.0 if found.interrupted else 0.95 * args.budget - (time.monotonic() - began)
-        record = _record(args, spec, base, found, fixed, left)
+        record = _record(args, spec, base, found, fixed, left, lines)
     plan = None
     if best.plan is not None:
         plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
@@ -212,8 +214,6 @@ def run(args: argparse.Namespace) -> int:
         from octopipe.views.report.cluster import page
 
         write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
-    plan_file = args.output if folder is None else "plan.json"
-    lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
     if folder is not None:
         _write_folder(folder, spec, found, lines, reasons)
     if args.json:
@@ -306,7 +306,13 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
 
 
 def _record(
-    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int], seconds: float
+    args: argparse.Namespace,
+    spec: ModelSpec,
+    base: Setup,
+    found: Found,
+    fixed: dict[str, int],
+    seconds: float,
+    lines: dict[str, str],
 ) -> dict[str, Any]:
     """What the panel of a report and the page draw."""
     from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
@@ -323,7 +329,7 @@ def _record(
         budget_s=max(seconds, 0.0),
     )
     words = [*changes(found), *why_words(reasons_of(found, spec))]
-    return record_of(found, spec, words=words, scaling=points)
+    return record_of(found, spec, words=words, scaling=points, commands=lines)
 
 
 def _write_why(path: str, found: Found, reasons: Reasons) -> None:

@@ -25,7 +25,14 @@ STEPS = (0.25, 0.5, 2.0, 4.0)
 """Numbers of GPUs beside the one that was asked for, as shares of it."""
 
 
-def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
+def record_of(
+    found: Found,
+    spec: ModelSpec,
+    *,
+    words: list[str],
+    scaling: list[dict[str, Any]],
+    commands: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """The record that a plan carries and that the panel draws, best first."""
     rows = [*found.ranked[: MOST_ROWS - 1]]
     out = [row_of(c, spec) for c in rows]
@@ -40,6 +47,7 @@ def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[
         "words": words,
         "candidates": out,
         "scaling": scaling,
+        "commands": dict(commands or {}),
     }
 
 

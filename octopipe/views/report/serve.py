@@ -142,16 +142,39 @@ def setup_inputs() -> list[dict[str, Any]]:
     return out
 
 
+ASKED_FIRST = ("gpu", "seq", "precision")
+"""Fields of the set-up that the page for clusters asks for by itself."""
+PLANNED_FOR = ("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe")
+
+
 def plan_page(models: Mapping[str, str]) -> str:
     """The page that plans a cluster."""
 
     def options(names: Sequence[str], chosen: str) -> str:
         return "".join(f"<option{' selected' * (n == chosen)}>{html.escape(n)}</option>" for n in names)
 
+    def inputs() -> str:
+        """Whatever else a set-up has, as `octopipe plan` has flags for it."""
+        out = []
+        for field in setup_inputs():
+            if field["name"] in (*ASKED_FIRST, "p2p_ms", "speeds", "memory_gib"):
+                continue
+            name, words = html.escape(field["name"]), html.escape(field["label"])
+            if field["choices"]:
+                box = f'<select name="{name}"><option value=""></option>{options(field["choices"], "")}</select>'
+            else:
+                box = f'<input name="{name}" placeholder="{html.escape(field["empty"])}">'
+            out.append(f'<label title="{words}">{name.replace("_", " ")} {box}</label>')
+        return "".join(out)
+
+    precision = next(field["choices"] for field in setup_inputs() if field["name"] == "precision")
     parts = {
         "style": asset("report.css") + STYLE,
         "models": options(list(models), "llama3-70b"),
         "gpus": options(list(GPUS), "h100"),
+        "precisions": options(precision, "bf16"),
+        "runtimes": options(PLANNED_FOR, "any"),
+        "more": inputs(),
         "theme": THEME,
         "compare": asset("compare.js"),
     }
