@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 
@@ -25,8 +24,8 @@ from octopipe.search.planner.runtimes import Runtime
 from octopipe.search.planner.splits import Split, finer
 
 KEPT = 24
-SEEDS = 4
-"""Splits of every length of pipeline that are judged before the others, by their bounds."""
+SEEDS = 2
+"""Splits of every length of pipeline, tensor-parallel size and kind of sharding that are judged before the others."""
 REFINED = 8
 """Splits that are tried with every number of stages per rank."""
 Say = Callable[[str], None]
@@ -54,12 +53,12 @@ def judge(
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
     and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, once time
     is `over`, those whose bounds are the worst. Those of `always` are judged before all others, and then some of every
-    length of pipeline: where time is short, none of them goes unseen."""
+    length of pipeline, tensor-parallel size and kind of sharding: where time is short, none of them goes unseen."""
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
-    lengths: dict[int, list[Split]] = {}
+    kinds: dict[tuple[int, int, bool], list[Split]] = {}
     for _, split in queue:
-        lengths.setdefault(split.pp, []).append(split)
-    seeds = [split for some in zip_longest(*(found[:SEEDS] for found in lengths.values())) for split in some if split]
+        kinds.setdefault((split.pp, split.tp, split.zero >= 2), []).append(split)
+    seeds = [split for some in zip_longest(*(found[:SEEDS] for found in kinds.values())) for split in some if split]
     first = [split for split in dict.fromkeys([*always, *seeds]) if pricer.may_fit(split)]
     heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
     seen: set[Split] = set()
@@ -104,7 +103,7 @@ def refined(
 def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime: Runtime) -> list[Split]:
     """Splits that published runs of this model used, as far as they divide this cluster and batch: whatever the bounds
     say, they are among those tried. Replicas follow from the number of GPUs."""
-    coarse = {replace(split.coarse, micro_batch_size=1) for split in every}
+    coarse = {_groups(split) for split in every}
     out = []
     for tp, cp, ep, pp, vp, size, zero in sorted(set(_published().get(pricer.spec.name, ()))):
         if gpus % (tp * cp * pp):
@@ -113,13 +112,18 @@ def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime:
         levels = runtime.zero_levels(pp)
         level = zero if zero in levels else levels[0]
         split = Split(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, vp=vp, micro_batch_size=size, zero=level)
-        if pricer.global_batch % (dp * size) or replace(split.coarse, micro_batch_size=1) not in coarse:
+        if pricer.global_batch % (dp * size) or _groups(split) not in coarse:
             continue
         m = pricer.global_batch // (dp * size)
         most = min(runtime.most.get("vp", vp), pricer.spec.num_layers // pp)
         if vp == 1 or (m % pp == 0 and vp <= most):
             out.append(split)
     return out
+
+
+def _groups(split: Split) -> tuple[int, ...]:
+    """A split's groups of GPUs, whatever its micro-batches and stages are."""
+    return split.tp, split.cp, split.ep, split.etp, split.pp, split.dp, split.zero, split.hsdp
 
 
 @cache

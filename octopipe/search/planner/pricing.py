@@ -113,15 +113,18 @@ class Pricer:
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
         self.trained = trained_share(spec, base)
-        self._known: dict[Setup, CostTable] = {}
+        self._known: dict[tuple[object, ...], CostTable] = {}
         self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
-        setup = split.setup(self.base, self.global_batch)
-        setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
-        if setup not in self._known:
-            self._known[setup] = costs_of_setup(self.spec, setup)
-        return self._known[setup]
+        s = split  # costs do not depend on its stages per rank
+        key = (s.tp, s.cp, s.ep, s.etp, s.pp, s.dp, s.micro_batch_size, s.zero, s.hsdp, mode, layers)
+        found = self._known.get(key)
+        if found is None:
+            setup = split.setup(self.base, self.global_batch)
+            setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
+            found = self._known[key] = costs_of_setup(self.spec, setup)
+        return found
 
     def bound_ms(self, split: Split) -> float:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
@@ -169,13 +172,14 @@ class Pricer:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         layouts = self.layouts and bool(self.base.nodes)
 
-        def judged(price: Price, pairs: bool) -> Estimate:
+        def judged(price: Price, modes: tuple[str, ...], pairs: bool) -> Estimate:
             return estimate(price, split.pp, split.vp, m, modes=modes, pairs=pairs, layouts=layouts)
 
-        found = judged(lambda *how: self.costs(split, *how), self.pairs)
+        found = judged(lambda *how: self.costs(split, *how), modes, self.pairs)
         interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
-        if interleaved and split.ep > 1 and split.pp > 1 and found.fits:
-            hidden = judged(lambda *how: exchange_hidden(self.costs(split, *how)), False)
+        # The exchange is hidden where no whole layers are recomputed.
+        if interleaved and split.ep > 1 and split.pp > 1 and found.fits and found.recompute in ("none", "selective"):
+            hidden = judged(lambda *how: exchange_hidden(self.costs(split, *how)), (found.recompute,), False)
             found = replace(found, step_ms=hidden.step_ms, tuned_ms=min(found.tuned_ms, hidden.tuned_ms))
         return self._candidate(split, self.costs(split), "estimated", found)
 
