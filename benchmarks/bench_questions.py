@@ -246,11 +246,10 @@ def with_today(budget_s: float, wall: bool) -> list[dict[str, Any]]:
     seen: set[Any] = set()
     for row in read_rows(CSV):
         setup = row.setup
-        base = replace(
-            setup, tp=1, cp=1, ep=1, pp=1, dp=1, micro_batch_size=1, micro_batches=None, zero=1, recompute="none"
-        )
+        sizes = {"tp": 1, "cp": 1, "ep": 1, "etp": None, "pp": 1, "dp": 1, "micro_batch_size": 1, "zero": 1}
+        base = replace(setup, **sizes, micro_batches=None, recompute="none")
         today = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
-        today["micro_batch_size"] = setup.micro_batch_size
+        today |= {"micro_batch_size": setup.micro_batch_size} | ({"etp": setup.etp} if setup.etp else {})
         question = (row.spec, base, setup.num_gpus, setup.global_batch, tuple(today.values()))
         if question in seen:  # another release of the same stack, with the same split
             continue
