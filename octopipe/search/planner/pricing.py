@@ -133,7 +133,7 @@ class Pricer:
         # gathers and reductions.
         among: tuple[int, ...] = (split.zero, split.dp, split.hsdp) if split.zero >= 2 else ()
         if self.base.nodes:  # which cards a rank has depends on how many there are
-            among = (split.zero, split.dp, split.pp)
+            among = (split.zero, split.dp, split.pp, split.hsdp)
         key = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size, among)
         if key not in self._work:
             self._work[key] = self._least_work(split)
