@@ -78,6 +78,15 @@ def test_an_answer_keeps_to_the_runtime_and_the_sizes_that_were_chosen() -> None
         planned({**asked, "runtime": "abacus"})
 
 
+def test_an_answer_about_experts_is_plain_json() -> None:
+    """Rows whose exchange is hidden were made of numpy's numbers once, and the page got an error instead of them."""
+    import msgspec
+
+    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "gpus": "16", "global_batch": "64", "budget_s": "2", "ep": "8"}
+    found = planned({**asked, "pp": "2", "runtime": "megatron", "today": "pp=2,ep=8,vp=2"})
+    assert json.loads(msgspec.json.encode(found)) == json.loads(json.dumps(found))
+
+
 def test_names_are_text_and_bad_records_are_refused() -> None:
     text = page(record(title=HOSTILE, words=[HOSTILE]))
     assert "<img" not in text and "&lt;img" in text

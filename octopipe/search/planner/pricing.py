@@ -54,6 +54,13 @@ class Candidate:
     timeline: Timeline | None = None
     spec: ModelSpec | None = None
 
+    def __post_init__(self) -> None:
+        # Sums over arrays are numpy's numbers, which not every writer of JSON takes.
+        for name in ("step_ms", "tuned_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "fits", bool(self.fits))
+
     def as_dict(self) -> dict[str, object]:
         names = ("tp", "cp", "ep", "etp", "pp", "dp", "vp", "micro_batch_size", "zero", "hsdp")
         more = ("how", "step_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits")
@@ -145,11 +152,11 @@ class Pricer:
         """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
         it where ops do not run in pairs), and the fastest rank's slowdown."""
         if self.base.nodes:
-            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0))
+            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0, hsdp=1))
             work = float(costs.layer_ms.sum())
             return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
         setup = split.setup(self.base, self.global_batch)
-        setup = setup if split.zero >= 2 else replace(setup, zero=0)
+        setup = setup if split.zero >= 2 else replace(setup, zero=0, hsdp=1)
         layers = price_layers(self.spec, Pricing.of(setup))[0]
         work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
         rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
