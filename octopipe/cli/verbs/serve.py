@@ -114,6 +114,7 @@ def planned(
         raise OctoPipeError("which GPU? choose one of the list")
     base = replace(base, stack=stack or base.stack or stack_for(None, runtime, base.gpu, base.precision))
     fixed = {name: getattr(base, name) for name in FIXABLE if name in given}
+    fixed |= {name: whole(name) for name in ("pp", "vp") if asked.get(name) not in (None, "")}
     today = str(asked.get("today") or "").strip()
     gpus, batch = whole("gpus"), whole("global_batch")
     found = search(

@@ -30,6 +30,7 @@ from octopipe.costs.cluster.hardware import GPUS
 from octopipe.costs.cluster.setup import DEFAULT_GPU
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
+from octopipe.search.planner.splits import FIXABLE
 from octopipe.search.systems import systems
 from octopipe.views.report.cluster import STYLE, THEME, panel
 from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
@@ -144,6 +145,8 @@ def setup_inputs() -> list[dict[str, Any]]:
 
 ASKED_FIRST = ("gpu", "seq", "precision")
 """Fields of the set-up that the page for clusters asks for by itself."""
+SEARCHED = {"pp": "pipeline ranks", "vp": "stages per pipeline rank"}
+"""Sizes of a split that are no keywords of a set-up."""
 PLANNED_FOR = ("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe")
 
 
@@ -163,8 +166,11 @@ def plan_page(models: Mapping[str, str]) -> str:
             if field["choices"]:
                 box = f'<select name="{name}"><option value=""></option>{options(field["choices"], "")}</select>'
             else:
-                box = f'<input name="{name}" placeholder="{html.escape(field["empty"])}">'
+                usual = "searched" if name in FIXABLE else field["empty"]
+                box = f'<input name="{name}" placeholder="{html.escape(usual)}">'
             out.append(f'<label title="{words}">{name.replace("_", " ")} {box}</label>')
+        for name, words in SEARCHED.items():
+            out.append(f'<label title="{words}">{name} <input name="{name}" placeholder="searched"></label>')
         return "".join(out)
 
     precision = next(field["choices"] for field in setup_inputs() if field["name"] == "precision")

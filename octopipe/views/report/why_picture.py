@@ -26,6 +26,9 @@ COLOURS: Mapping[str, str] = {
 }
 OTHER = "#777777"
 WIDTH, LEFT, RIGHT = 860, 200, 86
+LETTER = 6.9
+"""Width of a letter of a label; longer labels than the margin has room for make it wider."""
+COLUMN = 212
 BAR, HIDDEN, GAP, TOP = 26, 7, 14, 26
 MOST_ROWS = 12
 
@@ -46,11 +49,12 @@ def why_svg(rows: Sequence[tuple[str, Mapping[str, Any]]], *, alone: bool = Fals
     if alone:
         out.append(f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>')
     out.append(_text(0, 14, "Where the time of a step goes (thin: hidden behind other work)", quiet, "start"))
-    wide = WIDTH - LEFT - RIGHT
+    left = max(LEFT, min(WIDTH / 2, 10 + LETTER * max((len(label) for label, _ in rows), default=0)))
+    wide = WIDTH - left - RIGHT
     for i, (label, why, step) in enumerate(bars):
         top = TOP + i * (BAR + HIDDEN + GAP)
-        out.append(_text(LEFT - 10, top + BAR / 2 + 5, label, text, "end"))
-        at = hidden_at = float(LEFT)
+        out.append(_text(left - 10, top + BAR / 2 + 5, label, text, "end"))
+        at = hidden_at = float(left)
         for name, part in _parts(why):
             ms, hidden = _time(part["ms"]), _time(part.get("hidden_ms", 0.0))
             title = f"{label}: {part.get('title', name)} {_seconds(ms)}, {100 * ms / step:.1f} % of the step"
@@ -63,7 +67,7 @@ def why_svg(rows: Sequence[tuple[str, Mapping[str, Any]]], *, alone: bool = Fals
         out.append(_text(at + 8, top + BAR / 2 + 5, f"{step / 1e3:.2f} s", text, "start"))
     base = TOP + len(rows) * (BAR + HIDDEN + GAP) + 8
     for k, (name, title) in enumerate(names):
-        x, y = LEFT * (k % per_line) * 1.06, base + 20 * (k // per_line)
+        x, y = COLUMN * (k % per_line), base + 20 * (k // per_line)
         out.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{COLOURS.get(name, OTHER)}"/>')
         out.append(_text(x + 18, y + 11, title, quiet, "start"))
     return "".join(out) + "</svg>"
