@@ -142,3 +142,23 @@ def test_the_record_is_read_back() -> None:
     assert setup_from(asked.as_dict()) == asked
     for word in ("etp 2", "2 copies of it", "LoRA of rank 8", "layers 0-3,7 frozen", "25% of the optimizer state"):
         assert word in asked.words()
+
+
+# -- activations on the host ------------------------------------------------------------------------------------------
+
+
+def test_offloaded_layers_keep_nothing_and_wait_only_for_what_the_link_cannot_hide() -> None:
+    here, host = table(DENSE), table(DENSE, offload_layers=8)
+    moved = here.activation_bytes[1:9] / (gpu("h100").host_gb_per_s * 1e6)
+    assert not host.activation_bytes[1:9].any() and not host.stash_bytes[1:9].any()
+    np.testing.assert_allclose(host.workspace_bytes[1:9], (here.workspace_bytes + here.activation_bytes)[1:9])
+    for name in ("forward_ms", "input_ms"):
+        work = getattr(here, name)[1:9]
+        np.testing.assert_allclose(
+            getattr(host, name)[1:9], np.maximum(work, moved) + 0.2 * np.minimum(work, moved), err_msg=name
+        )
+        np.testing.assert_array_equal(getattr(host, name)[9:], getattr(here, name)[9:])
+    with pytest.raises(OctoPipeError, match="for one pipeline rank without recomputation"):
+        setup(pp=2, offload_layers=4)
+    with pytest.raises(OctoPipeError, match="leaves none of the 32 blocks on the GPU; name at most 31"):
+        table(DENSE, offload_layers=32)

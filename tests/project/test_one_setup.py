@@ -89,6 +89,14 @@ def value_of(name: str) -> Any:
     raise AssertionError(f"no value for {name}: add its kind")
 
 
+RANKS = {"offload_layers": 1}
+"""Fields that a pipeline of several ranks has no use for."""
+
+
+def ranks_of(name: str) -> int:
+    return RANKS.get(name, 2)
+
+
 def model_of(name: str) -> str:
     return MODELS.get(name, "llama3-8b")
 
@@ -102,12 +110,12 @@ def asked_with(name: str) -> dict[str, Any]:
 def test_every_field_is_a_keyword_that_a_plan_carries(name: str, tmp_path: Path) -> None:
     """Keyword, the plan's setting, the plan file and the JSON of the set-up all hold it."""
     asked = asked_with(name)
-    plan = octopipe.build_plan("1f1b", model_of(name), 2, 2, **asked)
+    plan = octopipe.build_plan("1f1b", model_of(name), ranks_of(name), 2, **asked)
     plan.save(tmp_path / "plan.json")
     costs = costs_of_plan(load_plan(tmp_path / "plan.json"))
     assert (
         costs.setup is not None
-        and costs.digest() == resolve_costs(model_of(name), pp=2, micro_batches=2, **asked).digest()
+        and costs.digest() == resolve_costs(model_of(name), pp=ranks_of(name), micro_batches=2, **asked).digest()
     )
     how = fields_of(Setup)[name]
     held = getattr(costs.setup, name)
@@ -121,14 +129,18 @@ def test_every_field_is_a_keyword_that_a_plan_carries(name: str, tmp_path: Path)
 def test_every_field_can_be_asked_for_on_the_page(name: str) -> None:
     """As JSON has it and, where the form has an input, as the text that is typed there."""
     asked = asked_with(name)
-    request = parse_request(json.dumps({"model": model_of(name), "pp": 2, "micro_batches": 2, **asked}).encode())
+    request = parse_request(
+        json.dumps({"model": model_of(name), "pp": ranks_of(name), "micro_batches": 2, **asked}).encode()
+    )
     job = Job(1, request, model_of(name), lambda *a, **k: None)
-    assert job.costs.digest() == resolve_costs(model_of(name), pp=2, micro_batches=2, **asked).digest()
+    assert job.costs.digest() == resolve_costs(model_of(name), pp=ranks_of(name), micro_batches=2, **asked).digest()
     if name not in flag_fields() or name == "nodes":
         return
     assert json.dumps(name) in page({"llama3-8b": "llama3-8b"})
     typed = {k: spelled(v) for k, v in asked.items()}
-    request = parse_request(json.dumps({"model": model_of(name), "pp": 2, "micro_batches": 2, **typed}).encode())
+    request = parse_request(
+        json.dumps({"model": model_of(name), "pp": ranks_of(name), "micro_batches": 2, **typed}).encode()
+    )
     assert Job(1, request, model_of(name), lambda *a, **k: None).costs.digest() == job.costs.digest()
 
 
@@ -174,7 +186,7 @@ def test_every_flag_is_the_keyword(name: str, tmp_path: Path, capsys: pytest.Cap
     assert main(words) in (0, 3), capsys.readouterr().err
     said = json.loads(capsys.readouterr().out)
     more = {"dp": 1} if name == "nodes" else {}
-    costs = resolve_costs(model_of(name), pp=2, micro_batches=2, **asked, **more)
+    costs = resolve_costs(model_of(name), pp=ranks_of(name), micro_batches=2, **asked, **more)
     assert costs.setup is not None and said["setup"] == json.loads(json.dumps(costs.setup.as_dict()))
     assert costs_of_plan(load_plan(tmp_path / "plan.json")).digest() == costs.digest()
 

@@ -345,8 +345,10 @@ def reduce_ms(pricing: Pricing, nbytes: float, copies: int, stride: int) -> floa
     return max(inside, 2 * ring_ms(cluster, nbytes / copies, instances, stride * copies, share=share))
 
 
-def priced(layer: Layer, pricing: Pricing, state: State = "trained") -> tuple[LayerCost, Weights]:
-    """What a layer costs, and the weights of it that are trained."""
+def priced(
+    layer: Layer, pricing: Pricing, state: State = "trained", offloaded: bool = False
+) -> tuple[LayerCost, Weights]:
+    """What a layer costs, and the weights of it that are trained. `offloaded`: its activations wait on the host."""
     setup, cluster = pricing.setup, pricing.cluster
     assert setup.seq is not None
     forward = backward = weight = activation = stash = workspace = 0.0
@@ -376,6 +378,12 @@ def priced(layer: Layer, pricing: Pricing, state: State = "trained") -> tuple[La
     if state != "idle":
         hidden = min(backward + weight, gather + reduce)
         weight = max(weight, gather + reduce - backward) + pricing.rates.hidden * hidden
+    if offloaded:
+        # Down behind the forward, up behind the backward of the layer after it; nothing but the layer at work is here.
+        host_ms = pricing.unless_free("host", activation / (cluster.gpu.host_gb_per_s * 1e6))
+        forward = max(forward, host_ms) + HIDDEN_COST * min(forward, host_ms)
+        backward = max(backward, host_ms) + HIDDEN_COST * min(backward, host_ms)
+        workspace, activation = workspace + activation, 0.0
     # The head hands nothing on; a prediction module hands on two hidden states.
     tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
     tokens = setup.seq * setup.micro_batch_size / setup.cp

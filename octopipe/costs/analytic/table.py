@@ -265,20 +265,26 @@ def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
 
 
 def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    kinds, number = _kinds(spec.layers, pricing.setup.frozen)
-    found = [priced(layer, pricing, state) for layer, state in kinds]
+    kinds, number = _kinds(spec.layers, pricing.setup.frozen, pricing.setup.offload_layers or 0)
+    found = [priced(layer, pricing, state, offloaded) for layer, state, offloaded in kinds]
     return [found[k][0] for k in number], [found[k][1] for k in number]
 
 
 @lru_cache(maxsize=64)
 def _kinds(
-    layers: tuple[Layer, ...], frozen: tuple[tuple[int, int], ...]
-) -> tuple[tuple[tuple[Layer, State], ...], tuple[int, ...]]:
-    """The different layers of a model, trained or not, and which of them stands where: most are alike, and priced
-    once."""
-    known: dict[tuple[Layer, State], int] = {}
+    layers: tuple[Layer, ...], frozen: tuple[tuple[int, int], ...], offloaded: int
+) -> tuple[tuple[tuple[Layer, State, bool], ...], tuple[int, ...]]:
+    """The different layers of a model, trained or not, their activations on the host or not, and which of them stands
+    where: most are alike, and priced once."""
+    if offloaded > len(layers) - 3:
+        raise OctoPipeError(
+            f"offload_layers {offloaded} leaves none of the {len(layers) - 2} blocks on the GPU; name at most "
+            f"{len(layers) - 3}"
+        )
+    known: dict[tuple[Layer, State, bool], int] = {}
     states = layer_states(len(layers), frozen)
-    number = tuple(known.setdefault(kind, len(known)) for kind in zip(layers, states, strict=True))
+    every = ((layer, state, 1 <= i <= offloaded) for i, (layer, state) in enumerate(zip(layers, states, strict=True)))
+    number = tuple(known.setdefault(kind, len(known)) for kind in every)
     return tuple(known), number
 
 

@@ -39,6 +39,7 @@ class SetupKeywords(TypedDict, total=False):
     lora: int | None
     frozen: str | Sequence[Sequence[int]] | None
     offload_optimizer: float | None
+    offload_layers: int | None
     vocab_parallel: bool | None
     reserve_gib: float | None
     memory_gib: float | Sequence[float] | None

@@ -184,6 +184,13 @@ class Setup:
         unless_given="0",
     )  # fmt: skip
     """Of what a GPU would hold after ZeRO's division."""
+    offload_layers: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="layers after the embedding whose activations wait in the host's memory for the backward; without a "
+        "pipeline and without recomputation",
+        unless_given="none",
+    )  # fmt: skip
+    """None: all activations stay on the GPU."""
     vocab_parallel: bool = asked(
         False, YesNo(), part="ranks", of_a_model=True, words="embedding and head divided over all pipeline ranks",
         unless_given="no", has_flag=False,
@@ -257,6 +264,11 @@ class Setup:
             raise OctoPipeError(
                 f"offload_optimizer is priced with ZeRO-0 and ZeRO-1 (Megatron-LM's --optimizer-cpu-offload), "
                 f"not with ZeRO-{self.zero}; give zero 1"
+            )
+        if self.offload_layers is not None and (self.pp > 1 or self.recompute not in ("none", "auto")):
+            raise OctoPipeError(
+                "offload_layers is for one pipeline rank without recomputation, as Megatron-LM's "
+                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}"
             )
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(

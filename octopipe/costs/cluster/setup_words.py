@@ -36,6 +36,7 @@ def words_of(setup: Setup) -> str:
         how += [] if setup.lora is None else [f"LoRA of rank {setup.lora}"]
         how += [f"layers {ranges_text(setup.frozen)} frozen"] * bool(setup.frozen)
         how += [f"{setup.offload_optimizer:.0%} of the optimizer state on the host"] * (setup.offload_optimizer > 0)
+        how += [] if setup.offload_layers is None else [f"activations of {setup.offload_layers} layers on the host"]
         if setup.nodes_per_token is not None and setup.ep > 1:
             how.append(f"experts of a token on at most {setup.nodes_per_token} nodes")
         how += [setup.recompute_words()] * (setup.recompute != "none")

@@ -108,6 +108,8 @@ def torch(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | No
     if candidate.setup.recompute != "none":
         mesh += f", {recomputed(candidate)}"
     mesh += untrained(candidate)
+    if candidate.setup.offload_layers is not None:
+        mesh += f", the first {candidate.setup.offload_layers} blocks under torch.autograd.graph.save_on_cpu"
     if split.pp == 1:
         return f"{start} train.py  # your own script: {mesh}; no pipeline"
     export = f"octopipe export {needs_file(plan_file)} --to pytorch -o schedule.csv"

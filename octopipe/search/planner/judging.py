@@ -16,6 +16,7 @@ from functools import cache
 from itertools import zip_longest
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS
 from octopipe.search.planner.budget import Stop, never
 from octopipe.search.planner.choice import simpler_first
@@ -31,8 +32,12 @@ REFINED = 8
 Say = Callable[[str], None]
 
 
-def modes_of(recompute: str, runtime: Runtime) -> tuple[str, ...]:
+def modes_of(recompute: str, runtime: Runtime, base: Setup | None = None) -> tuple[str, ...]:
     """Ways of recomputing to judge splits under, the least first."""
+    if base is not None and base.offload_layers is not None:
+        if recompute not in ("auto", "none"):
+            raise OctoPipeError(f"offload_layers is for runs without recomputation; leave --recompute {recompute} out")
+        return ("none",)
     if recompute == "auto":
         return ("none", "full") if runtime.recomputes_by_ops else ("none", "selective", "full")
     if recompute == "selective" and runtime.recomputes_by_ops:

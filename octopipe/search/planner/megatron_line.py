@@ -97,6 +97,8 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         flags += ["--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"]
     if split.hsdp > 1:
         flags.append(f"--num-distributed-optimizer-instances {split.hsdp}")
+    if setup.offload_layers is not None:
+        flags.append(f"--cpu-offloading-num-layers {setup.offload_layers}")
     if setup.offload_optimizer:
         if split.zero != 1:
             raise OctoPipeError("--optimizer-cpu-offload wants the distributed optimizer; give --zero 1")

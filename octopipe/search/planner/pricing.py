@@ -225,6 +225,8 @@ class Pricer:
         def build(costs: CostTable, micro_batches: int = m) -> Plan:
             return build_plan(system, costs, split.pp, micro_batches, **options)
 
+        if self.base.offload_layers is not None:
+            recompute = "none"  # what waits on the host is not computed again
         if self.recompute_ops:
             costs = self.costs(split)
             plan = build(costs)

@@ -89,7 +89,7 @@ def scaled(
         pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
         judging = Budget(seconds=budget_s / (2 * len(STEPS)))
-        kept, *_ = judge(pricer, every, modes_of("auto", runtime), lambda words: None, over=judging.over)
+        kept, *_ = judge(pricer, every, modes_of("auto", runtime, base), lambda words: None, over=judging.over)
         if not kept:
             rows.append({"gpus": count, "fits": False})
             continue

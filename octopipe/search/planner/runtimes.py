@@ -40,7 +40,7 @@ class Runtime:
     trains: tuple[str, ...] = ()
     """What it trains beside all weights: `lora` (adapters), `frozen` (some layers as they are)."""
     offloads: tuple[str, ...] = ()
-    """What it can keep in the host's memory, of what is priced here: `optimizer`."""
+    """What it can keep in the host's memory, of what is priced here: `optimizer` state, whole layers' `activations`."""
     recomputes_by_ops: bool = False
     """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
 
@@ -63,6 +63,8 @@ class Runtime:
             return f"{self.title} has no adapters (LoRA)"
         if setup.frozen and "frozen" not in self.trains:
             return f"{self.title} has no switch that freezes single layers"
+        if setup.offload_layers is not None and "activations" not in self.offloads:
+            return f"{self.title} keeps no layer's activations in the host's memory"
         if setup.offload_optimizer and "optimizer" not in self.offloads:
             return f"{self.title} keeps no share of the optimizer state in the host's memory"
         return ""
@@ -85,7 +87,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             target="megatron",
             # --overlap-moe-expert-parallel-comm wants interleaved 1F1B and no whole layers recomputed.
             overlaps=("interleaved-overlap",),
-            offloads=("optimizer",),
+            offloads=("optimizer", "activations"),
         ),
         # FSDP2, DTensor TP, context and expert parallelism around torch.distributed.pipelining.
         "torchtitan": Runtime(
@@ -105,6 +107,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero_with_pipeline=(1,),
             target="torch",
             trains=("lora", "frozen"),
+            offloads=("activations",),
         ),
         # Its pipeline engine runs plain 1F1B over one chain of stages, without context or expert parallelism.
         "deepspeed": Runtime(
@@ -134,7 +137,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero_with_pipeline=(1,),
             overlaps=("interleaved-overlap", "dualpipev"),
             trains=("lora", "frozen"),
-            offloads=("optimizer",),
+            offloads=("optimizer", "activations"),
         ),
     }
 )

@@ -124,7 +124,8 @@ class _Run:
         if reason := runtime.refuses(base):
             raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
         self.spec, self.base, self.gpus, self.fixed = spec, base, gpus, fixed
-        self.runtime, self.recompute, self.seed, self.budget = runtime, recompute, seed, budget
+        self.runtime, self.seed, self.budget = runtime, seed, budget
+        self.recompute = recompute if base.offload_layers is None else "none"
         self.tell: Say = say or (lambda words: None)
         pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
         self.pricer = Pricer(
@@ -136,7 +137,7 @@ class _Run:
             overlaps=runtime.overlaps,
             layouts=runtime.target is not None,
         )
-        self.modes = modes_of(recompute, runtime)
+        self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
         if not self.every:
             given = ", ".join(f"{k} {v}" for k, v in fixed.items())

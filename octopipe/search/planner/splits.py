@@ -107,7 +107,7 @@ def splits(
         for cp in allowed("cp", [c for c in slices if c == 1 or base.seq // c >= LEAST_SLICE or "cp" in fixed]):
             if gpus % (tp * cp) or (cp > 1 and any(number % (tp * cp) for number in heads)):
                 continue
-            most_pp = min(MOST_PP, layers)
+            most_pp = min(MOST_PP, layers) if base.offload_layers is None else 1
             for pp in allowed("pp", [p for p in divisors(gpus // (tp * cp)) if p <= most_pp]):
                 dp = gpus // (tp * cp * pp)
                 if dp not in allowed("dp", [dp]) or global_batch % dp:

@@ -34,6 +34,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "cp": "context parallelism",
         "ep": "expert parallelism",
         "dp": "data parallelism",
+        "host": "activations to the host and back",
         "bubble": "pipeline bubble",
         "optimizer": "optimizer",
     }
