@@ -121,8 +121,8 @@ def test_the_hosts_share_of_the_state_leaves_the_gpu_and_its_update_takes_the_li
 @pytest.mark.parametrize(
     ("spec", "given", "said"),
     [
-        (DENSE, {"etp": 2, "tp": 2}, "has no experts; etp 2 would change nothing"),
-        (DENSE, {"nodes_per_token": 1}, "has no experts; nodes_per_token 1 would change nothing"),
+        (DENSE, {"etp": 2, "tp": 2}, "has no experts; etp 2 has no effect"),
+        (DENSE, {"nodes_per_token": 1}, "has no experts; nodes_per_token 1 has no effect"),
         (EXPERTS, {"tp": 4, "dp": 8, "ep": 8, "etp": 8}, "ep 8 x etp 8 does not divide tp * cp * dp = 32"),
         (EXPERTS, {"tp": 1, "dp": 9, "etp": 9}, "etp 9 does not divide the 768 expert ffn"),
         (DENSE, {"dp": 8, "hsdp": 3}, "hsdp 3 does not divide dp 8"),

@@ -179,8 +179,8 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
     if any(c.split.hsdp > 1 for c in rows):
         out.print("Z 3x4: four copies of the sharded state (hsdp 4)", style="dim")
     out.print(errors_in_words(best.setup), style="dim")
-    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
-    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
+    rest = "no time for the others; give a longer --budget" if found.cut_short else "the others' bounds are worse"
+    seen = f"{found.splits} splits, {found.judged} evaluated, {rest}; {found.seconds:.1f} s"
     out.print(seen, style="dim")
     for sentence in found.skipped:
         out.print(sentence, style="dim")

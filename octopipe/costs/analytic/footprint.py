@@ -1,7 +1,7 @@
-"""What a layer keeps in memory: weights and their state, activations, workspace.
+"""Memory of a layer: weights and their optimizer state, activations, workspace.
 
-Knows: which parallelism divides what, what ZeRO shards, what fp8 and selective recomputation save; and Megatron's
-published activation formulas. Does not know: time.
+Knows: what each kind of parallelism and ZeRO shard, what fp8 and selective recomputation save, and Megatron's published
+activation formulas. Does not know: time.
 
 >>> megatron_activation_bytes(seq=2048, batch=1, hidden=12288, heads=96, tp=8, sequence_parallel=True) / 2**20
 342.0
@@ -22,7 +22,7 @@ WEIGHT_BYTES, STATE_BYTES = 2.0, 12.0
 
 
 class Weights(NamedTuple):
-    """Parameters on one GPU before ZeRO divides anything."""
+    """Parameters on one GPU before ZeRO shards anything."""
 
     dense: float
     experts: float
@@ -49,13 +49,13 @@ def weights_of(part: Layer, cluster: Cluster) -> Weights:
 
 
 def shards_of(setup: Setup, cluster: Cluster) -> Weights:
-    """GPUs that hold the same dense weights, and the same expert: what ZeRO divides by. With several copies (HSDP) it
-    divides inside each."""
+    """The numbers of GPUs that hold the same dense weights and the same expert, over which ZeRO shards. With several
+    copies of the state (HSDP) it shards inside each copy."""
     return Weights(float(setup.dp * setup.cp // setup.hsdp), float(cluster.expert_dp // setup.hsdp))
 
 
 def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Weights, gradients and optimizer state after ZeRO's division.
+    """Weights, gradients and optimizer state after sharding by ZeRO.
 
     Stage 3 keeps the fp32 master as the weight's only copy (FSDP); bf16 ones exist while they are gathered.
     """
@@ -73,14 +73,14 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
 
 
 def frozen_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Weights that are not trained: bf16 alone, which ZeRO-3 divides as well."""
+    """Weights that are not trained: bf16 alone, which ZeRO-3 shards as well."""
     copies = shards_of(setup, cluster)
     return sum(WEIGHT_BYTES * count / (n if setup.zero == 3 else 1.0) for count, n in zip(weights, copies, strict=True))
 
 
 def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster, frozen: Weights = NO_WEIGHTS) -> float:
-    """Buffers of what is held in parts: a gradient before it is divided (ZeRO-2 and 3), and with ZeRO-3 this layer's
-    weights and the next one's on their way; frozen ones have no gradient."""
+    """Buffers for sharded state: a gradient before it is reduce-scattered (ZeRO-2 and 3), and with ZeRO-3 the gathered
+    weights of this layer and of the next one, which is being prefetched; frozen weights have no gradient."""
     if setup.zero < 2:
         return 0.0
     copies = shards_of(setup, cluster)
@@ -97,7 +97,7 @@ def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster, frozen: Wei
 
 
 def stream_share(setup: Setup) -> float:
-    """The part of the residual stream a GPU of a tensor-parallel group holds."""
+    """The share of the residual stream that one GPU of a tensor-parallel group holds."""
     return 1.0 / setup.tp if setup.sequence_parallel else 1.0
 
 
@@ -113,8 +113,8 @@ def held_bytes(work: Work, setup: Setup) -> float:
 
 
 def stashed_bytes(work: Work, setup: Setup) -> float:
-    """Of those, what W still needs after I: inputs of products and gradients of their outputs. What selective
-    recomputation dropped is there again by then, so it counts with the activation of one micro-batch at most."""
+    """The part of them that W still needs after I: inputs of products and gradients of their outputs. What selective
+    recomputation dropped has been restored by then, so it counts for at most one micro-batch."""
     return _bytes(
         setup,
         work,
@@ -125,7 +125,7 @@ def stashed_bytes(work: Work, setup: Setup) -> float:
 
 
 def dropped_bytes(work: Work, setup: Setup) -> float:
-    """What selective recomputation brings back while I of one micro-batch runs."""
+    """The activations that selective recomputation restores while I of one micro-batch runs."""
     if setup.recompute != "selective":
         return 0.0
     tokens = work.tokens / setup.cp

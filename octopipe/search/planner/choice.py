@@ -1,4 +1,4 @@
-"""Which of the splits that were simulated is the answer: the simplest of those that are as fast as the fastest.
+"""Selection of the answer among the simulated splits: the simplest of those about as fast as the fastest.
 
 Knows: what makes a split simple to run. Does not know: how splits are found (`search.py`).
 """

@@ -1,4 +1,4 @@
-"""How a split is started: commands for Megatron-LM, torchtitan, PyTorch, DeepSpeed and `octopipe train`.
+"""Launch commands for a split: Megatron-LM, torchtitan, PyTorch, DeepSpeed and `octopipe train`.
 
 Knows: how each runtime is launched, and why one cannot run a split. Does not know: how a split was found, or
 Megatron-LM's flags (`megatron_line.py`).

@@ -1,10 +1,10 @@
-"""Every split bounded, the promising ones judged by estimate.
+"""Computes a bound for every split and an estimate for the promising ones.
 
-Knows: in which order splits are judged and which are kept. Does not know: how one is priced (`pricing.py`), simulated
-or tuned (`search.py`).
+Knows: in which order splits are estimated and which are kept. Does not know: how a split is priced (`pricing.py`),
+simulated or tuned (`search.py`).
 
-A split cannot be faster than its work divided evenly over all pipeline ranks, plus the shortest way of filling the
-pipeline; splits are judged in the order of that bound until it exceeds the worst of the splits kept.
+A split cannot be faster than its work divided evenly over all pipeline ranks, plus the shortest time to fill the
+pipeline. Splits are estimated in the order of that bound until it exceeds the estimate of the worst split kept.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Knows: Megatron-LM's flags and the rules of its `validate_args` at the version `runtimes.py` names. Does not know: how a
 split was found or priced.
 
-Memory and traffic of a split are promised for exactly these flags, so whatever was priced has a flag here: gradients in
-bf16, the pieces that selective recomputation runs again, experts that tensor parallelism does not divide, FSDP's
-checkpoint format. A line that Megatron-LM would refuse is refused here with the reason.
+The predicted memory and communication of a split hold for exactly these flags, so everything that was priced has a flag
+here: gradients in bf16, the modules that selective recomputation runs again, experts that tensor parallelism does not
+shard, FSDP's checkpoint format. A command that Megatron-LM would reject is rejected here with the reason.
 """
 
 from __future__ import annotations

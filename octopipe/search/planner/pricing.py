@@ -1,7 +1,7 @@
-"""A split with its numbers: priced, bounded, estimated, simulated.
+"""The numbers of a split: costs, bound, estimate, simulation.
 
-Knows: how one split's costs, bound and step time are found, each once. Does not know: which splits there are
-(`splits.py`) or how a budget is spent on them (`search.py`).
+Knows: how the costs, the bound and the step time of one split are computed, each once. Does not know: which splits
+there are (`splits.py`) or how a budget is spent on them (`search.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is kept of a search beside its plan: the splits, and the best one on fewer and on more GPUs.
+"""The record of a search in addition to its plan: the splits, and the best one on fewer and on more GPUs.
 
-Knows: which numbers a picture of a cluster's plan needs. Does not know: how it is drawn (report/cluster.py).
+Knows: which numbers the cluster panel of a report needs. Does not know: how it is drawn (report/cluster.py).
 """
 
 from __future__ import annotations

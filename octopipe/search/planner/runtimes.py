@@ -3,10 +3,10 @@
 Knows: the rules of Megatron-LM, torchtitan, plain torch.distributed.pipelining, DeepSpeed and `octopipe train`, each
 at a stated version. Does not know: their flags (`commands.py`, `megatron_line.py`), splits or costs.
 
-What a pipeline does to ZeRO is the rule that matters most. Between micro-batches every one of these runtimes keeps
-weights and gradients whole: torch's pipelining turns FSDP's resharding and gradient reduction off until the last
-micro-batch, torchtitan does not reshard under a pipeline, DeepSpeed refuses ZeRO-2 and ZeRO-3 there, and Megatron-LM's
-FSDP replaces the pipeline. Only optimizer state stays divided, which is ZeRO-1 in memory and in traffic.
+The most important rule is the effect of a pipeline on ZeRO. Between micro-batches, every one of these runtimes keeps
+weights and gradients unsharded: torch's pipelining disables FSDP's resharding and gradient reduction until the last
+micro-batch, torchtitan does not reshard in a pipeline, DeepSpeed rejects ZeRO-2 and ZeRO-3 there, and Megatron-LM's
+FSDP replaces the pipeline. Only optimizer state stays sharded, which is ZeRO-1 in memory and in communication.
 """
 
 from __future__ import annotations

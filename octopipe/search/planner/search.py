@@ -1,6 +1,6 @@
-"""The search: every split bounded, the promising ones judged, the best few simulated and tuned.
+"""The search: bounds every split, estimates the promising ones, and simulates and tunes the best few.
 
-Knows: how one budget is spent. Does not know: how splits are judged (`judging.py`), tuned (`tuning.py`) or chosen
+Knows: how one budget is spent. Does not know: how splits are estimated (`judging.py`), tuned (`tuning.py`) or selected
 (`choice.py`), or how results are shown (cli/verbs/plan.py).
 """
 

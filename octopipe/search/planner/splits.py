@@ -1,6 +1,6 @@
-"""Which ways of dividing a model over a cluster there are.
+"""Enumeration of the ways to split a model over a cluster.
 
-Knows: what must divide what, what the user has fixed, and what a runtime can run. Does not know: which split is good
+Knows: the divisibility rules, what the user has fixed, and what a runtime can run. Does not know: which split is good
 (`estimate.py`, `search.py`).
 """
 

@@ -3,8 +3,8 @@
     result = octopipe.tune(costs, num_ranks=8, num_micro_batches=16, budget_s=30)
     result.plan, result.step_ms, result.gap, result.explanation
 
-Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves, phases drawn by
-lot) and `exact` (CP-SAT, small cases).
+Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves with phases chosen at
+random) and `exact` (CP-SAT, small cases).
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def tune(
     notes = []
     if cut_head and (method != "best" or target != "octopipe"):
         who = f"method {method}" if method != "best" else f"the runtime of --for {target}"
-        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out, or use --method best for octopipe")
+        raise OctoPipeError(
+            f"{who} does not support a cut head; leave --cut-head out, or use --method best for octopipe"
+        )
     if target != "octopipe":
         if target not in TARGETS or method != "best" or robust:
             known = f"one of {', '.join(TARGETS)}"
