@@ -167,7 +167,7 @@ def test_every_flag_is_the_keyword(name: str, tmp_path: Path, capsys: pytest.Cap
         "simulate",
         model_of(name),
         "--pp",
-        "2",
+        str(ranks_of(name)),
         "--micro-batches",
         "2",
         "--json",

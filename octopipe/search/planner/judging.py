@@ -54,11 +54,14 @@ def judge(
     over: Stop = never,
     tuned: bool = True,
     always: Iterable[Split] = (),
-) -> tuple[list[Candidate], int, bool]:
+) -> tuple[list[Candidate], int, float | None]:
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
-    and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, once time
-    is `over`, those whose bounds are the worst. Those of `always` are judged before all others, and then some of every
-    length of pipeline, tensor-parallel size and kind of sharding: where time is short, none of them goes unseen."""
+    and, where time ended it, the lowest bound of those that were not (None: nothing is left that may be better).
+
+    Splits whose bound is above all of those kept are never judged, nor, once time is `over`, those whose bounds are the
+    worst. Those of `always` are judged before all others, and then some of every length of pipeline, tensor-parallel
+    size and kind of sharding: where time is short, none of them goes unseen.
+    """
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
     kinds: dict[tuple[int, int, bool], list[Split]] = {}
     for _, split in queue:
@@ -67,14 +70,14 @@ def judge(
     first = [split for split in dict.fromkeys([*always, *seeds]) if pricer.may_fit(split)]
     heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
     seen: set[Split] = set()
-    judged, cut_short = 0, False
+    judged, left_ms = 0, None
     for bound, split in [*((0.0, split) for split in first), *queue]:
         if split in seen:
             continue
         if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
             break
         if heaps[0] and over():
-            cut_short = True
+            left_ms = min((ms for ms, other in queue if other not in seen), default=None)
             break
         seen.add(split)
         judged += 1
@@ -87,7 +90,7 @@ def judge(
                 if len(heap) > KEPT:
                     heapq.heappop(heap)
     kept = {number: candidate for heap in heaps for _, number, candidate in heap}
-    return sorted(kept.values(), key=simpler_first), judged, cut_short
+    return sorted(kept.values(), key=simpler_first), judged, left_ms
 
 
 def refined(

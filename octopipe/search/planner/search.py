@@ -94,7 +94,7 @@ def search(
     run.schedule(judging + 1.5 * SIMULATING)
     run.improve()
     for _ in range(ROUNDS):
-        if not run.cut_short or budget.over(AGAIN):
+        if run.left_ms is None or budget.over(AGAIN):
             break
         # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
@@ -146,7 +146,8 @@ class _Run:
                 + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
             )
         self.kept: list[Candidate] = []
-        self.judged, self.cut_short = 0, False
+        self.judged = 0
+        self.left_ms: float | None = None
         self.simulated: list[Candidate] = []
         self.tuned: list[Candidate] = []
         self.skipped: list[str] = []
@@ -159,7 +160,7 @@ class _Run:
         looked at in any case."""
         known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
         self.published = {s for s in known if all(getattr(s, k) == v for k, v in self.fixed.items())}
-        self.kept, self.judged, self.cut_short = judge(
+        self.kept, self.judged, self.left_ms = judge(
             self.pricer,
             self.every,
             self.modes,
@@ -176,11 +177,6 @@ class _Run:
         if not self.kept:
             raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes, self.runtime))
         self.skipped = []
-        if self.cut_short:
-            self.skipped.append(
-                f"Judging stopped after {self.judged} of {len(self.every)} splits; those left out have worse bounds "
-                "than the ones judged. A longer --budget looks at them too."
-            )
 
     def simulate(self, until: float) -> None:
         """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
@@ -287,6 +283,17 @@ class _Run:
         may = f" By estimate, more time may bring up to {hope:.0f} %." if hope >= 1.0 else ""
         self.skipped.append(f"{candidate.split.words()} was not tuned: {why}.{may}")
 
+    def _unjudged(self, best: Candidate) -> list[str]:
+        """What time left out, and the most that it can bring: a bound holds for every order of a split's ops."""
+        if self.left_ms is None:
+            return []
+        most = best.step_ms / self.left_ms - 1.0
+        gain = f"is more than {100 * most:.0f} % faster than this answer" if most > 0 else "is faster than this answer"
+        return [
+            f"Time ended the judging after {self.judged} of {len(self.every)} splits; by their bounds none of the "
+            f"others {gain}. A longer --budget looks at them too."
+        ]
+
     @property
     def best_ms(self) -> float:
         return min((c.step_ms for c in (*self.simulated, *self.tuned) if c.fits), default=math.inf)
@@ -337,9 +344,9 @@ class _Run:
             today=present,
             splits=len(self.every),
             judged=self.judged,
-            cut_short=self.cut_short,
+            cut_short=self.left_ms is not None,
             seconds=self.budget.used(),
-            skipped=tuple(self.skipped),
+            skipped=(*self._unjudged(best), *self.skipped),
             margin=margin,
             fastest=fastest if fastest is not best else None,
             interrupted=interrupted,
