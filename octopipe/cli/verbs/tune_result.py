@@ -259,7 +259,7 @@ def gain_lines(told: Told) -> list[str]:
     if not step_ms > 0:
         return []
     rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
-    lines = [_gain(r, step_ms) for r in rows]
+    lines = list(dict.fromkeys(_gain(r, step_ms) for r in rows))  # a split that memory undoes is the same plan
     best = other.best
     if best is None:
         return [*lines, "no published system fits in memory"]
