@@ -103,8 +103,8 @@ def server() -> Iterator[Server]:
     made.server_close()
 
 
-def ask(server: Server, method: str, path: str, body: object = None) -> tuple[int, str]:
-    connection = HTTPConnection(*server.server_address[:2], timeout=10)
+def ask(server: Server, method: str, path: str, body: object = None, seconds: float = 10) -> tuple[int, str]:
+    connection = HTTPConnection(*server.server_address[:2], timeout=seconds)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body)
     connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
     answer = connection.getresponse()
@@ -125,6 +125,26 @@ def test_the_servers_page_plans_a_cluster(server: Server) -> None:
         assert status == 400 and said in json.loads(text)["error"]
     for broken in ([1], b'{"model": "\xff"}', b'{"a":' * 5000):
         assert ask(server, "POST", "/api/plan", broken)[0] == 400
+
+
+def test_the_page_answers_with_a_real_search() -> None:
+    """The search of `octopipe plan` behind the page: its record is JSON, with today's split and its plan file."""
+    from octopipe.cli.verbs.serve import planned
+
+    made = make_server(planner=planned)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "16", "today": "tp=2,pp=2", "budget_s": 1}
+    try:
+        status, text = ask(made, "POST", "/api/plan", asked, seconds=60)
+    finally:
+        made.shutdown()
+        made.server_close()
+    answer = json.loads(text)
+    assert status == 200, answer
+    rows = answer["answer"]["record"]["candidates"]
+    assert rows[-1]["how"] == "today" and all(isinstance(r["bubble"], float) for r in rows)
+    assert json.loads(answer["plan"])["format"].startswith("octopipe.plan/")
 
 
 def test_an_answer_is_a_file_that_opens_again(server: Server) -> None:
