@@ -81,19 +81,21 @@ def build_plan(
     num_micro_batches: int | None = None,
     *,
     split_backward: bool | None = None,
+    chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Plan:
     """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
 
     `num_micro_batches` left out: twice the ranks. `split_backward=True` splits B into I and W where the system does
-    not. `options` are the system's own: {"chunks": 2}.
+    not. `chunks`: stages per rank, where the system has several. `options` are the system's own (`octopipe systems`).
     """
     from octopipe.search.systems.registry import build_plan as build
 
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)
-    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
+    own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
+    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **own), known)
 
 
 @_spelled_out()
@@ -107,13 +109,14 @@ def simulate(
     label: str = "",
     check: bool = True,
     split_backward: bool | None = None,
+    chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Timeline:
     """The predicted timeline of a plan, a program, a plan file, or a system by name.
 
     A plan made by this package knows its set-up: `model` may be left out then. A system needs `model` and
-    `num_ranks`; `num_micro_batches`, `split_backward` and `options` are its, as in `build_plan`.
+    `num_ranks`; `num_micro_batches`, `split_backward`, `chunks` and `options` are its, as in `build_plan`.
     """
     from octopipe.simulation.simulator import simulate as run
 
@@ -121,12 +124,11 @@ def simulate(
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
         costs, named = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
-        built = build_plan(
-            str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
-        )
+        own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
+        built = build_plan(str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=own)
         return _of(run(built, costs, channel=channel, label=label, check=check), named)
-    if split_backward is not None or options:
-        raise OctoPipeError("a plan is decided already; leave split_backward and options out, or name a system")
+    if split_backward is not None or options or chunks is not None:
+        raise OctoPipeError("a plan is decided already; leave split_backward, chunks and options out, or name a system")
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     inner = given.plan if isinstance(given, Program) else given
     for name, asked in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):

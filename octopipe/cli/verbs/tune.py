@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import (
     add_model_arguments,
     add_setting_arguments,
@@ -24,7 +25,7 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.cli.verbs.numbers import contended, milliseconds
+from octopipe.cli.verbs.numbers import contended
 from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
 
 if TYPE_CHECKING:

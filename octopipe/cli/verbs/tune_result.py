@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import counted
-from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words, milliseconds
+from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words
 
 if TYPE_CHECKING:
     from rich.console import Console
