@@ -133,8 +133,8 @@ def check_layers(spec: ModelSpec | HfModel, ranks: int, device: str) -> None:
     needed = ranks * (PROCESS_BYTES + 8.0 * max(layer_parameters(spec)))
     if device == "cpu" and free is not None and needed > free:
         raise DoesNotFitError(
-            f"{spec.name} {UNFIT}: its largest layer with gradients on {ranks} ranks needs about {needed / GIB:.1f} GiB "
-            f"of this host, {free / GIB:.1f} GiB are free; use fewer --nproc"
+            f"{spec.name} {UNFIT}: its largest layer with gradients on {ranks} ranks needs about {needed / GIB:.1f} "
+            f"GiB of this host, {free / GIB:.1f} GiB are free; use fewer --nproc"
             + (", or --scale" if isinstance(spec, ModelSpec) else "")
         )
 
