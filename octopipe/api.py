@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from octopipe.base.clock import seconds_of
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
 from octopipe.costs.cluster.setup import Setup, keyword_fields, keywords
 from octopipe.costs.resolve import resolve_costs
@@ -151,7 +152,7 @@ def tune(
     num_ranks: int,
     num_micro_batches: int | None = None,
     *,
-    budget_s: float = BUDGET_S,
+    budget_s: float | str = BUDGET_S,
     seed: int = 0,
     method: Method = "best",
     start: Plan | str | os.PathLike[str] | None = None,
@@ -178,6 +179,7 @@ def tune(
         if budget_s != BUDGET_S:
             raise OctoPipeError("budget_s and budget are the same keyword; give one of them")
         budget_s = asked.pop("budget")
+    budget_s = seconds_of(budget_s)
     # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
     recompute: Any = asked.pop("recompute", "auto")
     if recompute not in ("auto", "none", True, False):
