@@ -2,9 +2,9 @@
 
 Knows: arrays of times, bytes and keys, and how a rank decides what to run next. Does not know: plans, phases or moves.
 
-Of the F and I that have arrived the one with the smallest key runs, W fills the time in which a rank would wait, and
-goes first where an F lacks memory: the paper's advance of F and B, delay of W, and advance of W against running out of
-memory. When a result arrives is the rule of `simulation/timing.py`.
+Among the F and I whose inputs have arrived, the one with the smallest key runs; W fills time in which a rank would
+wait, and runs first if an F lacks memory. These are the paper's advance of F and B, delay of W, and advance of W to
+avoid running out of memory. `simulation/timing.py` says when a result arrives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Orders timed as they stand, compiled.
+"""Compiled timing of given orders.
 
-Knows: how to follow given orders under directed channels, as the simulator does (`simulation/timing.py` has the rule),
-and how to walk every rank's memory along the way (without the buffers of transfers). Does not know: plans, phases or
-moves.
+Knows: how to time given orders under directed channels, as the simulator does (`simulation/timing.py` has the rule),
+and how to track every rank's memory meanwhile (without transfer buffers). Does not know: plans, phases or moves.
 """
 
 from __future__ import annotations
