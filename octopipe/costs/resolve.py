@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from octopipe.costs.cluster.keywords import SetupKeywords
 
+FILE_ENDINGS = (".json", ".csv", ".sqlite", ".gz", ".toml")
+"""A name that ends so means a file, also where there is none."""
+
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
 
 
@@ -83,7 +86,8 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         if path.is_dir() and (path / "config.json").exists():
             path = path / "config.json"
         meant = name.partition("/")[0] in {known.partition("/")[0] for known in measured_models()}
-        is_path = os.path.lexists(path) or (os.sep in name and not meant) or name.endswith(".json")
+        is_path = os.path.lexists(path) or (os.sep in name and not meant)
+        is_path = is_path or name.endswith(FILE_ENDINGS)
     except (OSError, ValueError):
         is_path = True  # read_json_object says what is wrong with it
     if not name or not is_path:

@@ -24,6 +24,7 @@ from octopipe.cli.verbs.flags import (
     seed_number,
     setting_from,
     whole_number,
+    width_factor,
 )
 from octopipe.cli.verbs.text import BRACKET, counted, named
 
@@ -229,4 +230,5 @@ __all__ = [
     "settle_sizes",
     "setup_words",
     "whole_number",
+    "width_factor",
 ]

@@ -41,6 +41,14 @@ def non_negative(text: str) -> float:
     return float(of_kind(Number())(text))
 
 
+def width_factor(text: str) -> float:
+    """An argparse type: a number above 0 and at most 1."""
+    value = non_negative(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a number above 0 and at most 1")
+    return value
+
+
 def number_list(text: str) -> list[float]:
     """An argparse type: numbers > 0 separated by commas."""
     from octopipe.costs.cluster.fields import Numbers

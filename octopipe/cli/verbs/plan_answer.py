@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import console
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def experts_words(best: Candidate) -> list[str]:
     even = evenly_routed_ms(best)
     if even is not None:
         costs = f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step"
-        out.append(f"{costs}: with the same tokens on every expert rank this plan would take {even / 1e3:.2f} s.")
+        out.append(f"{costs}: with the same tokens on every expert rank this plan would take {milliseconds(even)}.")
     return out
 
 
@@ -226,7 +227,7 @@ def changes(found: Found) -> list[str]:
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
-    step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
+    step = f"{milliseconds(best.step_ms)} a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
     out.append(rates_words(best.setup))
     out += experts_words(best)

@@ -134,7 +134,7 @@ def _show(
     out = console()
     out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: plans by system")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("system", "stages", "samples", "tok/s", "MFU%", "bub%", "step s", "GiB"):
+    for title in ("system", "stages", "samples", "tok/s", "MFU%", "bub%", "step ms", "GiB"):
         table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)
 
     def row(name: str, stages: int, samples: int, p: Any) -> None:
@@ -145,7 +145,7 @@ def _show(
             f"{p.tokens_per_gpu_per_second:.0f}",
             "" if p.mfu is None else f"{100 * p.mfu:.1f}",
             f"{100 * p.bubble:.1f}",
-            f"{p.step_ms / 1e3:.2f}",
+            f"{p.step_ms:.1f}",
             f"{p.peak_gib:.0f}/{p.limit_gib:.0f}",
             style="bold green" if name == winner else None,
         )

@@ -320,13 +320,16 @@ def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost
 
 
 def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
-    """A layer that keeps only its input (`kept` bytes) and runs its forward again before I."""
+    """A layer that keeps only its input (`kept` bytes) and runs its forward again before I.
+
+    If I and W are split, this second forward restores the operands of W, and they stay until W: the stash is that of
+    the whole layer and may be larger than what is kept between F and I.
+    """
     return replace(
         layer,
         input_ms=layer.input_ms + layer.forward_ms,
         input_parts=(*layer.forward_parts, *layer.input_parts),
         activation_bytes=min(kept, layer.activation_bytes),
-        stash_bytes=min(kept, layer.stash_bytes),
         workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
     )
 
