@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from octopipe.base.clock import seconds_of
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
-from octopipe.costs.cluster.setup import Setup, keyword_fields, keywords
+from octopipe.costs.cluster.asking import keyword_fields, keywords
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec

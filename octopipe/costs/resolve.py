@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import letters, read_json_object, shown, stem_of
 from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.asking import keywords
 from octopipe.costs.cluster.fields import fields_of
 from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, ranks_on
 from octopipe.costs.cluster.hardware import GIB, Network
 from octopipe.costs.cluster.hardware import gpu as gpu_preset
-from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib, keywords
+from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.costs.foreign_times import foreign_costs
 from octopipe.costs.layer_times import costs_of_layer_times
 from octopipe.costs.measured import measured_file, measured_models

@@ -52,6 +52,41 @@ def test_the_panel_shows_every_number_it_was_given() -> None:
     assert over == ["memory", "over"]
 
 
+def test_the_panel_says_how_the_split_is_started_or_why_it_is_not() -> None:
+    text = panel(record(commands={"megatron": "torchrun <script>", "octopipe": "none: it divides no tensor"}))
+    assert "torchrun &lt;script&gt;" in text and "octopipe: no command, because it divides no tensor" in text
+    assert "plan-commands" not in panel(record())
+
+
+def test_the_page_asks_for_the_runtime_and_every_field_of_a_set_up() -> None:
+    from octopipe.costs.cluster.asking import form_fields
+    from octopipe.search.planner.runtimes import RUNTIMES
+    from octopipe.views.report.serve import PLANNED_FOR, plan_page
+
+    text = plan_page({"llama3-8b": "llama3-8b"})
+    assert set(PLANNED_FOR) == set(RUNTIMES)
+    for name in set(form_fields()) - {"p2p_ms", "speeds", "memory_gib"}:
+        assert f'name="{name}"' in text, name
+
+
+def test_an_answer_keeps_to_the_runtime_and_the_sizes_that_were_chosen() -> None:
+    asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "32", "budget_s": "2", "tp": "2"}
+    found = planned({**asked, "runtime": "megatron"})
+    assert all(row["split"].startswith("tp 2") for row in found["candidates"])
+    assert list(found["commands"]) == ["megatron"] and "torchrun" in found["commands"]["megatron"]
+    with pytest.raises(OctoPipeError, match="runtime: 'abacus' is none of megatron"):
+        planned({**asked, "runtime": "abacus"})
+
+
+def test_an_answer_about_experts_is_plain_json() -> None:
+    """Rows whose exchange is hidden were made of numpy's numbers once, and the page got an error instead of them."""
+    import msgspec
+
+    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "gpus": "16", "global_batch": "64", "budget_s": "2", "ep": "8"}
+    found = planned({**asked, "pp": "2", "runtime": "megatron", "today": "pp=2,ep=8,vp=2"})
+    assert json.loads(msgspec.json.encode(found)) == json.loads(json.dumps(found))
+
+
 def test_rows_of_one_split_are_told_apart_and_no_label_is_cut_off() -> None:
     """ZeRO levels are in the labels; where those are equal too, how the split was found."""
     why = {"step_ms": 1430.0, "parts": {"products": {"title": "matrix products", "ms": 1390.0}, "tp": {"ms": 40.0}}}

@@ -75,8 +75,8 @@ def flag_of(name: str) -> str:
 
 def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
     """The flag of one field. `says_default`: whether its help says what holds where it is left out."""
+    from octopipe.costs.cluster.asking import flag_fields
     from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
-    from octopipe.costs.cluster.setup import flag_fields
 
     how = flag_fields()[name]
     assert not isinstance(how.kind, Lengths), "lists of lengths come from a file"
@@ -103,7 +103,7 @@ def destination(name: str, how: Asked) -> str:
 
 def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
     """The flags of all fields of these parts, or of all parts."""
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     for name in flag_fields(*parts):
         if name not in without:
@@ -112,7 +112,7 @@ def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_def
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
-    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.costs.cluster.asking import keyword_fields
 
     out: dict[str, Any] = {"model": args.model}
     for name, how in keyword_fields().items():

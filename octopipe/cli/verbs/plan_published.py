@@ -27,10 +27,14 @@ def refuse_idle(args: argparse.Namespace) -> None:
     """A flag either changes the answer or is refused."""
     from octopipe.base.errors import OctoPipeError
 
-    for name in ("cp", "ep", "pp", "dp", "vp", "micro_batch_size"):
+    for name in ("cp", "ep", "etp", "pp", "dp", "vp", "hsdp", "micro_batch_size"):
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
             raise OctoPipeError(f"--{flag}: published systems choose it for each stage; leave it out")
+    for name in ("lora", "frozen", "offload_optimizer"):
+        if getattr(args, name) is not None:
+            flag = name.replace("_", "-")
+            raise OctoPipeError(f"--{flag}: published systems train all weights; leave it out")
     if args.page:
         raise OctoPipeError("--page shows our own search; leave --system out")
     if args.runtime != "any":

@@ -1,11 +1,11 @@
-"""Whether a run fits: what its ranks will hold, against what their GPUs or this host have free.
+"""Whether a run fits: compares the memory that its ranks need with the free memory of their GPUs or this host.
 
-Knows: bytes of weights, gradients, optimizer state and activations of every rank, and how free memory is asked for.
-Does not know: how a run goes on (`train.py`).
+Knows: the size of weights, gradients, optimizer state and activations of every rank, and how to query free memory. Does
+not know: how a run proceeds (`train.py`).
 
-The prediction takes measured costs where there is a profile; otherwise parameters are exact and activations are those
-of flash attention and fused losses (our own sizes where the model's layers are known, else 34 bytes per token and
-width). So a run that is refused cannot work; one that is let through may still be short of a few percent.
+The prediction uses measured costs if there is a profile. Otherwise parameters are exact, and activations assume flash
+attention and fused losses (analytic sizes if the model's layers are known, otherwise 34 bytes per token and hidden
+unit). A rejected run therefore cannot work, but an accepted run may still lack a few percent.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A candidate of the iterative tuners: partition, placement and orders, and the desk on which they are judged.
+"""A candidate of the iterative tuners: partition, placement and orders, and the `Desk` that evaluates them.
 
-Knows: how a plan is held as arrays, what it costs (prices from `price.py`), how its orders are timed and kept inside
-memory. Does not know: phases or moves.
+Knows: how a plan is represented as arrays, what it costs (costs from `price.py`), how its orders are timed and kept
+within memory. Does not know: phases or moves.
 
-The scheduling O of Algorithm 1 is an order per rank, as in the paper: moves change it op by op, and a change of the
-partition leaves it as it is. Any plan can be held, with fused backwards, recomputation and several routes; a plan that
-is given comes back as it was until a move betters it.
+The schedule O of Algorithm 1 is an order per rank, as in the paper: moves change it op by op, and a change of the
+partition leaves it unchanged. Any plan can be represented, including fused backwards, recomputation and several routes;
+a given plan is returned unchanged unless a move improves it.
 """
 
 from __future__ import annotations

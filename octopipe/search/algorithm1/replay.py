@@ -1,11 +1,11 @@
-"""The inner loops: orders timed as they stand, and orders derived from priorities.
+"""The inner loops: timing of given orders, and derivation of orders from priorities.
 
 Knows: arrays of ops, times and bytes. Does not know: plans, phases or moves.
 
-`replay` follows given orders under directed channels, as the simulator does, and walks every rank's memory (without
-the buffers of transfers). `arrange` is a list scheduler: of the F and I that have arrived the one with the smallest key
-runs, W fills the time in which a rank would wait, and goes first where an F lacks memory: the paper's advance of F and
-B, delay of W, and advance of W against running out of memory.
+`replay` times given orders under directed channels, as the simulator does, and tracks every rank's memory (without
+transfer buffers). `arrange` is a list scheduler: among the F and I whose inputs have arrived, the one with the smallest
+key runs; W fills time in which a rank would wait, and runs first if an F lacks memory. These are the paper's advance of
+F and B, delay of W, and advance of W to avoid running out of memory.
 """
 
 from __future__ import annotations

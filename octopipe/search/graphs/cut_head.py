@@ -1,9 +1,9 @@
-"""The search for plans whose head is cut by its vocabulary: how many shards, on which ranks, and every op's place.
+"""The search for plans whose head is split by vocabulary: number of shards, their ranks, and the order of all ops.
 
-Knows: where structures start, moves of structures and keys, annealing, and that only plans which fit are handed back.
-Does not know: how a schedule is made (`schedule`), what a layout costs (`layout`), recomputation, copies of layers.
+Knows: initial structures, moves on structures and keys, annealing, and that only plans that fit are returned. Does not
+know: how a schedule is built (`schedule`), what a layout costs (`layout`), recomputation, copies of layers.
 
-Everything random comes from one seed; with a number of moves instead of a time, the plan depends on that alone.
+All random numbers come from one seed; with a number of moves instead of a time budget, the plan depends only on that.
 """
 
 from __future__ import annotations

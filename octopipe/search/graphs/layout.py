@@ -1,12 +1,12 @@
-"""A structure with a cut head: which stages there are, how they hang together, what they cost.
+"""A structure with a split head: its stages, their connections and their costs.
 
 Knows: how a body of consecutive stages, shards of the head (and of the embedding) and the loss become stages and
-arrows, and their prices as the scheduler reads them. Does not know: keys, orders or how structures are searched.
+edges, and their costs in the form that the scheduler reads. Does not know: keys, orders or how structures are searched.
 
     body 0 -> body 1 -> ... -> body n-1 -> each shard of the head -> the loss
 
-Where the embedding is cut as well, its shards stand before the body, which adds up their outputs. A head that is tied
-to the embedding is cut like it, on the same ranks, so that every rank holds each of its rows once.
+If the embedding is split as well, its shards precede the body, which adds their outputs. A head that is tied to the
+embedding is split in the same way on the same ranks, so that every rank holds each of its rows once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Orders of ops timed as they stand, over paths that fork and join, and polished; compiled.
+"""Compiled timing and local search of given orders, over paths that fork and join.
 
-Knows: the times of a structure's ops and transfers, its arrows, and moves of one op within its rank's order. Does not
-know: how orders come about (`schedule`), or plans.
+Knows: the times of a structure's ops and transfers, its edges, and moves of one op within its rank's order. Does not
+know: how orders are built (`schedule`), or plans.
 """
 
 from __future__ import annotations

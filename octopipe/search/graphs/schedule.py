@@ -1,13 +1,13 @@
-"""List scheduling over paths that fork and join, compiled: a structure and its keys become orders.
+"""Compiled list scheduling over paths that fork and join: turns a structure and its keys into orders.
 
-Knows: prices of a structure, the arrows of its paths, and how a rank decides what to run next. Does not know: plans,
+Knows: costs of a structure, the edges of its paths, and how a rank decides what to run next. Does not know: plans,
 layers, or how structures are varied.
 
-Timing is that of the simulator under directed channels. Orders are built in time order: the rank that is free first
+Timing equals that of the simulator under directed channels. Orders are built in time order: the rank that is free first
 decides next, so it is known exactly what has arrived. A rank runs the ready F or I with the smallest key, and may wait
-a little (`LOOK`) for a better one that is on its way. A stage keeps at most `flight` micro-batches between F and I. An
-F needs room for what it holds and for a share (`RESERVE`) of what its micro-batch will still hold on the rank. W fills
-the gaps, and goes ahead where it frees the memory that the best F lacks.
+briefly (`LOOK`) for a better one that is in flight. A stage keeps at most `flight` micro-batches between F and I. An F
+needs memory for what it holds and for a share (`RESERVE`) of what its micro-batch will still hold on the rank. W fills
+the gaps, and runs earlier if it frees the memory that the best F lacks.
 """
 
 from __future__ import annotations

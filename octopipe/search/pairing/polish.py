@@ -1,10 +1,10 @@
-"""Orders with pairs polished: one slot moved, taken apart, joined with its neighbour, a W set free or taken in.
+"""Local search on orders with pairs: moves a slot, splits a pair, pairs adjacent ops, splits off or merges a W.
 
-Knows: any plan whose paths are chains and that recomputes nothing, on one route or several. Does not know: structures;
-stages and ranks stay as they are.
+Knows: any plan whose paths are chains and that does not recompute, with one route or several. Does not know:
+structures; stages and ranks are not changed.
 
-Every change is timed over all ranks at once; it stays when the step is no longer for it, or longer by a little while
-the walk is young. A plan whose memory does not hold is never handed back.
+Every change is timed over all ranks. It is accepted if the step does not get longer, or gets only slightly longer early
+in the search. A plan that exceeds memory is never returned.
 """
 
 from __future__ import annotations

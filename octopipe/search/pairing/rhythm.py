@@ -1,16 +1,17 @@
-"""Schedules in a steady rhythm, compiled: every rank takes its ops in a fixed sequence, an F and an I at a time.
+"""Compiled periodic schedules: every rank runs its ops in a fixed periodic sequence, one F and one I at a time.
 
-Knows: prices of a structure, and the slots of every stage's ops. Does not know: plans, or how slots are found
+Knows: costs of a structure, and the slots of every stage's ops. Does not know: plans, or how slots are found
 (`states`).
 
-In a steady state every rank runs one F and one I of each of its stages per micro-batch, always in the same sequence.
-So a rank's order is given by few numbers: the slot of every stage's first F and first I, and in which slot each
-micro-batch starts. A rank takes its ops by their slots and pairs an F and an I of the same one. A fixed sequence keeps
-the rhythm where taking whatever is there first (`schedule`) loses it: one pair out of step makes every later one wait.
+In the steady state, every rank runs one F and one I of each of its stages per micro-batch, always in the same sequence.
+A rank's order is therefore determined by a few numbers: the slot of every stage's first F and first I, and the slot in
+which each micro-batch starts. A rank runs its ops by slot and pairs an F and an I of the same slot. A fixed sequence
+keeps the period stable, whereas running whatever arrives first (`schedule`) does not: one displaced pair delays all
+later ones.
 
-Beside that: two F run together while the pipeline fills, where both are there and that is shorter. W is part of a
-pair's I where it costs less than alone; else it waits for a single op with an exchange beside which it fits, or for
-idle time. Memory is not kept within its limit, only measured: whoever searches sees by how much a sequence is over it.
+In addition, two F run together while the pipeline fills, if both have arrived and that is shorter. W is part of the I
+of a pair if that is cheaper than W alone; otherwise it waits for a single op with an exchange that can hide it, or for
+idle time. The memory limit is not enforced but measured: the search sees by how much a sequence exceeds it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""List scheduling with pairs, compiled: a structure and its keys become orders in which ops run together.
+"""Compiled list scheduling with pairs: turns a structure and its keys into orders in which ops run together.
 
-Knows: prices of a structure, and how a rank decides what to run next. Does not know: plans, structures' moves.
+Knows: costs of a structure, and how a rank decides what to run next. Does not know: plans, or moves on structures.
 
-A rank that is free looks at the next F and the next I of each of its stages (micro-batches are alike, so first in,
-first out loses nothing) and takes the best of either by key. Where both are there, they run as a pair, with I's own W
-inside where that costs less than W alone. Where one is missing, the rank waits for it for a while (`patience`), else
-runs the other with a W beside it, or alone; but a stage runs no F alone once it has so many micro-batches under way
-(`flight`): that F is kept for a pair. Two F may run together where no gradient is near. Where neither is there, the
-rank runs a W. A forward needs room for what it holds and for a share of what its micro-batch will hold on the same
-rank later, so that the way back is never blocked.
+A free rank considers the next F and the next I of each of its stages (micro-batches are equal, so first in, first out
+is no restriction) and selects the best of each by key. If both have arrived, they run as a pair, together with the W of
+the I if that is cheaper than W alone. If one is missing, the rank waits for it for a while (`patience`); otherwise it
+runs the other with a W beside it, or alone. But a stage with `flight` micro-batches in flight runs no F alone: it keeps
+that F for a pair. Two F may run together if no gradient is near. If neither has arrived, the rank runs a W. A forward
+needs memory for what it holds and for a share of what its micro-batch will hold on the same rank later, so that the
+backward is never blocked.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The search for plans with pairs: structures and keys varied together, judged by list scheduling with pairs.
+"""The search for plans with pairs: varies structures and keys together and evaluates them by list scheduling.
 
-Knows: where structures start (loops and waves over balanced stages, and whatever plan is handed in), moves, annealing,
-and that only plans which fit are handed back. Does not know: how a schedule is made (`schedule`), recomputation, copies
-of layers.
+Knows: initial structures (loops and waves over balanced stages, and a given plan), moves, annealing, and that only
+plans that fit are returned. Does not know: how a schedule is built (`schedule`), recomputation, copies of layers.
 
-Everything random comes from one seed; with a number of moves instead of a time, the plan depends on that alone.
+All random numbers come from one seed; with a number of moves instead of a time budget, the plan depends only on that.
 """
 
 from __future__ import annotations

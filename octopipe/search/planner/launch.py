@@ -1,7 +1,7 @@
-"""A split as a folder one can launch: the script, a Slurm file, and a page that says what was priced.
+"""The launch folder of a split: the script, a Slurm file, and a README that states what was priced.
 
-Knows: how a runtime's command becomes `train.sh`, what Slurm needs around it, what belongs on the page. Does not know:
-the commands (`commands.py`), the plan's own file, or where files are written (cli/verbs/plan.py).
+Knows: how a runtime's command becomes `train.sh`, what Slurm needs in addition, and the contents of the README. Does
+not know: the commands (`commands.py`), the plan file, or where files are written (cli/verbs/plan.py).
 """
 
 from __future__ import annotations

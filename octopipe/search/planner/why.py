@@ -1,10 +1,11 @@
-"""Where the time of a step goes: what a split spends on products, memory, each kind of parallelism and waiting.
+"""Breakdown of the step time: what a split spends on products, memory, each kind of parallelism and waiting.
 
-Knows: how a simulated step divides into parts that add up to it, what of the communication is hidden, and how two
-splits differ. Does not know: what a layer's time is made of (`costs/analytic/shares.py`) or how the parts are shown.
+Knows: how a simulated step is divided into components that add up to it, how much communication is hidden, and how two
+splits differ. Does not know: the breakdown of a layer's time (`costs/analytic/shares.py`) or how components are shown.
 
-Every rank's step is its ops, its gradient reductions, its optimizer and the rest, which is waiting. Ops are divided by
-the shares of their layers. The parts are means over the pipeline's ranks, so that they are also shares of all GPU time.
+The step of a rank consists of its ops, its gradient reductions, its optimizer and the rest, which is waiting. Ops are
+divided by the shares of their layers. Components are means over the pipeline ranks, so they are also shares of the
+total GPU time.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "cp": "context parallelism",
         "ep": "expert parallelism",
         "dp": "data parallelism",
+        "host": "activations to the host and back",
         "bubble": "pipeline bubble",
         "optimizer": "optimizer",
     }

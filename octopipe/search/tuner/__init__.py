@@ -3,8 +3,8 @@
     result = octopipe.tune(costs, num_ranks=8, num_micro_batches=16, budget_s=30)
     result.plan, result.step_ms, result.gap, result.explanation
 
-Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves, phases drawn by
-lot) and `exact` (CP-SAT, small cases).
+Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves with phases chosen at
+random) and `exact` (CP-SAT, small cases).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One lane of the search, on a thread of its own: draws starts, anneals populations of them, polishes orders.
+"""One lane of the search, which runs on its own thread: draws starts, anneals populations, improves orders.
 
 Knows: what a lane does with its share of the budget. Does not know: the other lanes, plans or the simulator; search.py
-lets the lanes meet and judges what they found.
+exchanges results between lanes and evaluates them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Orders polished as they stand: a plan of any origin, one route or several, by step time or by its mean under jitter.
+"""Local search on given orders: of any plan, with one route or several, by step time or by its mean under jitter.
 
-Knows: one walk over fixed orders and the best it has seen. Does not know: time, threads, or where orders came from.
+Knows: one annealing walk over orders and the best result so far. Does not know: time, threads, or where orders come
+from.
 
-Plans that hold layers more than once (Chimera's, DualPipe's) are improved here too: a copy of a heavy layer lets two
-ranks share its work, which no plan with single copies can; it costs its weights, its optimizer state and a reduction of
-gradients, all of which are charged.
+Plans that hold layers more than once (Chimera, DualPipe) are improved here too: a copy of a heavy layer lets two ranks
+share its work, which is impossible without copies. The copy costs weights, optimizer state and a gradient reduction,
+all of which are counted.
 """
 
 from __future__ import annotations

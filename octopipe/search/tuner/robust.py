@@ -1,8 +1,8 @@
-"""The robust choice: of the plans a search ends with, the one with the best mean over jittered layer times.
+"""Robust selection: among the final plans of a search, the one with the best mean over jittered layer times.
 
-Knows: the finalists and how to jitter them alike. Does not know: how they were found. A robust search walks on nominal
-times and then polishes the best orders for their mean under a few draws of jitter (polish.py); finalists are those, and
-what the lanes found close to the best. Here they meet many draws that no search has seen.
+Knows: the finalists and how to apply the same jitter to all of them. Does not know: how they were found. A robust
+search uses nominal times and then improves the best orders for their mean under a few samples of jitter (polish.py).
+The finalists are these orders and other results close to the best; here they are evaluated on many new samples.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The default search: many starts, populations annealed, orders polished at the end, on all cores.
+"""The default search: many starts, population annealing, and a final local search on orders, on all cores.
 
-Knows: how the lanes meet, how candidates become plans, when to stop. Does not know: what a lane does (lane.py), how a
-structure or an order is judged (core/) or what a start looks like (starts.py).
+Knows: how lanes exchange results, how candidates become plans, when to stop. Does not know: what a lane does (lane.py),
+how a structure or an order is evaluated (core/), or how starts are drawn (starts.py).
 
-1. A few shapes give a first plan at once; published systems, the user's own plan and structures drawn at random are
+1. A few fixed shapes give a first plan immediately; published systems, the user's plan and random structures are
    further starts.
-2. Every lane anneals a population of the best structures under keys bred along the way; lanes exchange members.
-3. The last share of the budget anneals the best plans' orders as they stand; the user's own plan among them.
-4. Candidates are judged by the simulator's full memory model; where transfers' buffers do not fit beside what the
+2. Every lane anneals a population of the best structures together with their keys; lanes exchange members.
+3. The last share of the budget anneals the orders of the best plans, including the user's plan.
+4. Candidates are checked with the simulator's full memory model; if transfer buffers do not fit in addition to what the
    scheduler reserved, the reserve grows.
 
 The kernels run without Python's lock, so threads use all cores. Under a time budget a faster machine makes more moves,

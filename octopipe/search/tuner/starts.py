@@ -1,12 +1,12 @@
-"""Where searches begin: structures and keys drawn at random, the best of them kept.
+"""Starting points of searches: structures and keys drawn at random, of which the best are kept.
 
-Knows: how to draw a structure (stages, the way round the ranks, sizes) and keys for it, and that shapes and keys which
-served one structure well are worth trying on the next. Does not know: annealing of what is kept.
+Knows: how to draw a structure (stages, their order over the ranks, sizes) and keys for it, and that shapes and keys
+that worked well for one structure are worth trying on the next. Does not know: how the kept ones are annealed.
 
-What a walk comes to depends more on its start than on the walk: over hundreds of walks on the published layer times
-the step times of starts and of what became of them correlate by 0.78 to 0.95. Two things make good starts that a
-balanced partition in whole rounds does not have: stages of the first round that are small (every rank gets to work
-soon) and a last round that is cut short anywhere.
+The result of an annealing run depends more on its start than on the run: over hundreds of runs on the published layer
+times, the step times of starts and of results correlate by 0.78 to 0.95. Good starts have two properties that a
+balanced partition in complete rounds lacks: small stages in the first round (so that every rank starts to work early)
+and an incomplete last round.
 """
 
 from __future__ import annotations

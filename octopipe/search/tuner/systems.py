@@ -1,7 +1,7 @@
-"""What published systems give a search: plans of their own, structures to start from, and plans with copies improved.
+"""What published systems contribute to a search: their plans, structures to start from, and improved plans with copies.
 
-Knows: which systems are worth building, and how long to go on with plans that hold layers more than once. Does not
-know: the lanes, or which plan is best.
+Knows: which systems are worth building, and how long to improve plans that hold layers more than once. Does not know:
+the lanes, or which plan is best.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ MOST_POINTS = 64
 MOST_WHY = 6
 """Splits whose time is drawn in parts."""
 STYLE = """
+.plan-command { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
 .plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
 .plan-charts text { font-size: 12px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
@@ -72,6 +73,7 @@ def panel(record: object) -> str:
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
         error = record.get("expected_error")
+        commands = _commands(record.get("commands") or {})
         table, parts = _table(rows, None if error is None else float(error)), _why(rows)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
@@ -80,8 +82,21 @@ def panel(record: object) -> str:
     said = "".join(f'<p class="note">{html.escape(w)}</p>' for w in words)
     return (
         f'<section class="card" id="cluster" aria-labelledby="cluster-title"><h2 id="cluster-title">{title}</h2>{said}'
-        f'<div class="plan-charts">{"".join(charts)}</div>{parts}<div class="plan-scroll">{table}</div></section>'
+        f'<div class="plan-charts">{"".join(charts)}</div>{parts}<div class="plan-scroll">{table}</div>'
+        f"{commands}</section>"
     )
+
+
+def _commands(lines: Mapping[str, Any]) -> str:
+    """How the chosen split is started on every runtime, or why it cannot be."""
+    out = []
+    for name, line in lines.items():
+        text, runtime = str(line), html.escape(str(name))
+        if text.startswith("none: "):
+            out.append(f'<p class="note">{runtime}: no command, because {html.escape(text.removeprefix("none: "))}</p>')
+        else:
+            out.append(f'<p class="note">{runtime}</p><pre class="plan-command">{html.escape(text)}</pre>')
+    return f'<details class="plan-commands"><summary>Commands</summary>{"".join(out)}</details>' if out else ""
 
 
 def _why(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,9 +1,9 @@
-"""What `--data` names: which kind of source a path is, looked at early and opened once the model is known.
+"""Opens the argument of `--data`: detects the kind of a path early, and opens it once the model is known.
 
 Knows: the kinds and in which order they are tried. Does not know: any format. Imports no torch.
 
-`look` finds in a moment whatever is wrong and needs no model; `open_source` reads, tokenizes where that is needed, and
-checks ids against the vocabulary.
+`look` quickly finds errors that can be detected without the model; `open_source` reads the data, tokenizes it if
+necessary, and checks ids against the vocabulary.
 """
 
 from __future__ import annotations

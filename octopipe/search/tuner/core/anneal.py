@@ -1,13 +1,14 @@
-"""Annealing of structures whose keys are bred along the way, and of partitions on their balance alone.
+"""Annealing of structures together with a population of keys, and of partitions by their balance alone.
 
-Knows: the loop that proposes, judges, accepts or rolls back, and logs. Does not know: time, threads or plans.
+Knows: the loop that proposes, evaluates, accepts or reverts moves, and logs. Does not know: time, threads or plans.
 
-Judged under one fixed vector of keys most changes of a structure look bad, because the keys suit the structure as it
-was. Here a changed structure is judged under the best keys and a child of the population, and where it is accepted, the
-population is judged again and bred a little on it. What counts is not the step time alone but a score that also sees
-progress the step time hides: when ranks finish on average, and whether one is so full that the others' gains lead
-nowhere. The threshold of a move is drawn before it is judged, so a move dies at its work bound, or as soon as a
-schedule falls behind the pace of the present one: most moves cost a fraction of a full schedule.
+With one fixed vector of keys, most changes of a structure look bad, because the keys suit the previous structure.
+Therefore a changed structure is evaluated with the best keys and with a newly bred vector of the population. If it is
+accepted, the population is evaluated again and evolved slightly on it. The objective is not the step time alone but a
+score that also reflects progress which the step time does not show: when ranks finish on average, and whether one rank
+is so loaded that gains elsewhere have no effect. The acceptance threshold is drawn before a move is evaluated, so a
+move can be rejected by its work bound, or as soon as its schedule falls behind the current one: most moves cost a
+fraction of a full schedule.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 Knows: a structure, a vector of priorities ("keys") and the rules below. Does not know: searches or plans.
 
-Timing is that of the simulator under directed channels: a rank runs one op at a time, a tensor for another rank waits
-for the queue of its direction and then takes its transfer time. Orders are built in time order, so at every decision it
-is known exactly what has arrived and what is in flight.
+Timing equals that of the simulator under directed channels: a rank runs one op at a time, and a tensor for another rank
+waits for the queue of its direction and then takes its transfer time. Orders are built in time order, so at every
+decision it is known exactly what has arrived and what is in flight.
 
-- Of a stage, micro-batches go first in, first out (in the searched `entry` order, where they differ in size).
-- A rank runs the ready F or I with the smallest key; it may wait a little (LOOK) for a better one in flight.
+- In each stage, micro-batches are processed first in, first out (in the searched `entry` order if sizes differ).
+- A rank runs the ready F or I with the smallest key; it may wait briefly (LOOK) for a better one in flight.
 - A stage keeps at most `flight` micro-batches between their F and their I.
-- F starts only if its activation fits beside a reserve for the later stages of its rank, so that the oldest micro-batch
-  can always drain; a circle of waiting that remains is reported as an infinite step time.
-- W, and R of stages that recompute, fill what is left.
+- F starts only if its activation fits in addition to a reserve for the later stages of its rank, so that the oldest
+  micro-batch can always drain; a remaining cyclic wait is reported as an infinite step time.
+- W, and R of stages that recompute, fill the remaining time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Orders timed as they stand, and annealed: the partition, the placement and the sequence of every rank, step by step.
+"""Timing and annealing of given orders: changes the partition, the placement and each rank's sequence in small steps.
 
 Knows: how to time given sequences exactly (`follow`), also over several routes (plans that hold layers more than once)
-and under jitter, and how to change them. Does not know: where they came from or what a plan is.
+and under jitter, and how to change them. Does not know: where they come from, or plans.
 
-List scheduling finds good sequences fast but is chaotic: move one layer and half the decisions change. Here the
-sequences stay as they are, so a small change has a small effect, and judging one costs a fraction of building it.
+List scheduling finds good sequences quickly but is chaotic: moving one layer changes half of the decisions. Here
+sequences are kept, so a small change has a small effect, and evaluating one costs a fraction of building it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Keys, the priorities of list scheduling, as vectors that are drawn, varied, crossed and kept in populations.
+"""Keys, the priorities of list scheduling: vectors that are drawn, mutated, crossed and kept in populations.
 
-Knows: the ranges in which good keys were seen, and how one vector is made from others. Does not know: searches or time.
+Knows: the ranges of good keys, and how one vector is derived from others. Does not know: searches or time.
 
-Keys know no single stage or op, so they fit any structure and carry over from one to the next: a few hundred vectors
-bred on a structure come within one or two percent of the best order known for it. Their ranges stand in settings.py.
+Keys do not refer to single stages or ops, so they apply to any structure and can be transferred between structures: a
+few hundred vectors evolved on a structure come within one or two percent of the best known order. Their ranges are in
+settings.py.
 """
 
 from __future__ import annotations

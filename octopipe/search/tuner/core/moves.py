@@ -1,7 +1,7 @@
-"""Moves of a structure: its partition, its placement, what it recomputes; one function a move, and their weights.
+"""Moves on a structure: its partition, its placement, what it recomputes; one function per move, and their weights.
 
-Knows: how to change a structure in place, and how to even out its ranks afterwards. Does not know: keys or schedules.
-Every move returns whether it applied.
+Knows: how to change a structure in place, and how to rebalance its ranks afterwards. Does not know: keys or schedules.
+Every move returns whether it was applicable.
 """
 
 from __future__ import annotations
