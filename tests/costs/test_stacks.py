@@ -185,6 +185,7 @@ def test_slower_hardware_is_slower_and_pods_count_only_beyond_them() -> None:
         ({"gpu": {"like": "h100"}, "network": {"oversubscription": 2}}, "belong together"),
         ({"gpu": {"like": "h100"}, "network": {"pod_nodes": 2, "oversubscription": 0.5}}, "give 1 or more"),
         ({"gpu": {"like": "h100"}, "network": {"gpus_per_node": 2.5}}, "gpus_per_node is 2.5"),
+        ({"gpu": {"like": "h100"}, "network": {"flows_per_connection": 4}}, "needs pods; give pod_nodes too"),
     ],
 )
 def test_a_wrong_hardware_file_is_refused(raw: dict[str, object], said: str) -> None:

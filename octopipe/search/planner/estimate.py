@@ -53,11 +53,12 @@ def estimate(
 
     def under(mode: str) -> Estimate:
         costs = price(mode)
-        even = _under(costs, mode, even_sizes(costs, pp * chunks), pp, micro_batches, pairs)
+        paired = pairs and mode != "full"  # no runtime runs pairs whose layers are checkpointed
+        even = _under(costs, mode, even_sizes(costs, pp * chunks), pp, micro_batches, paired)
         sizes = sizes_by_speed(costs, [r % pp for r in range(pp * chunks)]) if layouts else None
         if sizes is None:
             return even
-        other = _under(costs, mode, sizes, pp, micro_batches, pairs)
+        other = _under(costs, mode, sizes, pp, micro_batches, paired)
         return min((even, other), key=lambda found: (not found.fits, found.step_ms))
 
     if "full" in modes and len(modes) > 1:

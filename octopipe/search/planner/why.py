@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from octopipe.base.display import milliseconds
 from octopipe.costs.analytic.layer_pricing import Pricing
 from octopipe.costs.analytic.shares import COLLECTIVES, NAMES, LayerShares, layer_shares
 from octopipe.costs.analytic.table import price_layers, reduction_ms
@@ -35,6 +36,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "cp": "context parallelism",
         "ep": "expert parallelism",
         "dp": "data parallelism",
+        "host": "activations to the host and back",
         "bubble": "pipeline bubble",
         "optimizer": "optimizer",
     }
@@ -166,13 +168,9 @@ def difference_words(best: Why, today: Why) -> str:
     """What the time saved over today's split comes from."""
     saved = today.step_ms - best.step_ms
     told = [
-        f"{title} {'-' if ms > 0 else '+'}{_seconds(abs(ms))}"
+        f"{title} {'-' if ms > 0 else '+'}{milliseconds(abs(ms))}"
         for title, ms in difference(best, today)
         if abs(ms) >= LEAST * today.step_ms
     ]
     verb = "saves" if saved >= 0 else "costs"
-    return f"It {verb} {_seconds(abs(saved))} a step: {', '.join(told) or 'nothing that matters'}"
-
-
-def _seconds(ms: float) -> str:
-    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.1f} ms"
+    return f"It {verb} {milliseconds(abs(saved))} a step: {', '.join(told) or 'nothing that matters'}"
