@@ -14,6 +14,9 @@ op has queued meanwhile runs beside it; a second compute stream would only add m
 
 Only one op runs at any time, so all that a turn has to keep apart is state that ops leave in shared places while they
 are under way: the random generators, and what a stage's `SplitMode` knows of the forward or backward that it is in.
+
+Where single layers are measured, `watching` hears of the same exchanges, so that a profile can say which parts of an op
+exchange and which compute.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,9 +46,9 @@ class OtherFailed(Exception):
 class _Pair:
     """One pair while it runs."""
 
-    def __init__(self, modes: Sequence[SplitMode], *, apart: bool):
+    def __init__(self, modes: Sequence[SplitMode], *, apart: bool, begins: int = 0):
         self.modes, self.apart = modes, apart
-        self.turn = 0
+        self.turn = begins
         self.done = [False, False]
         self.errors: list[BaseException | None] = [None, None]
         self._changed = threading.Condition()
@@ -99,6 +102,29 @@ class _Pair:
 
 _running: _Pair | None = None
 """The pair that this process runs now: a rank is one process, and runs one pair at a time."""
+_heard: Callable[[], None] | None = None
+"""While layers are measured: called where an exchange begins and where it has ended."""
+
+
+class Pending(Protocol):
+    """An exchange that was issued."""
+
+    def wait(self) -> Any:
+        """Let what follows on the compute stream wait for it."""
+
+
+def run_exchange(issue: Callable[[], Pending]) -> Any:
+    """Issue an exchange, let the other op of a pair run meanwhile, and wait; returns what waiting for it gives."""
+    heard = _heard
+    if heard is not None:
+        heard()
+    pending = issue()
+    if _running is not None and not _running.apart:
+        _running.hand_over()
+    result = pending.wait()
+    if heard is not None:
+        heard()
+    return result
 
 
 @contextmanager
@@ -106,29 +132,55 @@ def exchange() -> Iterator[None]:
     """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, kernels of one's own).
 
     Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the
-    other op runs in between. Nothing happens elsewhere.
+    other op runs in between. Nothing happens elsewhere, except that a profile counts the block as exchange.
     """
+    heard = _heard
+    if heard is not None:
+        heard()
     yield
+    if heard is not None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # on which stream the exchange runs is not known here
+        heard()
     if _running is not None and not _running.apart:
         _running.hand_over()
+
+
+class _Handle:
+    """A `Work` whose wait returns nothing; None is an exchange that is done already."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Any):
+        self.work = work
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
 
 
 def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that hands the turn over between its start and its end."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        pair = _running
-        if pair is None:
+        if _running is None and _heard is None:
             return issue(*args, **kwargs)
         asked = kwargs.pop("async_op", args[-1] if args and isinstance(args[-1], bool) else False)
         if args and isinstance(args[-1], bool):
             args = args[:-1]
-        work = issue(*args, async_op=True, **kwargs)
-        pair.hand_over()
-        if asked or work is None:
+        if asked and _heard is None:
+            work = issue(*args, async_op=True, **kwargs)
+            if _running is not None:
+                _running.hand_over()
             return work
-        work.wait()
-        return None
+        begun = _Handle(None)
+
+        def start() -> _Handle:
+            begun.work = issue(*args, async_op=True, **kwargs)
+            return begun
+
+        run_exchange(start)
+        return begun.work if asked else None
 
     return collective
 
@@ -137,12 +189,31 @@ def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
     """A functional collective, whose result is waited for when it is used."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
+        heard = _heard
+        if heard is not None:
+            heard()
         out = issue(*args, **kwargs)
         if _running is not None:
             _running.hand_over()
+        if heard is not None:
+            out = functional_collectives().wait_tensor(out)
+            heard()
         return out
 
     return collective
+
+
+@contextmanager
+def watching(heard: Callable[[], None]) -> Iterator[None]:
+    """Within: `heard` is called where an exchange begins and where it has ended, on the thread that runs it."""
+    global _heard
+    assert _heard is None and _running is None
+    _heard = heard
+    try:
+        with _exchanges_found():
+            yield
+    finally:
+        _heard = None
 
 
 @contextmanager
@@ -178,14 +249,15 @@ class Turns:
         modes: Sequence[SplitMode],
         *,
         apart: bool = False,
+        begins: int = 0,
     ) -> int | None:
         """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None.
 
-        `apart`: one after the other, with no turn in between.
+        `apart`: one after the other, with no turn in between. `begins`: which of them has the first turn.
         """
         global _running
         assert _running is None, "a pair inside a pair"
-        pair = _Pair(modes, apart=apart)
+        pair = _Pair(modes, apart=apart, begins=begins)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
 
