@@ -61,7 +61,7 @@ class Executor:
         """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self._timeout_s, self.layers_done = timeout_s, layers_done
+        self.timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
         firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
@@ -199,6 +199,10 @@ class Executor:
         except TransferError as error:
             self._give_up()
             raise PeerError(self._hang_report(error)) from None
+        except PeerError as error:  # somebody else's failure: it must not be taken for this rank's
+            self.board.write(f"{self._place()}: {' '.join(str(error).split())[:200]}", last=True)
+            self._give_up()
+            raise
         except BaseException as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             note_op(error, self.program, self.at)
@@ -397,14 +401,14 @@ class Executor:
             return ""
         self.board.write(" ".join(str(error).split())[:200], last=True)
         elsewhere = self.board.failed_elsewhere()
-        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
+        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
         return f"{PENDING}{'; '.join(lines)}"
 
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
         self.board.write(line, last=True)
-        lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
-        waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
+        lines = self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
+        waited = f" within {self.timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
 
 

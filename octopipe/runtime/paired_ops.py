@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octopipe.plans.plan import B, F, I, R, W
 from octopipe.runtime.slots import Step
-from octopipe.runtime.turns import Turns
+from octopipe.runtime.turns import Patience, Turns
 
 if TYPE_CHECKING:
     from octopipe.runtime.executor import Executor
@@ -62,7 +62,14 @@ class PairedOps:
         recorder.started[k] = clock()
         if recorder.mark is not None:
             recorder.mark(k, 0)
-        failed = self._turns.together(ops[0][0], ops[1][0], modes, apart=apart, begins=begins(first.code, second.code))
+        failed = self._turns.together(
+            ops[0][0],
+            ops[1][0],
+            modes,
+            apart=apart,
+            begins=begins(first.code, second.code),
+            patience=Patience(timeout_s=executor.timeout_s, failed=executor.board.failed_elsewhere),
+        )
         if failed is not None:
             executor.at = (first, second)[failed]
             raise self._turns.error

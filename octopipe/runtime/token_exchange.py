@@ -27,7 +27,8 @@ from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.ranks.world import World
-from octopipe.runtime.turns import run_exchange
+from octopipe.runtime.turns import failed_elsewhere, run_exchange
+from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.arenas import Arenas
 from octopipe.runtime.wire.transports.cuda_ipc import CHUNK_BYTES, CHUNKS
 from octopipe.runtime.wire.transports.ring import RingReceiver, RingSender, wait_on_host
@@ -111,7 +112,13 @@ class TokenExchange:
         return Moving(out, rows, works, self.timeout_s)
 
     def _until(self, holds: Any) -> None:
-        wait_on_host(holds, self.timeout_s, lambda: False)
+        wait_on_host(holds, self.timeout_s, self._lost)
+
+    def _lost(self) -> bool:
+        why = failed_elsewhere()
+        if why:
+            raise PeerError(f"an exchange of tokens will never end: {why}")
+        return False
 
     def close(self) -> None:
         """Give the memory back."""

@@ -22,8 +22,10 @@ exchange and which compute.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,10 +35,24 @@ from torch.distributed import distributed_c10d
 from octopipe.runtime.stages.rng import States, rng_state, set_rng_state
 from octopipe.runtime.stages.wgrad import SplitMode
 from octopipe.runtime.torch_private import functional_collectives
+from octopipe.runtime.wire.telling import PeerError
 
 PER_RUN = ("queue", "hooked", "in_backward", "keeps_nothing", "_off", "_own_graph")
 """What a `SplitMode` holds about the forward or backward that is under way."""
 Kept = tuple[States, list[dict[str, Any]]]
+
+
+LOOK_EVERY_S = 0.2
+"""How often an op that waits for its exchange on the host looks whether somebody has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long an exchange within a pair is waited for on the host, and who tells of failures elsewhere."""
+
+    timeout_s: float
+    failed: Callable[[], str]
+    """What has failed in the job; "" where nobody has said so."""
 
 
 class OtherFailed(Exception):
@@ -46,8 +62,8 @@ class OtherFailed(Exception):
 class _Pair:
     """One pair while it runs."""
 
-    def __init__(self, modes: Sequence[SplitMode], *, apart: bool, begins: int = 0):
-        self.modes, self.apart = modes, apart
+    def __init__(self, modes: Sequence[SplitMode], *, apart: bool, begins: int = 0, patience: Patience | None = None):
+        self.modes, self.apart, self.patience = modes, apart, patience
         self.turn = begins
         self.done = [False, False]
         self.errors: list[BaseException | None] = [None, None]
@@ -146,17 +162,45 @@ def exchange() -> Iterator[None]:
         _running.hand_over()
 
 
+def failed_elsewhere() -> str:
+    """Within a pair: what has failed in the job, so that nobody waits for it; "" otherwise."""
+    patience = None if _running is None else _running.patience
+    return "" if patience is None else patience.failed()
+
+
 class _Handle:
     """A `Work` whose wait returns nothing; None is an exchange that is done already."""
 
-    __slots__ = ("work",)
+    __slots__ = ("on_host", "work")
 
-    def __init__(self, work: Any):
-        self.work = work
+    def __init__(self, *, on_host: bool):
+        self.work: Any = None
+        self.on_host = on_host
 
     def wait(self) -> None:
+        patience = None if _running is None else _running.patience
+        if self.work is not None and self.on_host and patience is not None:
+            _wait_patiently(self.work, patience)
         if self.work is not None:
             self.work.wait()
+
+
+def _wait_patiently(work: Any, patience: Patience) -> None:
+    """Until an exchange of the host has ended. The group is the user's: it is not closed where another rank fails, so
+    whoever waits in it has to look for itself."""
+    began = looked = time.monotonic()
+    pause = 0.0
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(pause + 2e-6, 1e-3)
+        now = time.monotonic()
+        if now - looked > LOOK_EVERY_S:
+            looked = now
+            why = patience.failed()
+            if why:
+                raise PeerError(f"an exchange of tokens will never end: {why}")
+        if now - began > patience.timeout_s:
+            raise PeerError(f"an exchange of tokens did not end within {patience.timeout_s:g} s")
 
 
 def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +217,7 @@ def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
             if _running is not None:
                 _running.hand_over()
             return work
-        begun = _Handle(None)
+        begun = _Handle(on_host=_of_host(*args, *kwargs.values()))
 
         def start() -> _Handle:
             begun.work = issue(*args, async_op=True, **kwargs)
@@ -183,6 +227,12 @@ def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
         return begun.work if asked else None
 
     return collective
+
+
+def _of_host(*arguments: Any) -> bool:
+    """Whether the tensors among these are the host's."""
+    flat = [t for x in arguments for t in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(t, torch.Tensor)]
+    return bool(flat) and all(t.device.type == "cpu" for t in flat)
 
 
 def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,14 +300,16 @@ class Turns:
         *,
         apart: bool = False,
         begins: int = 0,
+        patience: Patience | None = None,
     ) -> int | None:
         """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None.
 
         `apart`: one after the other, with no turn in between. `begins`: which of them has the first turn.
+        `patience`: how exchanges are waited for (default: as long as their group says).
         """
         global _running
         assert _running is None, "a pair inside a pair"
-        pair = _Pair(modes, apart=apart, begins=begins)
+        pair = _Pair(modes, apart=apart, begins=begins, patience=patience)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
 

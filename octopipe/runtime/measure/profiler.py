@@ -160,7 +160,8 @@ class LayerRing:
         self._issued_ms = 0.0
         wait_all(group)
         self._run(1)
-        self._resident_bytes = resident_bytes(self._ready, sample, target, self._device) - before
+        # Less than before: something else was freed meanwhile.
+        self._resident_bytes = max(0.0, resident_bytes(self._ready, sample, target, self._device) - before)
 
     def measure(self, repeats: int, warm_up: int, levels: Sequence[int]) -> Measured:
         """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
