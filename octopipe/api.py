@@ -1,8 +1,8 @@
-"""The functions of the package's face: each takes a model by name, by file or as costs.
+"""The public functions of the package; each takes a model by name, as a file or as costs.
 
-Knows: how what a user names (a preset, a config.json, a file of times, a profile, a CostTable; a system, a plan file,
-a Plan) becomes costs and a plan, and that every plan made here carries what it was made for. Does not know: how
-plans are built, timed or found (systems/, simulator.py, tuner/).
+Knows: how a user's arguments (a preset, a config.json, a file of times, a profile, a CostTable; a system, a plan file,
+a Plan) become costs and a plan, and that every plan made here stores what it was made for. Does not know: how plans
+are built, timed or found (systems/, simulator.py, tuner/).
 
     plan = octopipe.build_plan("zb-h1", "nemotron-h-8b", 4, 8, tp=2)
     octopipe.simulate(plan).step_ms                   # the plan knows its set-up
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from octopipe.search.tuner import Method, TuneResult
 
 SETUP = "setup"
-"""Where a plan and a timeline carry their set-up as every verb prints it."""
+"""Key under which a plan and a timeline store their set-up in the form that every command prints."""
 BUDGET_S = 30.0
-"""How long `tune` searches unless told otherwise."""
+"""Default search time of `tune`."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Model = str | os.PathLike[str] | ModelSpec | CostTable
 """A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
 
 
 def _spelled_out(**defaults: Any) -> Callable[[_Function], _Function]:
-    """Shows the set-up's keywords behind a function's `**` one by one in `help()` and in a notebook's completion.
+    """Lists the set-up's keywords, which a function takes as `**`, in `help()` and in a notebook's completion.
 
-    A default of None means that the value follows from the model, the GPU or the others. `defaults`: those that differ
-    from the set-up's own."""
+    A default of None means that the value is derived from the model, the GPU or other keywords. `defaults`: those that
+    differ from the defaults of `Setup`."""
 
     def shown(function: _Function) -> _Function:
         own = inspect.signature(function)
@@ -86,8 +86,8 @@ def build_plan(
 ) -> Plan:
     """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
 
-    `num_micro_batches` left out: twice the ranks. `split_backward=True` splits B into I and W where the system does
-    not. `options` are the system's own: {"chunks": 2}.
+    `num_micro_batches` defaults to twice the number of ranks. `split_backward=True` splits B into I and W for systems
+    that do not. `options` are specific to the system: {"chunks": 2}.
     """
     from octopipe.search.systems.registry import build_plan as build
 
@@ -112,8 +112,8 @@ def simulate(
 ) -> Timeline:
     """The predicted timeline of a plan, a program, a plan file, or a system by name.
 
-    A plan made by this package knows its set-up: `model` may be left out then. A system needs `model` and
-    `num_ranks`; `num_micro_batches`, `split_backward` and `options` are its, as in `build_plan`.
+    A plan made by this package stores its set-up, so `model` may be omitted. A system needs `model` and `num_ranks`;
+    `num_micro_batches`, `split_backward` and `options` apply to systems, as in `build_plan`.
     """
     from octopipe.simulation.simulator import simulate as run
 
@@ -164,8 +164,9 @@ def tune(
 ) -> TuneResult:
     """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
 
-    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
-    search. The result's plan carries the set-up or the costs it was found for. `budget` is another word for `budget_s`.
+    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") fixes that decision instead of
+    searching it. The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of
+    `budget_s`.
     """
     from octopipe.search.tuner import tune as search
 
@@ -259,8 +260,8 @@ class _PriceOf:
 def _costs(
     model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[CostTable, dict[str, Any]]:
-    """The costs behind `model`, and what a plan made with them has to carry. `others`: keywords that the caller has
-    beside the set-up's, for an error that names the nearest."""
+    """The costs of `model`, and what a plan made with them must store. `others`: the caller's keywords besides those of
+    the set-up, used to suggest the closest one in an error."""
     setup = keywords(setup, others=others)
     if isinstance(model, CostTable):
         if setup:
@@ -276,12 +277,12 @@ def _costs(
 
 
 def _words_of(function: Callable[..., Any]) -> list[str]:
-    """The keywords that a function is shown to have."""
+    """The keywords in a function's displayed signature."""
     return list(inspect.signature(function).parameters)
 
 
 def _facts(costs: CostTable) -> dict[str, Any]:
-    """The set-up of the costs in words and numbers, where it is known."""
+    """The set-up of the costs as text and numbers, if it is known."""
     return {} if costs.setup is None else {SETUP: costs.setup.as_dict()}
 
 
@@ -292,7 +293,7 @@ def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
 
 
 def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
-    """The plan with what it was made for, and nothing that another hand had put there."""
+    """The plan with what it was made for, replacing any such entries from elsewhere."""
     extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP, MODE)}
     return replace(plan, extra=extra | dict(known))
 

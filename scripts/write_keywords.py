@@ -26,7 +26,7 @@ from typing import TypedDict
 
 
 class SetupKeywords(TypedDict, total=False):
-    """What surrounds a model that is named."""
+    """The keywords of the set-up."""
 
 '''
 

@@ -1,7 +1,7 @@
-"""When this process began, for budgets that count from a command's start and not from the first line of ours.
+"""The start time of this process, for budgets that count from the start of a command.
 
-Knows: what Linux tells about a process. Does not know: budgets. Where the system does not tell, the process begins when
-this module is first imported.
+Knows: how Linux reports the start of a process. Does not know: budgets. On other systems, the time at which this module
+is first imported is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How records show themselves: one line in a shell, a picture in a notebook.
+"""How records are displayed: one line in a shell, a picture in a notebook.
 
-Knows: that a picture is drawn by whoever registered for it. Does not know: any record, or how pictures are drawn;
-the package registers `report/notebook.py`, so that no room has to import the report.
+Knows: that a registered function draws the picture. Does not know: any record, or how pictures are drawn; the package
+registers `report/notebook.py`, so that no lower package has to import the report.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _draw: list[Draw] = []
 
 
 def draw_with(draw: Draw) -> None:
-    """Register what turns a plan or a timeline into HTML; the last one registered counts."""
+    """Register the function that turns a plan or a timeline into HTML; the last registration is used."""
     _draw[:] = [draw]
 
 
 def html_of(what: object) -> str | None:
-    """The picture of a record; None (so that a notebook shows its `repr`) where nobody draws."""
+    """The picture of a record, or None (so that a notebook shows its `repr`) if no function is registered."""
     return _draw[0](what) if _draw else None
 
 

@@ -1,7 +1,7 @@
-"""A profile: costs that were measured on real devices, and how they are written down.
+"""A profile: costs that were measured on real devices, and their JSON form.
 
-Knows: what is measured beside layer times, the JSON of `octopipe.profile/1`. Does not know: how a profile is read
-(`profile_file`, `foreign_times`) or measured (`runtime/measure/`).
+Knows: what is measured in addition to layer times, and the JSON of `octopipe.profile/1`. Does not know: how a profile
+is read (`profile_file`, `foreign_times`) or measured (`runtime/measure/`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From whatever a user names as MODEL to a CostTable.
+"""Turns whatever a user passes as MODEL into a CostTable.
 
-Knows: that a model is a preset's name, the name of measured times (`measured/`), a layer-times file, a Hugging Face
-config (file or folder), another tool's recording of layer times or a file whose "format" key says what it is; and the
-numbers that go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
+Knows: that a model is the name of a preset, the name of measured times (`measured/`), a layer-times file, a Hugging
+Face config (file or folder), layer times recorded by another tool, or a file with a "format" key; and the keywords that
+go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
 
 >>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
 34
@@ -168,7 +168,9 @@ def resolve_costs(
         setup = _with_batch(setup, batch)
     if isinstance(found, CostTable):
         if batch is not None:
-            raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
+            raise OctoPipeError(
+                f"{found.model}: lengths need a preset or a config; a file of times covers one length only"
+            )
         return _measured(found, setup, gpu_given=gpu_given)
     setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
     if "tp" not in asked:
@@ -247,7 +249,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
     """A file's times with the run's numbers around them."""
     if setup.micro_batch_tokens:
         raise OctoPipeError(
-            f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times knows one length"
+            f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times covers one length only"
         )
     cluster = setup.cluster()
     tokens = table.tokens_per_micro_batch

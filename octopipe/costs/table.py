@@ -1,9 +1,9 @@
-"""CostTable: what every layer costs in time and memory, and what moving a tensor costs.
+"""CostTable: the time and memory of every layer, and the cost of moving a tensor.
 
 Knows: per-layer F / I / W / R times, bytes held until I and until W, static bytes, boundary tensors, links,
-per-rank speed and per-micro-batch size. Does not know: plans; it answers questions about layer ranges.
+per-rank speed and per-micro-batch size. Does not know: plans; it only sums costs over ranges of layers.
 
-The table is the only thing the planner, the simulator, the systems and the tuner know of a model.
+The table is all that the planner, the simulator, the systems and the tuner know about a model.
 
 >>> table = CostTable.uniform(num_layers=4, forward_ms=1.0, input_ms=1.0, weight_ms=1.0)
 >>> table.range_ms("F", 0, 4), table.range_ms("B", 0, 2)

@@ -35,7 +35,7 @@ class Failures:
         """Raise unless every step so far was whole."""
         if self._broken:
             raise OctoPipeError(
-                f"{self._broken}, and its ranks stand at different places since: call recover() on all ranks and then "
+                f"{self._broken}, and its ranks have been out of step since: call recover() on all ranks and then "
                 "zero_grad(), or build a new Pipeline"
             )
 
@@ -60,7 +60,7 @@ class Failures:
                 raise
             others = last_words(error)
             why = " ".join(str(error).split())[:160] or type(error).__name__
-            self._broken = f"step {step} broke off ({why})"
+            self._broken = f"step {step} was interrupted ({why})"
             for one in give_up:
                 one()
             if others:

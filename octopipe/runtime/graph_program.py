@@ -68,7 +68,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
     """The steps of one rank of a plan whose paths fork or join."""
     plan = program.plan
     if plan.pairs:
-        raise OctoPipeError("the plan has pairs and paths that fork; the executor runs one or the other")
+        raise OctoPipeError("the plan has both pairs and paths that fork; the executor supports only one of the two")
     cells, ports = _cells(plan, rank)
     transfers: dict[tuple[int, bool], Slot] = {}
     steps: list[Step] = []

@@ -359,7 +359,7 @@ class Pipeline:
         """
         if self.device.type == "cuda":
             # It may wait for ever for what was never sent.
-            raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
+            raise OctoPipeError("recovery from a failed step is not supported on a GPU; restart the ranks")
         self.close()
         self.world.renew(self.timeout_s)
         self._assemble()

@@ -143,7 +143,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """The optimizer that `make` made."""
         known = {id(m) for m in updated}
         if any(id(p) not in known for group in self.inner.param_groups for p in group["params"]):
-            raise OctoPipeError("the optimizer has parameters that it was not given; build it on what it is passed")
+            raise OctoPipeError("the optimizer has parameters other than those it was given; build it on its argument")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("inner", "_masters"):
@@ -219,7 +219,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         names = {m.layer_name: p for p, m in self._pairs}  # type: ignore[attr-defined]
         if set(state_dict.get("masters", ())) != set(names):
-            raise OctoPipeError("the optimizer's state is of other parameters; load it under the plan that saved it")
+            raise OctoPipeError("the optimizer state belongs to other parameters; load it under the plan that saved it")
         self.inner.load_state_dict(state_dict["inner"])
         for name, values in state_dict["masters"].items():
             self.set_master(names[name], values)

@@ -66,7 +66,9 @@ def megatron_plan(
     """
     pieces, notes = _with_ends(text, pp)
     if len(pieces) % pp:
-        raise OctoPipeError(f"{len(pieces)} stages on {pp} ranks; Megatron wants as many on every rank: change --pp")
+        raise OctoPipeError(
+            f"{len(pieces)} stages on {pp} ranks; Megatron requires the same number on every rank: change --pp"
+        )
     chunks = len(pieces) // pp
     if vp is not None and vp != chunks:
         raise OctoPipeError(f"the text has {len(pieces)} stages, {chunks} per rank of {pp}; --vp {vp} does not fit it")
@@ -113,7 +115,7 @@ def _check_predictions(text: MegatronText, pieces: Sequence[str], pp: int) -> No
     if text.kind == "layout" and text.depths:
         at = next(k for k, piece in enumerate(pieces) if "m" in piece)
         if at < len(pieces) - pp:
-            raise OctoPipeError(f"multi-token prediction in stage {at}; Megatron wants it in its rank's last stage")
+            raise OctoPipeError(f"multi-token prediction in stage {at}; Megatron requires it in its rank's last stage")
 
 
 def _check_model(kind: str, pieces: Sequence[str], costs: CostTable) -> None:

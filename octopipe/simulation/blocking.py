@@ -1,7 +1,7 @@
-"""Where transfers stand in a blocking program: a rank stands still while it sends or receives.
+"""Positions of transfers in a blocking program, in which a rank does not compute while it sends or receives.
 
-Knows: two ways to give every transfer its place, by the least loss inside its window and as ranks would meet if they
-served each other whenever they stand idle. Does not know: programs; `lowering` makes one of each and keeps the faster.
+Knows: two ways to position every transfer: with the least loss inside its window, or where the two ranks would meet if
+each served transfers whenever it is idle. Does not know: programs; `lowering` builds one of each and keeps the faster.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def cheapest_positions(  # type: ignore[no-untyped-def]
 ):
     """For blocking programs: the key in each transfer's window at which the two ranks lose least.
 
-    Candidates are the op ends of either rank inside [ready, need]. Both ranks meet when the later one has
-    arrived; the transfer's span then costs each of them what reaches beyond the start of its next op (idle
-    time before that op is overlap for free).
+    Candidates are the op ends of either rank inside [ready, need]. The transfer starts when the later rank has
+    arrived. It costs each rank the part that extends beyond the start of its next op (idle time before that op
+    is overlap at no cost).
     """
     out = ready.copy()
     for i in range(source.size):
@@ -57,10 +57,10 @@ def cheapest_positions(  # type: ignore[no-untyped-def]
 def meetings(  # type: ignore[no-untyped-def]
     rank, offsets, data, transfer_of, source, target, duration, took, ranks
 ):
-    """Blocking programs as they would come about: a transfer happens when both its ranks stand idle.
+    """Blocking programs by simulation: a transfer happens when both its ranks are idle.
 
-    A rank between two ops first serves a finished tensor whose other end is waiting, else runs its next op,
-    else waits. Every transfer and op gets its place at the moment it happens, so the order is feasible.
+    A rank between two ops first serves a finished tensor whose other end is waiting; otherwise it runs its next
+    op; otherwise it waits. Every transfer and op is placed at the moment it happens, so the order is feasible.
     """
     computes, transfers = rank.size, source.size
     first_out = np.full(computes, -1, np.int32)

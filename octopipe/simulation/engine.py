@@ -1,7 +1,7 @@
 """The simulator's hot loops, compiled.
 
-Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or words; simulator.py and
-lowering.py build the arrays and give the results their names.
+Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or messages; simulator.py and lowering.py
+build the arrays and interpret the results.
 """
 
 from __future__ import annotations

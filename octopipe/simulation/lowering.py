@@ -1,6 +1,6 @@
 """Lowering: Plan -> Program, the exact instruction list the simulator times and the executor runs.
 
-Knows: where sends and receives go so that no channel model can deadlock and transfers hide behind compute.
+Knows: where to place sends and receives so that no channel model can deadlock and transfers overlap with compute.
 Does not know: what happens on a device. The plan's compute order is never changed.
 
 How it works (paper, section VII). An unconstrained simulation gives every op an interval, and so every
@@ -10,9 +10,9 @@ its window; each rank's program is its ops (keyed by their end) and its sends an
 transfer -> consumer, instruction before a posted send or receive) leads from a smaller key to a larger one,
 so there is no cycle. `prove_deadlock_free` checks the finished program again, from its instructions alone.
 
-A pair is one instruction: what either of its ops receives stands before it, what either sends after it.
+A pair is one instruction: the receives of both ops come before it, the sends of both after it.
 
-Near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
+The cost is near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ class Program:
 def lower(
     plan: Plan, costs: CostTable, *, channel: Channel = "directed", naive: bool = False, check: bool = True
 ) -> Program:
-    """The deadlock-free, overlap-aware program of a plan; the proof is part of making it.
+    """The deadlock-free, overlap-aware program of a plan; constructing it includes the proof.
 
-    `check` looks at the plan first; leave it out where that was done before. `naive` places every receive right
-    before its use and every send right after its producer, whatever deadlocks that brings: what the paper's
-    figure 4 warns of, kept for comparison and tests. Only there does `check=False` leave out the proof, too.
+    `check` validates the plan first; pass False if that was done before. `naive` places every receive directly before
+    its use and every send directly after its producer, which may deadlock: this is what figure 4 of the paper warns
+    about, kept for comparison and tests. Only with `naive` does `check=False` also skip the proof.
     """
     if channel not in CHANNELS:
         raise OctoPipeError(f"unknown channel model {channel!r}; one of {', '.join(CHANNELS)}")

@@ -1,7 +1,7 @@
-"""Timeline files as checked records: `octopipe.timeline/1`, every number in it pointing at something.
+"""Timeline files as validated records: `octopipe.timeline/1`, with all references checked.
 
-Knows: the columns of the file, their types, their bounds and what must hold between them. Does not know: what a
-timeline is for (`timeline.py` builds one from the record).
+Knows: the columns of the file, their types, their limits and the relations between them. Does not know: timelines
+(`timeline.py` builds one from the record).
 """
 
 from __future__ import annotations

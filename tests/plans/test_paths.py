@@ -166,7 +166,7 @@ def test_a_chain_written_as_a_path_is_the_chain() -> None:
         (((0, 1), (0, 2), (1, 3), (3, 2)), "leads back"),
         (((0, 1), (0, 2), (1, 3), (2, 3), (2, 3)), "twice"),
         (((0, 1), (0, 2), (1, 9)), "not on the path"),
-        (((0, 1), (1, 3)), "joined to nothing"),
+        (((0, 1), (1, 3)), "is not connected"),
     ],
 )
 def test_wrong_paths_are_named(edges: tuple[tuple[int, int], ...], words: str) -> None:

@@ -133,7 +133,7 @@ def test_shared_experts_run_beside_their_exchange_when_alone() -> None:
     ("row", "words"),
     [
         ((("network", 1.0),), "no segment"),
-        ((("compute", -1.0),), "no amount"),
+        ((("compute", -1.0),), "not an amount"),
         ((("compute", 0.5), ("beside", 0.5)), "directly after"),
         ((("compute", 0.5),), "must take 1"),
         (5, "give at most"),

@@ -255,7 +255,7 @@ def test_costs_that_changed_since_are_told(times: Path, caplog: pytest.LogCaptur
     assert not caplog.records
     times.write_text(json.dumps({**TIMES, "forward_ms": {"E": 0.1, "T": 9.0, "L": 2.0}}))
     octopipe.simulate(plan)
-    assert "costs something else now" in caplog.text
+    assert "has different costs now" in caplog.text
 
 
 # -- one line each -------------------------------------------------------------------------------------

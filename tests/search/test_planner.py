@@ -258,7 +258,7 @@ def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "how many GPUs"),
+        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "number of GPUs is missing"),
         (("plan", "llama3-8b", "--gpus", "8"), "how many sequences"),
         ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
         ((*PLAN, "--today", "tp=3"), "today's split (tp 3) needs multiples of 3 GPUs, the cluster has"),

@@ -69,7 +69,8 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
     for name in of_a_model():
         if getattr(args, name, None) is not None:
             raise OctoPipeError(
-                f"{flag_of(name)} changes nothing for {model}: its times were measured as they are; leave it out"
+                f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be "
+                f"recomputed; leave it out"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
@@ -111,7 +112,7 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
         sizes["tp"] = 1 if spec is None else resolve_costs(spec, pp=pp, gpu=args.gpu, nodes=args.cluster).setup.tp  # type: ignore[union-attr]
         sizes = derived_sizes(gpus=gpus, **sizes)
     if sizes["pp"] is None:
-        raise OctoPipeError("how many ranks? give --pp, or --gpus and the other sizes, or a --plan")
+        raise OctoPipeError("the number of ranks is missing; give --pp, or --gpus and the other sizes, or a --plan")
     args.pp = sizes["pp"]
     if gpus is not None:
         args.tp, args.dp = sizes["tp"], sizes["dp"]

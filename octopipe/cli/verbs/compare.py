@@ -38,7 +38,9 @@ BAR = 24
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
-    parser.add_argument("--systems", metavar="A,B,C", help="only these (default: all; `octopipe systems` lists them)")
+    parser.add_argument(
+        "--systems", metavar="A,B,C", help="compare only these systems (default: all; `octopipe systems` lists them)"
+    )
     add_setting_arguments(parser)
     parser.add_argument(
         "--time-limit", type=non_negative, default=12.0, metavar="S", help="seconds for Tessel's solver (default: 12)"

@@ -104,7 +104,7 @@ def without_contention_words(numbers: Mapping[str, float]) -> str:
     if abs(plain / numbers["contended_makespan_ms"] - 1) <= 1e-6:
         return ""
     return (
-        f"the prediction is with contention; with every op as long as while all ranks work, which `simulate` and "
+        f"the prediction is with contention; with the op times of all ranks busy, which `simulate` and "
         f"`tune` call the pipeline, it would be {milliseconds(plain)}"
     )
 
@@ -112,7 +112,7 @@ def without_contention_words(numbers: Mapping[str, float]) -> str:
 def contended_words(timeline: Timeline) -> str:
     return (
         f"with contention as the profile measured it {milliseconds(timeline.step_ms)} a step{after_words(timeline)}: "
-        "an op is faster while other ranks rest; the time above takes every op as measured with all ranks at work"
+        "an op is faster while other ranks are idle; the time above takes every op as measured with all ranks busy"
     )
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the cluster and the batch")
     add_hardware_arguments(group)
     add_batch_arguments(group, micro_batches=False)
-    group = parser.add_argument_group("what is fixed already (default: searched)")
+    group = parser.add_argument_group("sizes that are fixed (default: searched)")
     for name in (*flag_fields("size"), "micro_batch_size"):
         add_field(group, name, says_default=False)
     group.add_argument("--vp", type=whole_number, metavar="N", help="stages per pipeline rank")
@@ -58,47 +58,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="runtime",
         choices=("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe"),
         default="any",
-        help="only what this runtime can run (default: any)",
+        help="consider only what this runtime can run (default: any)",
     )
     group.add_argument(
         "--system",
         type=_systems,
         default=("octopipe",),
         metavar="NAMES",
-        help="who plans: octopipe, alpa, dapple, metis, mist (as published), several with commas, or all "
+        help="planning system: octopipe, alpa, dapple, metis, mist (as published), a comma-separated list, or all "
         "(default: octopipe)",
     )
-    group.add_argument("--today", metavar="SIZES", help="what you run now, e.g. tp=4,pp=8,vp=5: shown beside")
-    group.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="for all of it (default: 30s)")
+    group.add_argument("--today", metavar="SIZES", help="the split you run now, e.g. tp=4,pp=8,vp=5, for comparison")
+    group.add_argument(
+        "--budget", type=seconds, default=30.0, metavar="TIME", help="time for the whole command (default: 30s)"
+    )
     group.add_argument(
         "--margin",
         type=share,
         default=0.02,
         metavar="SHARE",
-        help="splits within this share of the fastest count as equally fast, and the simplest of them with memory to "
-        "spare wins (default: 0.02; 0: the fastest)",
+        help="treat splits within this share of the fastest as equally fast and select the simplest one with memory to "
+        "spare (default: 0.02; 0: the fastest)",
     )
-    group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
-    group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
+    group.add_argument("--rows", type=whole_number, default=10, help="rows of the table (default: 10)")
+    group.add_argument("--seed", type=seed_number, default=0, help="random seed of the tuner (default: 0)")
     parser.add_argument(
         "--why",
         nargs="?",
         const="",
         metavar="FILE.svg",
-        help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
+        help="show where a step's time goes, for the selected split and today's: as a table, or as a picture in FILE",
     )
-    group = parser.add_argument_group("failures, cost and energy of the winner (default: not asked)")
-    group.add_argument("--mtbf", type=positive, metavar="HOURS", help="between failures of one GPU, e.g. 50000")
-    group.add_argument("--checkpoint-s", type=non_negative, default=60.0, help="to write one (default: 60)")
-    group.add_argument("--restart-s", type=non_negative, default=600.0, help="after a failure (default: 600)")
-    group.add_argument("--price-per-gpu-hour", type=positive, metavar="PRICE", help="in any currency")
+    group = parser.add_argument_group("failures, cost and energy of the selected split (default: omitted)")
+    group.add_argument(
+        "--mtbf", type=positive, metavar="HOURS", help="mean time between failures of one GPU, e.g. 50000"
+    )
+    group.add_argument(
+        "--checkpoint-s", type=non_negative, default=60.0, help="time to write a checkpoint (default: 60)"
+    )
+    group.add_argument(
+        "--restart-s", type=non_negative, default=600.0, help="time to restart after a failure (default: 600)"
+    )
+    group.add_argument(
+        "--price-per-gpu-hour", type=positive, metavar="PRICE", help="price of a GPU-hour, in any currency"
+    )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE|FOLDER/",
-        help="write the winner's plan here; a folder (run/) gets plan.json, train.sh, a Slurm file and a README",
+        help="write the selected plan here; a folder (run/) gets plan.json, train.sh, a Slurm file and a README",
     )
-    parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
+    parser.add_argument(
+        "--page", metavar="FILE", help="write an HTML page: tokens/s against GPUs, memory against limits"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -155,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
             _check_writable(path)
     spec, base, gpus = _base(args)
     if args.global_batch is None:
-        raise OctoPipeError("how many sequences per step? give --global-batch")
+        raise OctoPipeError("the number of sequences per step is missing; give --global-batch")
     fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
     published = [name for name in args.system if name in PUBLISHED]
     if published:
@@ -275,7 +287,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     spec = resolve_spec(args.model)
     if spec is None:
         raise OctoPipeError(
-            f"{args.model} holds times of one split only; to plan a cluster name a preset or a config.json"
+            f"{args.model} contains times of one split only; to plan a cluster name a preset or a config.json"
         )
     nodes: Any = ()
     kind = GpuName().read("gpu", args.gpu or DEFAULT_GPU)
@@ -287,7 +299,7 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         kind = max((gpu(name) for name, _, _ in nodes), key=lambda g: g.bf16_tflops * g.clock)
         gpus = gpus or count_gpus(nodes)
     if gpus is None:
-        raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
+        raise OctoPipeError("the number of GPUs is missing; give --gpus N, or a --cluster file")
     given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
     zero = {} if args.zero is None else {"zero": args.zero}
     stack = stack_for(args.stack, args.runtime)

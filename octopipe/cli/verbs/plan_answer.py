@@ -171,8 +171,8 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
     out.print(table)
     out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
     out.print(errors_in_words(best.setup), style="dim")
-    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
-    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
+    rest = "no time for the others; give a longer --budget" if found.cut_short else "the others' bounds are worse"
+    seen = f"{found.splits} splits, {found.judged} evaluated, {rest}; {found.seconds:.1f} s"
     out.print(seen, style="dim")
     for sentence in found.skipped:
         out.print(sentence, style="dim")

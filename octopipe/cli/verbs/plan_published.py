@@ -30,7 +30,7 @@ def refuse_idle(args: argparse.Namespace) -> None:
     for name in ("cp", "ep", "pp", "dp", "vp", "micro_batch_size"):
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
-            raise OctoPipeError(f"--{flag}: published systems choose it themselves, stage by stage; leave it out")
+            raise OctoPipeError(f"--{flag}: published systems choose it for each stage; leave it out")
     if args.page:
         raise OctoPipeError("--page shows our own search; leave --system out")
     if args.runtime != "any":
@@ -128,7 +128,7 @@ def _show(
     from octopipe.cli.verbs.plan_answer import changes, show_table
 
     out = console()
-    out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: who plans what")
+    out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: plans by system")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("system", "stages", "samples", "tok/s", "MFU%", "bub%", "step s", "GiB"):
         table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)

@@ -38,7 +38,7 @@ def sizes(text: str) -> list[int]:
             filled.append(value)
             continue
         if not filled or i + 1 >= len(out) or out[i + 1] <= filled[-1]:
-            raise argparse.ArgumentTypeError(f"{text}: ... stands between two sizes, the larger one last")
+            raise argparse.ArgumentTypeError(f"{text}: ... must be between two sizes, the larger one last")
         while filled[-1] * 2 < out[i + 1]:
             filled.append(filled[-1] * 2)
     if not filled or filled != sorted(set(filled)):
@@ -65,18 +65,20 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import OctoPipeError
 
     if not args.gpus:
-        raise OctoPipeError("which numbers of GPUs? give --gpus 32,64,128 or 32,...,8192")
+        raise OctoPipeError("the numbers of GPUs are missing; give --gpus 32,64,128 or 32,...,8192")
     if args.dp is not None:
         raise OctoPipeError("--dp follows from the number of GPUs; leave it out")
     if args.recompute == "auto":
-        raise OctoPipeError("scale compares one split; decide --recompute none, selective or full")
+        raise OctoPipeError("scale evaluates one split; give --recompute none, selective or full")
     counts, args.gpus = args.gpus, args.gpus[0]
     if args.pp is None:
-        raise OctoPipeError("how many pipeline ranks? give --pp (and --tp); `octopipe plan` finds a split to scale")
+        raise OctoPipeError(
+            "the number of pipeline ranks is missing; give --pp (and --tp); `octopipe plan` finds a split to scale"
+        )
     costs = costs_from(args)
     setup = costs.setup
     if setup is None or setup.gpu is None:
-        raise OctoPipeError(f"{args.model} holds measured times; to scale a cluster name a preset or a config.json")
+        raise OctoPipeError(f"{args.model} contains measured times; to scale a cluster name a preset or a config.json")
     per_pipeline = setup.tp * setup.cp * setup.pp
     for count in counts:
         if count % per_pipeline:

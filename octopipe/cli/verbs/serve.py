@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="layer-times or config.json files to offer too")
-    parser.add_argument("--port", type=_port, default=8765, help="default: 8765; 0 picks a free one")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="additional layer-times or config.json files to offer")
+    parser.add_argument("--port", type=_port, default=8765, help="port (default: 8765; 0: any free port)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -50,13 +50,15 @@ def run(args: argparse.Namespace) -> int:
     card = None if args.hardware is None else read_hardware(args.hardware)
     stack = None if args.stack is None else stack_named(args.stack)
     if card is not None:
-        out.print(f"Whole clusters are planned for {card.name}, whatever GPU the page names.", soft_wrap=True)
+        out.print(f"Whole clusters are planned for {card.name}, whatever GPU is selected on the page.", soft_wrap=True)
     with make_server(
         args.host, args.port, files=args.files, planner=partial(planned, card=card, stack=stack)
     ) as server:
         out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
         if server.hosts is None:
-            out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
+            out.print(
+                "Listening beyond this machine: anyone who can reach this address can start searches.", style="yellow"
+            )
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:  # the exit code says by which signal
@@ -99,12 +101,12 @@ def planned(
         raise OctoPipeError(f"seconds to search: {brief(asked['budget_s'])} is not a number; give 1 to 600") from None
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
-        raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
+        raise OctoPipeError("this file contains times of one split only; choose a preset or a config.json")
     given = {name: str(asked[name]) for name in form_fields() if asked.get(name) not in (None, "")}
     base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
     base = replace(base, gpu=card or base.gpu, stack=stack or base.stack)
     if base.gpu is None:
-        raise OctoPipeError("which GPU? choose one of the list")
+        raise OctoPipeError("no GPU is selected; choose one from the list")
     today = str(asked.get("today") or "").strip()
     gpus, batch = whole("gpus"), whole("global_batch")
     found = search(

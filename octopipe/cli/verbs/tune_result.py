@@ -219,7 +219,7 @@ def tell(told: Told, out: Console) -> None:
     out.print(memory_line(told.timeline), markup=False)
     if told.timeline.overlap.communications:
         out.print(
-            f"transfers: {result.hidden_share:.0%} of sends and receives wholly behind computation, "
+            f"transfers: {result.hidden_share:.0%} of sends and receives fully hidden behind computation, "
             f"{result.overlappable_share:.0%} at least in part",
             markup=False,
         )
@@ -265,7 +265,7 @@ def gain_lines(told: Told) -> list[str]:
         return [*lines, "no published system fits in memory"]
     which = "the fastest published system that fits"
     if not other.complete:
-        which += ", of those built in time"
+        which += ", among those built in time"
     if best in rows:
         at = rows.index(best)
         lines[at] += f", {which}"
@@ -292,5 +292,5 @@ def memory_line(timeline: Timeline) -> str:
         limit = capacity / GIB
         parts.append(f"{peak:.1f} of {limit:.1f}" if math.isfinite(limit) else f"{peak:.1f}")
     if not any(timeline.peak_gib):
-        return "memory: not known (the costs hold no bytes)"
+        return "memory: not known (the costs contain no sizes)"
     return "memory per rank (GiB): " + ", ".join(parts)

@@ -1,11 +1,11 @@
-"""Work of a layer: matrix products, FLOPs, bytes and traffic of F, I and W, before any device is named.
+"""Work of a layer: matrix products, FLOPs, bytes and traffic of F, I and W, independent of any device.
 
-Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`analytic.py`) or how the work is
-divided over GPUs beyond which side of a product tensor parallelism cuts.
+Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`layer_pricing.py`), or how the work
+is divided over GPUs, except for which side of a product tensor parallelism shards.
 
-F terms follow Megatron's own FLOP counter. How the backward pass splits into I and W, and the byte lists, are
-our inference: a GEMM costs the same in F, I and W; a core (attention scores, scan) has no weights, so W has
-none of it, and its I is 2.5 times its F because the flash-style backward recomputes the forward.
+F terms follow Megatron's own FLOP counter. The division of the backward pass into I and W, and the saved bytes, are our
+inference: a GEMM costs the same in F, I and W; a core (attention scores, scan) has no weights, so it does not occur
+in W, and its I is 2.5 times its F because the flash-style backward recomputes the forward.
 
 T = tokens of a micro-batch, s = sequence length; bf16 has 2 bytes.
 
@@ -39,7 +39,7 @@ from octopipe.models.spec import (
 )
 
 CORE_BACKWARD = 2.5
-"""I of an attention core or a scan, in multiples of its F."""
+"""Time of I of attention or a scan, as a multiple of its F."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,52 +56,52 @@ class Flops:
 
 
 class Product(NamedTuple):
-    """One matrix product with a weight: every token's row of `inner` values becomes `outer` ones."""
+    """One matrix product with a weight: maps `inner` values per token to `outer` values."""
 
     inner: int
     outer: int
     cut: Literal["outer", "inner", ""] = "outer"
-    """The side tensor parallelism divides; empty: every GPU of the group computes it whole."""
+    """The side that tensor parallelism shards; empty: every GPU of the group computes the whole product."""
     rows: float = 1.0
-    """Rows per token: the experts of a token each take one."""
+    """Rows per token: one for each expert of a token."""
     experts: int = 0
-    """The rows are dealt to this many weights of the same shape; 0: there is one weight."""
+    """The rows are distributed over this many weights of the same shape; 0: there is one weight."""
     low_precision: bool = True
     """May run in fp8. Routers and the vocabulary projection stay in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one part of a layer does for one micro-batch, over all its tensor-parallel ranks."""
+    """The work of one part of a layer for one micro-batch, over all its tensor-parallel ranks."""
 
     tokens: float = 0.0
     products: tuple[Product, ...] = ()
-    """Matrix products with weights: once in F, once in I, once in W."""
+    """Matrix products with weights, computed once in each of F, I and W."""
     core_flops: float = 0.0
-    """Products without weights: in F, and 2.5 times in I."""
+    """FLOPs of products without weights in F; I needs 2.5 times as many."""
     stream_width: float = 0.0
     """Saved values per token outside the tensor-parallel region; sharded only by sequence parallelism."""
     inner_width: float = 0.0
-    """Saved values per token inside it; always sharded."""
+    """Saved values per token inside the tensor-parallel region; always sharded."""
     stash_stream_width: float = 0.0
     stash_inner_width: float = 0.0
-    """Of those, what W still needs after I: the GEMM inputs and the gradients of the GEMM outputs."""
+    """The part of them that W still needs after I: GEMM inputs and gradients of GEMM outputs."""
     state_bytes: float = 0.0
     """Saved bytes that do not grow with the width: chunk states, router probabilities; sharded."""
     routed_width: float = 0.0
-    """Values per token that expert parallelism dispatches, and combines again."""
+    """Values per token that expert parallelism dispatches and combines."""
     collectives: float = 0.0
-    """All-gather and reduce-scatter pairs of the residual stream: in F, and again in I."""
+    """All-gather and reduce-scatter pairs of the residual stream in F, and again in I."""
     quantized_stream_width: float = 0.0
     quantized_inner_width: float = 0.0
-    """Of the saved values, those that only a matrix product reads: one byte instead of two under fp8."""
+    """The saved values that only a matrix product reads, which take one byte instead of two under fp8."""
     cheap_stream_width: float = 0.0
     cheap_inner_width: float = 0.0
     """Of the saved values, those that selective recomputation drops, which is what runtimes have switches for: outputs
     of the norms before attention and feed-forward, of the experts' activation functions and of latent up-projections,
     and the experts' outputs before they are weighted. Dense feed-forwards, shared experts and scans have none."""
     cheap_flops: float = 0.0
-    """Products that selective recomputation runs again."""
+    """FLOPs of the products that selective recomputation runs again."""
     ring_width: float = 0.0
     """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
     hands on one state per slice, which is too little to count.)"""
@@ -115,7 +115,7 @@ class Work:
 
 
 def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
-    """The work of one simple layer, or of an `Mtp`'s own projection."""
+    """The work of one simple layer, or of the projection of an `Mtp`."""
     tokens, h = float(seq * micro_batch_size), part.hidden
     match part:
         case Attention():
@@ -313,7 +313,7 @@ def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
 
 
 def _two_layers(width: int, ffn: int, matrices: int, rows: float = 1.0, experts: int = 0) -> tuple[Product, ...]:
-    """A feed-forward: up (and gate, as one product), then down."""
+    """A feed-forward layer: up (and gate, as one product), then down."""
     return (
         Product(width, (matrices - 1) * ffn, "outer", rows, experts),
         Product(ffn, width, "inner", rows, experts),
@@ -339,7 +339,7 @@ def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
 
 
 def model_flops(layers: Iterable[Layer], *, seq: int, micro_batch_size: int = 1) -> float:
-    """What utilisation is measured by: three times the forward FLOPs, nothing that is computed again."""
+    """The FLOPs that MFU counts: three times the forward FLOPs, without recomputation."""
     counts = Counter(layers)
     return 3.0 * sum(
         count * layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward

@@ -1,7 +1,7 @@
-"""What a layer keeps in memory: weights and their state, activations, workspace.
+"""Memory of a layer: weights and their optimizer state, activations, workspace.
 
-Knows: which parallelism divides what, what ZeRO shards, what fp8 and selective recomputation save; and Megatron's
-published activation formulas. Does not know: time.
+Knows: what each kind of parallelism and ZeRO shard, what fp8 and selective recomputation save, and Megatron's published
+activation formulas. Does not know: time.
 
 >>> megatron_activation_bytes(seq=2048, batch=1, hidden=12288, heads=96, tp=8, sequence_parallel=True) / 2**20
 342.0
@@ -22,7 +22,7 @@ WEIGHT_BYTES, STATE_BYTES = 2.0, 12.0
 
 
 class Weights(NamedTuple):
-    """Parameters on one GPU before ZeRO divides anything."""
+    """Parameters on one GPU before ZeRO shards anything."""
 
     dense: float
     experts: float
@@ -46,12 +46,12 @@ def weights_of(part: Layer, cluster: Cluster) -> Weights:
 
 
 def shards_of(setup: Setup, cluster: Cluster) -> Weights:
-    """GPUs that hold the same dense weights, and the same expert: what ZeRO may divide by."""
+    """The numbers of GPUs that hold the same dense weights and the same expert, over which ZeRO can shard."""
     return Weights(float(setup.dp * setup.cp), float(cluster.expert_dp))
 
 
 def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Weights, gradients and optimizer state after ZeRO's division.
+    """Weights, gradients and optimizer state after sharding by ZeRO.
 
     Stage 3 keeps the fp32 master as the weight's only copy (FSDP); bf16 ones exist while they are gathered.
     """
@@ -68,8 +68,8 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
 
 
 def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Buffers of what is held in parts: a gradient before it is divided (ZeRO-2 and 3), and with ZeRO-3 this layer's
-    weights and the next one's on their way."""
+    """Buffers for sharded state: a gradient before it is reduce-scattered (ZeRO-2 and 3), and with ZeRO-3 the gathered
+    weights of this layer and of the next one, which is being prefetched."""
     if setup.zero < 2:
         return 0.0
     copies = shards_of(setup, cluster)
@@ -84,7 +84,7 @@ def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
 
 
 def stream_share(setup: Setup) -> float:
-    """The part of the residual stream a GPU of a tensor-parallel group holds."""
+    """The share of the residual stream that one GPU of a tensor-parallel group holds."""
     return 1.0 / setup.tp if setup.sequence_parallel else 1.0
 
 
@@ -100,8 +100,8 @@ def held_bytes(work: Work, setup: Setup) -> float:
 
 
 def stashed_bytes(work: Work, setup: Setup) -> float:
-    """Of those, what W still needs after I: inputs of products and gradients of their outputs. What selective
-    recomputation dropped is there again by then, so it counts with the activation of one micro-batch at most."""
+    """The part of them that W still needs after I: inputs of products and gradients of their outputs. What selective
+    recomputation dropped has been restored by then, so it counts for at most one micro-batch."""
     return _bytes(
         setup,
         work,
@@ -112,7 +112,7 @@ def stashed_bytes(work: Work, setup: Setup) -> float:
 
 
 def dropped_bytes(work: Work, setup: Setup) -> float:
-    """What selective recomputation brings back while I of one micro-batch runs."""
+    """The activations that selective recomputation restores while I of one micro-batch runs."""
     if setup.recompute != "selective":
         return 0.0
     tokens = work.tokens / setup.cp

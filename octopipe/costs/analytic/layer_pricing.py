@@ -1,8 +1,8 @@
-"""What one layer costs on one GPU of a set-up: F, I and W time, bytes held, its optimizer update.
+"""The cost of one layer on one GPU of a set-up: F, I and W time, memory held, its optimizer update.
 
-Knows: how long a layer's products, cores, memory passes and collectives take. Does not know: whole models
-(`analytic.py`), FLOP formulas (`flops.py`), bytes held (`footprint.py`), what collectives cost (`traffic.py`) or the
-calibrated rates (`calibration.py`).
+Knows: how long a layer's products, cores (attention, scans), memory passes and collectives take. Does not know: whole
+models (`table.py`), FLOP formulas (`flops.py`), memory (`footprint.py`), the cost of collectives (`traffic.py`) or
+the calibrated rates (`calibration.py`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ OPTIMIZER_BYTES = 26.0
 """Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
 weight written."""
 BIAS_PASSES = 6.0
-"""Memory passes over the experts' outputs that biases cost, in F and again in I (our estimate)."""
+"""Memory passes over the experts' outputs for biases, in F and again in I (our estimate)."""
 HIDDEN_COST = 0.2
-"""Share of a collective that shows although it runs behind compute, where no stack says otherwise. Our choice."""
+"""Share of an overlapped collective that is exposed, unless a stack defines it; chosen, not fitted."""
 KERNELS = 6
-"""Kernels of a part beside two per product: norm, residual, activation, casts."""
+"""Kernels of a part in addition to two per product: norm, residual, activation, casts."""
 
 SCAN_SHARE: Mapping[str, float] = MappingProxyType(
     {
@@ -77,22 +77,22 @@ class LayerCost:
     forward_parts: tuple[Part, ...] = ()
     """F as segments on the compute and the exchange lane, in ms; empty: all compute."""
     input_parts: tuple[Part, ...] = ()
-    """I likewise."""
+    """I in the same form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What every formula below needs to know of the run."""
+    """The properties of the run that the formulas below need."""
 
     setup: Setup
     cluster: Cluster
     rates: Rates
     plain: Rates
-    """Rates of what stays in bf16."""
+    """Rates of operations that stay in bf16."""
     exchange: Exchange = field(default_factory=Exchange)
     """How experts exchange tokens."""
     free: frozenset[str] = frozenset()
-    """What is priced as if it took no time, of `shares.RESOURCES`: how one finds out what a resource costs."""
+    """The resources (of `shares.RESOURCES`) that are priced as free, to find out what a resource costs."""
 
     @classmethod
     def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
@@ -107,7 +107,7 @@ class Pricing:
         )
 
     def unless_free(self, what: str, took_ms: float) -> float:
-        """A time, nothing where its kind is free."""
+        """The time, or zero if its kind is free."""
         return 0.0 if what in self.free else took_ms
 
     @property
@@ -119,7 +119,7 @@ class Pricing:
 
 
 class _Products:
-    """Time of a part's matrix products: the same in F, I and W but for the weights' traffic."""
+    """Time of a part's matrix products: equal in F, I and W except for the memory traffic of weights."""
 
     def __init__(self, work: Work, pricing: Pricing):
         self.forward_ms = self.weight_ms = self.experts_ms = 0.0
@@ -143,7 +143,7 @@ class _Products:
 
 
 def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
-    """Rows, sides and number of weights of one GPU's part of a product."""
+    """Rows, sides and number of weights of one GPU's share of a product."""
     cluster = pricing.cluster
     rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp
     if product.experts:
@@ -156,20 +156,20 @@ def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, fl
 
 
 class _PartTimes(NamedTuple):
-    """One part of a layer; where it has experts, how long both exchanges and what lies between take."""
+    """Times of one part of a layer; with experts, also of both exchanges and of what runs between them."""
 
     forward_ms: float
     input_ms: float
     weight_ms: float
     dispatch_ms: float = 0.0
-    """To the experts, in F and (gradients) in I."""
+    """Time to send tokens to the experts in F, and gradients in I."""
     combine_ms: float = 0.0
-    """And back."""
+    """Time to send the results back."""
     between_ms: float = 0.0
-    """Between dispatch and combine, in F and again in I: the experts, and tokens sorted for them and back."""
+    """Time between dispatch and combine, in F and again in I: the experts, and sorting tokens for them."""
 
     def parts(self, kind: str) -> list[Part]:
-        """F or I as segments: routing, dispatch, experts, combine, and the other way round."""
+        """F or I as segments: routing, dispatch, experts, combine for F, and the reverse for I."""
         whole = self.forward_ms if kind == "F" else self.input_ms
         if self.combine_ms <= 0:
             return [("compute", whole)]
@@ -263,8 +263,8 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
 
 
 def on_busiest_rank(work: Work, spread: float) -> Work:
-    """What experts do on the rank of their group that gets `spread` times the mean's tokens: all others wait for it at
-    the next exchange, so it sets the layer's pace, and its memory is what must suffice."""
+    """The work of experts on the rank of their group that gets `spread` times the mean number of tokens. All others
+    wait for it at the next exchange, so it determines the layer's time, and its memory is the limit."""
     if spread == 1.0:
         return work
     widths = ("inner_width", "stash_inner_width", "quantized_inner_width", "cheap_inner_width", "routed_width")

@@ -1,9 +1,9 @@
 """The analytic cost model: (ModelSpec, Setup) -> CostTable.
 
-Knows: how layers' costs make a table, which of them are checkpointed, and what happens once per step (gradient
-reduction, optimizer). Does not know: what one layer costs (`layer_pricing.py`) or plans.
+Knows: how the costs of layers form a table, which layers are checkpointed, and what happens once per step (gradient
+reduction, optimizer). Does not know: the cost of one layer (`layer_pricing.py`) or plans.
 
-Everything is per GPU. Measured layer times (`layer_times.py`) replace all of it where there are any.
+Everything is per GPU. Measured layer times (`layer_times.py`), if there are any, replace all of it.
 
 >>> from octopipe.costs.cluster.hardware import Cluster, gpu
 >>> from octopipe.models.zoo import preset
@@ -52,12 +52,12 @@ __all__ = [
 def layer_cost(
     layer: Layer, cluster: Cluster, *, rates: Mapping[str, Rates] | None = None, **options: Any
 ) -> LayerCost:
-    """What one layer costs on one GPU of a pipeline rank; options as in `analytic_costs`."""
+    """The cost of one layer on one GPU of a pipeline rank; options as in `analytic_costs`."""
     return priced(layer, Pricing.of(_setup_of(cluster, **options), rates))[0]
 
 
 def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
-    """Raise unless the set-up can divide every layer."""
+    """Raise unless the parallel sizes divide every layer."""
     for i, symbol, name, size in _divided_sizes(spec.layers):
         by, word = (ep, "ep") if name == "experts" else (tp, "tp")
         if size % by:
@@ -69,7 +69,7 @@ def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
 
 @lru_cache(maxsize=64)
 def _divided_sizes(layers: tuple[Layer, ...]) -> tuple[tuple[int, str, str, int], ...]:
-    """(layer, symbol, name, size) of whatever is divided, each size where it is first met."""
+    """(layer, symbol, name, size) of everything that is sharded, each size at its first occurrence."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for i, layer in enumerate(layers):
         for part in layer.parts:
@@ -146,10 +146,10 @@ def setup_costs(
     which parts of ops compute and which exchange; whoever prices a set-up thousands of times can do without.
     """
     if setup.seq is None:
-        raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
+        raise OctoPipeError(f"{spec.name}: the sequence length is missing; give seq")
     check_divides(spec, setup.tp, setup.ep)
     if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
-        raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
+        raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} has no effect; leave it out")
     pricing = Pricing.of(setup, rates, exchange)
     costs, weights = price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}
@@ -196,7 +196,7 @@ def setup_costs(
 
 
 def _segments(costs: Sequence[LayerCost], exchange: Exchange) -> Segments | None:
-    """Which parts of the layers exchange tokens between expert ranks; None where none does."""
+    """The parts of the layers that exchange tokens between expert-parallel ranks, or None."""
     if not any(cost.forward_parts for cost in costs):
         return None
     return Segments.from_ms(
@@ -249,7 +249,7 @@ def _micro_batch_factor(
 
 
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
-    """What a head tied to the embedding has in common with it; divided over all ranks it lies nowhere twice."""
+    """Bytes that a tied head shares with the embedding; none if both are sharded over all ranks."""
     shared = spec.layers[-1].tied_parameters
     if not shared or pricing.setup.vocab_parallel:
         return 0.0
@@ -265,7 +265,7 @@ def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], li
 
 @lru_cache(maxsize=64)
 def _kinds(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
-    """The different layers of a model, and which of them stands where: most are alike, and priced once."""
+    """The distinct layers of a model and the index of each layer among them; each is priced once."""
     known: dict[Layer, int] = {}
     number = tuple(known.setdefault(layer, len(known)) for layer in layers)
     return tuple(known), number
@@ -277,7 +277,7 @@ def _model_flops(layers: tuple[Layer, ...], seq: int) -> float:
 
 
 def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
+    """All layers with some of them checkpointed: these keep their input, and I first runs their forward again."""
     setup, inner = pricing.setup, spec.num_layers - 2
     if setup.recompute != "full":
         return price_layers(spec, pricing)
@@ -295,7 +295,7 @@ def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost
 
 
 def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
-    """A layer that keeps its input, `kept` bytes, and runs its forward again before I."""
+    """A layer that keeps only its input (`kept` bytes) and runs its forward again before I."""
     return replace(
         layer,
         input_ms=layer.input_ms + layer.forward_ms,
@@ -307,7 +307,7 @@ def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
 
 
 def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
-    """What shows of the gradient reduction at the end of a step, over all layers.
+    """The exposed part of the gradient reduction at the end of a step, over all layers.
 
     Gradients are reduced (ZeRO-1: reduce-scattered, and updated weights gathered) while the last backward and the
     next step's first forward compute, layer by layer; what does not fit behind them, and the last layer's share,

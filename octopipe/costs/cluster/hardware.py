@@ -1,7 +1,7 @@
-"""Devices and links: what a rank is made of and what a transfer between two ranks costs.
+"""Devices and links: the GPUs of a rank and the cost of a transfer between two ranks.
 
-Knows: GPU presets, node sizes, parallel sizes, per-rank speed and memory, the alpha-beta cost of a link. Does
-not know: models, layers or plans, or what a training run does with all this (`setup.py`).
+Knows: GPU presets, node sizes, parallel sizes, per-rank speed and memory, the alpha-beta cost of a link. Does not know:
+models, layers, plans, or how a training run uses the hardware (`setup.py`).
 
 >>> Network.constant(0.3).transfer_ms(0, 1, 8 << 20)
 0.3
@@ -58,7 +58,7 @@ class Network:
     ranks_per_node: int = 1 << 30
     """Consecutive ranks that share a node; ranks r and s are in one node when r // n == s // n."""
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """Measured links of single (source, destination) pairs; they win over intra and inter."""
+    """Measured links of single (source, destination) pairs; they override intra and inter."""
 
     def __post_init__(self) -> None:
         if not (finite(self.ranks_per_node) or 0) >= 1:
@@ -78,7 +78,7 @@ class Network:
         return self.intra if same else self.inter
 
     def transfer_ms(self, source: int, destination: int, nbytes: float) -> float:
-        """Time of one transfer; a rank hands tensors to itself for nothing."""
+        """Time of one transfer; zero within a rank."""
         return 0.0 if source == destination else self.link(source, destination).transfer_ms(nbytes)
 
 
@@ -94,13 +94,13 @@ class Gpu:
 
     name: str
     bf16_tflops: float
-    """Dense bf16, the data sheet's figure."""
+    """Dense bf16 peak of the data sheet."""
     memory_gib: float
     hbm_tb_per_s: float
     intra_gb_per_s: float
-    """To another GPU of its node."""
+    """Bandwidth to another GPU of the same node."""
     inter_gb_per_s: float
-    """To a GPU of another node."""
+    """Bandwidth to a GPU of another node."""
     gpus_per_node: int = 8
     """GPUs joined by the fast links."""
     fp8_tflops: float | None = None
@@ -108,11 +108,11 @@ class Gpu:
     fp4_tflops: float | None = None
     """Dense NVFP4 (fp4 with block scales); None: the GPU has no fp4 matrix units."""
     generation: str = "hopper"
-    """Whose calibrated efficiencies hold (`calibration.py`)."""
+    """The generation whose calibrated rates are used (`calibration.py`)."""
     clock: float = 1.0
-    """Clock under load over that of its generation's reference board."""
+    """Clock under load, relative to the reference board of its generation."""
     host_gb_per_s: float = 50.0
-    """To the host's memory, for what is offloaded."""
+    """Bandwidth to host memory, for offloading."""
     watts: float | None = None
     """The board's power limit; None: not known."""
     pod_gpus: int | None = None
@@ -246,7 +246,7 @@ def gpu_from(record: object) -> Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How a job lies on its GPUs: a pipeline rank is a group of tp * cp GPUs, replicated `dp` times.
+    """The layout of a job on its GPUs: a pipeline rank is a group of tp * cp GPUs, replicated `dp` times.
 
     GPUs are numbered as Megatron does: tensor-parallel ranks innermost, then context-parallel ones, then
     data-parallel replicas, then pipeline ranks; expert-parallel groups are formed inside the tp * cp * dp GPUs

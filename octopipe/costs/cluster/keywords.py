@@ -13,7 +13,7 @@ from typing import TypedDict
 
 
 class SetupKeywords(TypedDict, total=False):
-    """What surrounds a model that is named."""
+    """The keywords of the set-up."""
 
     gpu: str | Path | Mapping[str, object] | None
     hardware: str | Path | Mapping[str, object] | None

@@ -235,7 +235,9 @@ class Layers:
             for name in module.state_dict():
                 key = f"{k}.{name}"
                 if key not in state:
-                    raise OctoPipeError(f"the state has no entry {key}; it is of another model or another layer split")
+                    raise OctoPipeError(
+                        f"the state has no entry {key}; it belongs to another model or another split into layers"
+                    )
                 mine[name] = state[key]
             try:
                 module.load_state_dict(mine)

@@ -306,7 +306,7 @@ def _finite(value: Tensor) -> bool:
 
 def _refused(name: str, home: Path) -> str:
     good = latest(home)
-    mend = "" if good is None else f"; {shown(good)} is the newest good one"
+    mend = "" if good is None else f"; {shown(good)} is the newest valid one"
     return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
 
 
@@ -411,20 +411,20 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
     path = home / layer_file(k)
     expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
     if record["format"] == FORMAT and not expected:
-        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; take another checkpoint")
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; use another checkpoint")
     if why := wrong_files(home, {k: expected}, free_memory_bytes()):
-        raise DamagedCheckpoint(f"{why}; take another checkpoint")
+        raise DamagedCheckpoint(f"{why}; use another checkpoint")
     try:
         content: dict[str, Any] = read_content(path)
     except WrongFile as error:
-        raise DamagedCheckpoint(f"{shown(path)}: {error}; take another checkpoint") from None
+        raise DamagedCheckpoint(f"{shown(path)}: {error}; use another checkpoint") from None
     parts = ("state", "optimizer", *(["settings"] if isinstance(content, dict) and "settings" in content else []))
     if not isinstance(content, dict) or not all(_named_values(content, part) for part in parts):
-        raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
+        raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; use another checkpoint")
     for what, wanted in (("layer", k), ("step", record["step"])):
         if content.get(what, wanted) != wanted:
             raise DamagedCheckpoint(
-                f"{shown(path)}: holds {what} {brief(content[what])}, not {wanted}; take another checkpoint"
+                f"{shown(path)}: holds {what} {brief(content[what])}, not {wanted}; use another checkpoint"
             )
     return content
 

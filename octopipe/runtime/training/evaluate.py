@@ -27,7 +27,7 @@ def evaluation_samples(source: Source, job: TrainJob) -> int:
     if isinstance(source, Windows):
         return min(source.windows, job.eval_samples or source.windows)
     if job.eval_samples is None:
-        raise OctoPipeError("made-up text has no end; give --eval-samples")
+        raise OctoPipeError("synthetic data has no end; give --eval-samples")
     return job.eval_samples
 
 

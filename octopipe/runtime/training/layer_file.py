@@ -110,7 +110,7 @@ def _check_archive(file: BinaryIO, size: int) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if len(entries) > MAX_RECORDS:
-                raise WrongFile(f"has {len(entries)} records; at most {MAX_RECORDS} are taken")
+                raise WrongFile(f"has {len(entries)} records; at most {MAX_RECORDS} are allowed")
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                     raise WrongFile(f"has a packed record ({brief(entry.filename)}), which torch never writes")
@@ -120,7 +120,7 @@ def _check_archive(file: BinaryIO, size: int) -> None:
             if len(index) != 1:
                 raise WrongFile("is not a file of torch.save")
             if index[0].file_size > MAX_INDEX_BYTES:
-                raise WrongFile(f"has an index of {index[0].file_size} bytes; at most {MAX_INDEX_BYTES} are taken")
+                raise WrongFile(f"has an index of {index[0].file_size} bytes; at most {MAX_INDEX_BYTES} are allowed")
             home = index[0].filename.removesuffix("data.pkl")
             sizes = {e.filename.removeprefix(f"{home}data/"): e.file_size for e in entries}
             _Index(archive.read(index[0]), sizes).load()
@@ -200,7 +200,7 @@ def _check_tensors(content: Any, size: int) -> None:
 
 def _bytes_of(tensor: Tensor) -> int:
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise WrongFile(f"holds a tensor of layout {tensor.layout} on {tensor.device}; only plain ones are taken")
+        raise WrongFile(f"holds a tensor of layout {tensor.layout} on {tensor.device}; only plain ones are allowed")
     nbytes = math.prod(tensor.shape) * tensor.element_size()
     if nbytes > tensor.untyped_storage().nbytes():
         raise WrongFile(f"holds a tensor of {nbytes} bytes in a storage of {tensor.untyped_storage().nbytes()}")

@@ -245,7 +245,7 @@ def folder(job: TrainJob) -> Iterator[None]:
         raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
     if found is not None and not job.resume and not job.elastic:
         raise OctoPipeError(
-            f"{shown(job.checkpoint)} holds a run up to {found.name}; add --resume to go on with it, "
+            f"{shown(job.checkpoint)} contains a run up to {found.name}; add --resume to continue it, "
             "or name another folder"
         )
     with locked(job.checkpoint):

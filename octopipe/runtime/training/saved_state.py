@@ -183,8 +183,9 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
             for key in wanted.keys() & settings.keys():
                 if not _equal(wanted[key], settings[key]):
                     raise OctoPipeError(
-                        f"{first} and {name} are in one group of the optimizer, but had {key} {_told(wanted[key])} and "
-                        f"{_told(settings[key])}; make the groups as they were"
+                        f"{first} and {name} are in one parameter group of the optimizer, but had "
+                        f"{key} {_told(wanted[key])} and "
+                        f"{_told(settings[key])}; build the parameter groups as before"
                     )
         if mine:
             found.append((group, mine[0][1]))

@@ -72,7 +72,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     )
     number = record.get("num_layers")
     if not good or not (isinstance(number, int) and _count(number) and number <= MAX_LAYERS):
-        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; take another checkpoint")
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; use another checkpoint")
     expected = {
         "optimizer": (_name, "a name or null"),
         "model": (_name, "a name"),
@@ -82,7 +82,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     for key, (meant, words) in expected.items():
         if key in record and (isinstance(record[key], bool) or not meant(record[key])):
             raise DamagedCheckpoint(
-                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; take another checkpoint"
+                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; use another checkpoint"
             )
     return {"optimizer": None, **record}
 
@@ -289,14 +289,14 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
         if step is not None:
             raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
         if why := damage(path, to_load=True):
-            raise DamagedCheckpoint(f"{why}; take another checkpoint")
+            raise DamagedCheckpoint(f"{why}; use another checkpoint")
         return Path(path)
     if not checkpoints(path):
         refuse_dcp(path)
         raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
     found, problems = choose(path, step)
     for why in problems:
-        log.warning("%s: passed over; %s is used, the newest good checkpoint", why, found.name)
+        log.warning("%s: passed over; %s is used, the newest valid checkpoint", why, found.name)
     return found
 
 

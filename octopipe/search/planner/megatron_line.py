@@ -61,7 +61,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     setup, split = candidate.setup, candidate.split
     assert setup.gpu is not None
     experts = any(isinstance(part, Moe) for layer in spec for part in layer.parts)
-    if candidate.how not in ("1f1b", "interleaved", "layout", "estimated"):
+    if candidate.how not in ("1f1b", "interleaved", "interleaved-overlap", "layout", "estimated"):
         plan = candidate.plan
         whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
         ours = "octopipe.megatron.forward_backward_func(plan) runs it on Megatron's chunks; " if whole else ""

@@ -21,9 +21,9 @@ from octopipe.costs.segments import together_ms
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
-from octopipe.search.planner.estimate import Estimate, estimate
+from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
 from octopipe.search.planner.splits import Split, least_state_bytes
-from octopipe.search.recompute import least_recomputing, plan_under, recomputing
+from octopipe.search.recompute import Price, least_recomputing, plan_under, recomputing
 from octopipe.search.restricted import with_cuts
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -126,7 +126,9 @@ class Pricer:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
         # gathers and reductions.
-        among = (split.zero, split.dp) if split.zero >= 2 else ()
+        among: tuple[int, ...] = (split.zero, split.dp) if split.zero >= 2 else ()
+        if self.base.nodes:  # which cards a rank has depends on how many there are
+            among = (split.zero, split.dp, split.pp)
         key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
         if key not in self._work:
             self._work[key] = self._least_work(split)
@@ -162,10 +164,15 @@ class Pricer:
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes, pairs=self.pairs)
+        layouts = self.layouts and bool(self.base.nodes)
+
+        def judged(price: Price, pairs: bool) -> Estimate:
+            return estimate(price, split.pp, split.vp, m, modes=modes, pairs=pairs, layouts=layouts)
+
+        found = judged(lambda *how: self.costs(split, *how), self.pairs)
         interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
         if interleaved and split.ep > 1 and split.pp > 1 and found.fits:
-            hidden = estimate(lambda *how: exchange_hidden(self.costs(split, *how)), split.pp, split.vp, m, modes=modes)
+            hidden = judged(lambda *how: exchange_hidden(self.costs(split, *how)), False)
             found = replace(found, step_ms=hidden.step_ms, tuned_ms=min(found.tuned_ms, hidden.tuned_ms))
         return self._candidate(split, self.costs(split), "estimated", found)
 
@@ -225,16 +232,10 @@ class Pricer:
         faster and fits."""
         plan, costs = even.plan, even.costs
         assert plan is not None and costs is not None
-        slow = np.array([costs.slowdown(stage.rank) for stage in plan.stages])
-        if not self.layouts or slow.min() == slow.max():
+        sizes = sizes_by_speed(costs, [stage.rank for stage in plan.stages]) if self.layouts else None
+        if sizes is None:
             return even
-        done = np.concatenate(([0.0], np.cumsum(costs.layer_ms)))
-        wanted = np.cumsum(1.0 / slow)[:-1] / (1.0 / slow).sum() * done[-1]
-        inner = np.searchsorted((done[:-1] + done[1:]) / 2, wanted)
-        cuts = [0, *(int(min(max(k, 1), plan.num_layers - 1)) for k in inner), plan.num_layers]
-        held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
-        if len(held) < plan.num_ranks:
-            return even
+        cuts = [0, *(int(cut) for cut in np.cumsum(sizes))]
         found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 

@@ -12,21 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
+from octopipe.base.limits import MAX_SEED
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
 from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import Say, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, least_state_bytes, splits
-from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate
+from octopipe.search.planner.tuning import compiled, ops_of, schedules, tune_candidate
 
 SIMULATED, TUNED = 8, 2
 """Splits that are simulated at least, and tuned at first, where time allows."""
-JUDGING, SIMULATING = 0.3, 0.5
-"""Shares of the budget after which judging and the first simulations end; tuning gains more than either."""
-AGAIN = 0.8
+JUDGING, SIMULATING = 0.3, 0.2
+"""Shares of the budget for judging and for the first simulations; tuning gains more than either."""
+JUDGING_S = 8.0
+"""Seconds that judging gets where its share would be less, as long as there are twice as many."""
+ROUNDS = 3
+"""How often a search that has time left goes on judging, and on tuning what is best so far."""
+AGAIN = 0.9
 """Before this share of the budget is spent, a search that had to stop judging goes on with it."""
 TUNING_S = 20.0
 """For every so many seconds of the budget beyond the first, one more split is tuned."""
@@ -80,14 +86,21 @@ def search(
     budget = Budget(seconds=budget_s, clock=clock, began=began, stop=stop)
     run = _Run(spec, base, gpus, global_batch, dict(fixed or {}), runtime, recompute, seed, budget, say)
     present = run.today(today) if today else None
-    run.judge(JUDGING)
-    run.simulate()
+    # A short budget is better spent on finding the split than on tuning a poor one.
+    judging = max(JUDGING, min(2 * JUDGING, JUDGING_S / budget_s))
+    run.judge(judging)
+    run.simulate(judging + SIMULATING)
+    run.schedule(judging + 1.5 * SIMULATING)
     run.improve()
-    if run.cut_short and not budget.over(AGAIN):
+    for _ in range(ROUNDS):
+        if not run.cut_short or budget.over(AGAIN):
+            break
         # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
-        run.judge(1.0 - 0.5 * (1.0 - AGAIN))
-        run.simulate()
+        run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
+        run.simulate(1.0)
+        run.schedule(1.0)
         run.improve()
+    run.deepen(ROUNDS)
     return run.result(present, margin)
 
 
@@ -133,12 +146,15 @@ class _Run:
         self.simulated: list[Candidate] = []
         self.tuned: list[Candidate] = []
         self.skipped: list[str] = []
+        self.improved: set[Split] = set()
+        self.scheduled: set[Split] = set()
+        self.published: set[Split] = set()
 
     def judge(self, until: float) -> None:
         """Keep the best by estimate, until this share of the budget is spent; splits that published runs used are
         looked at in any case."""
         known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
-        known = [split for split in known if all(getattr(split, k) == v for k, v in self.fixed.items())]
+        self.published = {s for s in known if all(getattr(s, k) == v for k, v in self.fixed.items())}
         self.kept, self.judged, self.cut_short = judge(
             self.pricer,
             self.every,
@@ -146,7 +162,7 @@ class _Run:
             self.tell,
             over=lambda: self.budget.over(until),
             tuned=self.runtime.tuned,
-            always=known,
+            always=sorted(self.published),
         )
         if "vp" not in self.fixed:
             later = min(until + 0.1, 1.0)
@@ -162,35 +178,80 @@ class _Run:
                 "than the ones judged. A longer --budget looks at them too."
             )
 
-    def simulate(self) -> None:
-        """The best by estimate, op by op: until none is left that its estimate puts ahead of the best."""
+    def simulate(self, until: float) -> None:
+        """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
+        the budget is spent."""
         self.tell("simulating the best few")
         for candidate in varied(self.kept, each=2):
             best_ms = self.best_ms
             settled = len(self.simulated) >= SIMULATED and candidate.step_ms >= best_ms
-            if best_ms < math.inf and (settled or self.budget.over(SIMULATING) or not self._affords(candidate)):
+            if best_ms < math.inf and (settled or self.budget.over(until) or not self._affords(candidate)):
                 break
             if self._known(candidate.split) is None:
                 self._simulated(candidate.split)
+
+    @property
+    def hopeful(self) -> list[Candidate]:
+        """Pipelines by what tuning may come to."""
+        return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
+
+    def schedule(self, until: float) -> None:
+        """Published splits and the most hopeful ones under the published schedules that need a runtime for any order,
+        until this share of the budget is spent: most of what tuning would gain, for a few simulations each."""
+        if not self.runtime.any_order:
+            return
+        used = [c for c in self.hopeful if c.split in self.published]
+        for candidate in [*used, *self.hopeful[:SIMULATED]]:
+            if self.budget.over(until) or not self._affords(candidate):
+                return
+            if candidate.split not in self.scheduled and candidate.tuned_ms < self.best_ms:
+                self._scheduled(self._known(candidate.split) or self._simulated(candidate.split))
+
+    def _scheduled(self, begun: Candidate) -> None:
+        self.scheduled.add(begun.split)
+        self.simulated += schedules(self.pricer, begun, self.budget)
 
     def improve(self) -> None:
         """Tune the most promising splits, and simulate what is left, for as long as there is time."""
         if self.runtime.tuned:
             number = TUNED + int(self.budget.seconds // TUNING_S) - 1
-            hopeful = [c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1]
-            worth = varied(hopeful, each=1)[: max(number, TUNED)]
-            for i, candidate in enumerate(worth):
-                if self.budget.stop():
+            for candidate in self.hopeful[: 2 * number]:
+                if self.budget.over():
                     return
-                self._improve(candidate, (self.budget.left() if i == len(worth) - 1 else self._slice(len(worth) - i)))
+                if candidate.split in self.improved or candidate.tuned_ms >= self.best_ms:
+                    continue  # nothing that tuning may find here would be the answer
+                self.improved.add(candidate.split)
+                self._improve(candidate, self.budget.left() / max(number, 1))
+                number -= 1
         for candidate in varied(self.kept, each=2):
             if self.budget.over() or not self._affords(candidate):
                 return
             if candidate.step_ms < 1.02 * self.best_ms and self._known(candidate.split) is None:
                 self._simulated(candidate.split)
 
-    def _slice(self, among: int) -> float:
-        return self.budget.left() / among
+    def deepen(self, rounds: int) -> None:
+        """Tune what is best so far again, from where it is and with other random numbers, while there is time."""
+        for number in range(1, rounds + 1):
+            found = [c for c in (*self.simulated, *self.tuned) if c.fits and c.plan is not None]
+            best = min(found, key=lambda c: c.step_ms, default=None)
+            if best is None or best.split.pp == 1 or not self.runtime.tuned or self.budget.over(AGAIN):
+                return
+            if not compiled(self.budget):
+                return
+            self.tell(f"tuning {best.split.words()} again")
+            left = self.budget.left(ops_of(best))
+            better, why_not, _ = tune_candidate(
+                self.pricer,
+                best,
+                left,
+                (self.seed + number) % (MAX_SEED + 1),
+                self.runtime,
+                self.recompute,
+                self.budget,
+            )
+            self.tuned += [] if better is None else [better]
+            if why_not:
+                return
 
     def _improve(self, candidate: Candidate, seconds: float) -> None:
         """One split under published schedules and tuned, within about so many seconds."""
@@ -200,10 +261,13 @@ class _Run:
             self._skip(candidate, candidate.step_ms, "the time left is too short to simulate it")
             return
         begun = begun or self._simulated(candidate.split)
-        if self.runtime.any_order:
-            self.simulated += schedules(self.pricer, begun, self.budget)
-        if candidate.tuned_ms >= self.best_ms:
-            return  # nothing that tuning may find here would be the answer
+        if self.runtime.any_order and begun.split not in self.scheduled:
+            self._scheduled(begun)
+        if not compiled(self.budget):
+            self._skip(
+                candidate, begun.step_ms, "the search's kernels are not compiled yet, and time is too short for it"
+            )
+            return
         self.tell(f"tuning {candidate.split.words()}")
         left = min(seconds - (self.budget.used() - began), self.budget.left(ops_of(begun)))
         better, why_not, _ = tune_candidate(
@@ -245,6 +309,10 @@ class _Run:
     def result(self, present: Candidate | None, margin: float) -> Found:
         interrupted = self.budget.stop()
         fitting = sorted((c for c in self.simulated if c.fits), key=lambda c: c.step_ms)
+        if self.runtime.name == "any":
+            # An answer that no runtime runs is none, however fast.
+            fitting = [c for c in fitting if runs_on(c, self.spec)]
+            self.tuned = [c for c in self.tuned if runs_on(c, self.spec)]
         rivals = [*fitting, *self.tuned, *([present] if present is not None and present.fits else [])]
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")

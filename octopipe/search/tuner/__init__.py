@@ -79,7 +79,9 @@ def tune(
     notes = []
     if cut_head and (method != "best" or target != "octopipe"):
         who = f"method {method}" if method != "best" else f"the runtime of --for {target}"
-        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out, or use --method best for octopipe")
+        raise OctoPipeError(
+            f"{who} does not support a cut head; leave --cut-head out, or use --method best for octopipe"
+        )
     if target != "octopipe":
         if target not in TARGETS or method != "best" or robust:
             known = f"one of {', '.join(TARGETS)}"

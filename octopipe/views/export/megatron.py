@@ -54,9 +54,9 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:
-        raise OctoPipeError("Megatron-LM knows one chain of stages; this plan's paths fork or join")
+        raise OctoPipeError("Megatron-LM supports one chain of stages; this plan's paths fork or join")
     if len(plan.routes) > 1:
-        raise OctoPipeError(f"Megatron-LM knows one chain of stages; this plan has {len(plan.routes)} routes")
+        raise OctoPipeError(f"Megatron-LM supports one chain of stages; this plan has {len(plan.routes)} routes")
     pp, pieces = plan.num_ranks, _merged(plan)
     notes = []
     if len(pieces) < len(plan.stages):

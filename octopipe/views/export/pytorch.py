@@ -50,10 +50,10 @@ def torch_order(plan: Plan) -> TorchOrder:
     """The plan in PyTorch's terms, or one line about why PyTorch cannot run it."""
     plan.check()
     if plan.forks:
-        raise OctoPipeError("PyTorch's schedules know one chain of stages; this plan's paths fork or join")
+        raise OctoPipeError("PyTorch's schedules support one chain of stages; this plan's paths fork or join")
     if len(plan.routes) > 1:
         raise OctoPipeError(
-            "PyTorch's schedules know one chain of stages; this plan has "
+            "PyTorch's schedules support one chain of stages; this plan has "
             f"{len(plan.routes)} routes: run it with `octopipe train`"
         )
     route = plan.routes[0]

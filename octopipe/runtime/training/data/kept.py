@@ -92,7 +92,9 @@ def _write(home: Path, key: str, documents: Iterable[Document], where: str, tell
                     continue
                 largest = max(largest, int(row.max()))
                 if row.min() < 0 or largest >= 1 << 31:
-                    raise OctoPipeError(f"{where}: document {len(lengths) + 1} holds {int(row.min())}, no token id")
+                    raise OctoPipeError(
+                        f"{where}: document {len(lengths) + 1} holds {int(row.min())}, which is not a token id"
+                    )
                 ids.write(row.astype("<i4").tobytes())
                 marked |= document.counted is not None
                 marks.write(bytes(row.size * [1]) if document.counted is None else bytes(document.counted))
@@ -127,9 +129,11 @@ def _read(folder: Path, where: str, kind: str, whole: bool, notes: tuple[str, ..
             counted = np.load(folder / "counted.npy", mmap_mode="r", allow_pickle=False)
         good = int(lengths.sum()) == tokens.shape[0] and (counted is None or counted.shape == tokens.shape)
     except (ValueError, KeyError, TypeError) as error:
-        raise OctoPipeError(f"{shown(folder)}: damaged ({error}); remove it, it is made again") from None
+        raise OctoPipeError(f"{shown(folder)}: damaged ({error}); remove it, it will be created again") from None
     if not good:
-        raise OctoPipeError(f"{shown(folder)}: damaged (its parts do not agree); remove it, it is made again")
+        raise OctoPipeError(
+            f"{shown(folder)}: damaged (its files are inconsistent); remove it, it will be created again"
+        )
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     return Corpus(
         where=where, kind=kind, tokens=tokens, starts=starts, counted=counted, whole=whole, places="document",

@@ -55,7 +55,7 @@ def look(path: str, reading: Reading) -> None:
         raise OctoPipeError(f"{shown(path)}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
     else:
         raise OctoPipeError(
-            f"{shown(path)}: not a kind of data that is read; give a .jsonl (with --tokenizer), .npy or .bin, "
+            f"{shown(path)}: not a supported kind of data; give a .jsonl (with --tokenizer), .npy or .bin, "
             "Megatron's .bin with its .idx, or a folder of datasets' save_to_disk"
         )
 

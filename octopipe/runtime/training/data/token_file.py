@@ -140,7 +140,7 @@ def _npy(path: Path, where: str, dtype: str | None) -> Row:
         what = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "several arrays"
         raise OctoPipeError(f"{where} holds {what}; give a row of integers")
     if dtype is not None and tokens.dtype.name != dtype:
-        raise OctoPipeError(f"{where} says itself that it holds {tokens.dtype}; leave --data-dtype {dtype} out")
+        raise OctoPipeError(f"{where} states that it holds {tokens.dtype}; leave --data-dtype {dtype} out")
     return tokens
 
 
