@@ -19,8 +19,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from octopipe.base.clock import seconds_of
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
-from octopipe.costs.cluster.setup import Setup, keyword_fields, keywords
+from octopipe.costs.cluster.asking import keyword_fields, keywords
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
@@ -81,19 +83,22 @@ def build_plan(
     num_micro_batches: int | None = None,
     *,
     split_backward: bool | None = None,
+    chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Plan:
     """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
 
     `num_micro_batches` defaults to twice the number of ranks. `split_backward=True` splits B into I and W for systems
-    that do not. `options` are specific to the system: {"chunks": 2}.
+    that do not. `chunks` is the number of stages per rank of systems with several; further `options` are specific to
+    the system (`octopipe systems`).
     """
     from octopipe.search.systems.registry import build_plan as build
 
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)
-    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
+    own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
+    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **own), known)
 
 
 @_spelled_out()
@@ -107,13 +112,14 @@ def simulate(
     label: str = "",
     check: bool = True,
     split_backward: bool | None = None,
+    chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Timeline:
     """The predicted timeline of a plan, a program, a plan file, or a system by name.
 
     A plan made by this package stores its set-up, so `model` may be omitted. A system needs `model` and `num_ranks`;
-    `num_micro_batches`, `split_backward` and `options` apply to systems, as in `build_plan`.
+    `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`.
     """
     from octopipe.simulation.simulator import simulate as run
 
@@ -121,12 +127,11 @@ def simulate(
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
         costs, named = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
-        built = build_plan(
-            str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
-        )
+        own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
+        built = build_plan(str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=own)
         return _of(run(built, costs, channel=channel, label=label, check=check), named)
-    if split_backward is not None or options:
-        raise OctoPipeError("a plan is decided already; leave split_backward and options out, or name a system")
+    if split_backward is not None or options or chunks is not None:
+        raise OctoPipeError("a plan is decided already; leave split_backward, chunks and options out, or name a system")
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     inner = given.plan if isinstance(given, Program) else given
     for name, asked in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
@@ -148,7 +153,7 @@ def tune(
     num_ranks: int,
     num_micro_batches: int | None = None,
     *,
-    budget_s: float = BUDGET_S,
+    budget_s: float | str = BUDGET_S,
     seed: int = 0,
     method: Method = "best",
     start: Plan | str | os.PathLike[str] | None = None,
@@ -175,6 +180,7 @@ def tune(
         if budget_s != BUDGET_S:
             raise OctoPipeError("budget_s and budget are the same keyword; give one of them")
         budget_s = asked.pop("budget")
+    budget_s = seconds_of(budget_s)
     # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
     recompute: Any = asked.pop("recompute", "auto")
     if recompute not in ("auto", "none", True, False):

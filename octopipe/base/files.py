@@ -148,10 +148,10 @@ def _twice(raw: bytes) -> str:
     try:
         json.loads(raw, object_pairs_hook=_once)
     except _TwiceError as error:
-        return f"the key {brief(error.args[0])} stands twice in one object"
+        return f"the key {brief(error.args[0])} appears twice in one object"
     except (ValueError, RecursionError):
         pass
-    return "a key stands twice in one object"
+    return "a key appears twice in one object"
 
 
 def _lenient(raw: bytes, where: str) -> object:
@@ -166,7 +166,7 @@ def _lenient(raw: bytes, where: str) -> object:
         return value
     except _TwiceError as error:
         raise OctoPipeError(
-            f"{where}: the key {brief(error.args[0])} stands twice in one object; keep one of the two"
+            f"{where}: the key {brief(error.args[0])} appears twice in one object; keep one of the two"
         ) from None
     except (ValueError, RecursionError):
         return None

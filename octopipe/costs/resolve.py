@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import letters, read_json_object, shown, stem_of
 from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.asking import keywords
 from octopipe.costs.cluster.fields import fields_of
 from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, ranks_on
 from octopipe.costs.cluster.hardware import GIB, Network
 from octopipe.costs.cluster.hardware import gpu as gpu_preset
-from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib, keywords
+from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.costs.foreign_times import foreign_costs
 from octopipe.costs.layer_times import costs_of_layer_times
 from octopipe.costs.measured import measured_file, measured_models
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from octopipe.costs.cluster.keywords import SetupKeywords
+
+FILE_ENDINGS = (".json", ".csv", ".sqlite", ".gz", ".toml")
+"""A name that ends so means a file, also where there is none."""
 
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
 
@@ -82,7 +86,8 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         if path.is_dir() and (path / "config.json").exists():
             path = path / "config.json"
         meant = name.partition("/")[0] in {known.partition("/")[0] for known in measured_models()}
-        is_path = os.path.lexists(path) or (os.sep in name and not meant) or name.endswith(".json")
+        is_path = os.path.lexists(path) or (os.sep in name and not meant)
+        is_path = is_path or name.endswith(FILE_ENDINGS)
     except (OSError, ValueError):
         is_path = True  # read_json_object says what is wrong with it
     if not name or not is_path:

@@ -49,6 +49,7 @@ COLUMNS = (
     "cp",
     "vp",
     "ep",
+    "etp",
     "recompute",
     "gradients",
     "states",
@@ -110,7 +111,7 @@ def read_runs(
     unknown = [name for name in header if name not in COLUMNS]
     twice = [name for i, name in enumerate(header) if name in header[:i]]
     if unknown or twice:
-        what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} stands twice"
+        what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} appears twice"
         raise OctoPipeError(f"{where}: {what}; known columns: {', '.join(COLUMNS)}")
     if not 1 <= len(lines) - 1 <= MOST_RUNS:
         raise OctoPipeError(f"{where}: {len(lines) - 1} runs; give 1 to {MOST_RUNS}, one per line")
@@ -157,6 +158,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
         tp=number["tp"],
         cp=number["cp"],
         ep=number["ep"],
+        etp=_whole("etp", cells["etp"]) if cells.get("etp") else None,
         pp=number["pp"],
         dp=dp,
         micro_batch_size=number["mbs"],

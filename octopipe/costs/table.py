@@ -62,7 +62,7 @@ class CostTable:
     activation_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Held from F until I."""
     stash_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """The part of activation_bytes that is still held from I until W."""
+    """Held from I until W: a part of activation_bytes, or more where I runs the layer's forward again."""
     static_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Weights, gradients and optimizer state."""
     gradient_bytes: Array = field(default_factory=lambda: np.zeros(0))
@@ -125,7 +125,8 @@ class CostTable:
             raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
-        larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
+        # Only a layer whose forward runs again inside I, which takes workspace, has more for W than it kept.
+        larger = np.flatnonzero((self.stash_bytes > self.activation_bytes) & (self.workspace_bytes == 0))
         if larger.size:
             i = int(larger[0])
             raise OctoPipeError(

@@ -17,8 +17,9 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import stack_names
+from octopipe.costs.cluster.asking import keywords
 from octopipe.costs.cluster.hardware import GPUS
-from octopipe.costs.cluster.setup import checkpointed_layers, keywords
+from octopipe.costs.cluster.setup import checkpointed_layers
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
@@ -44,15 +45,21 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
     return out
 
 
+def priced_recomputation(plan: Plan) -> str:
+    """What the plan's prices recompute inside the backward, beside its R ops: none, selective or full."""
+    setting = plan.extra.get(SETTING)
+    found = setting.get("recompute") if isinstance(setting, Mapping) else None
+    return found if found in ("selective", "full") else "none"
+
+
 def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
     """Layers that the plan's costs recompute in the backward, one at a time (`--recompute full`).
 
     The plan has no op for this: the runtime must checkpoint these layers, or more memory is used than was priced.
     """
-    setting = plan.extra.get(SETTING)
-    if not isinstance(setting, Mapping) or setting.get("recompute") != "full":
+    if priced_recomputation(plan) != "full":
         return ()
-    count = setting.get("recompute_layers")
+    count = plan.extra[SETTING].get("recompute_layers")
     return checkpointed_layers(plan.num_layers, count if isinstance(count, int) else None)
 
 

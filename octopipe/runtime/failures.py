@@ -1,7 +1,7 @@
-"""A step that broke off: it leaves the ranks at different places, and nothing may follow it unnoticed.
+"""Interrupted steps: they leave the ranks out of step, and no further step may run without notice.
 
-Knows: whether a pipeline's last step was whole, what to say where it was not, and which op and layer an error came
-from, and which parameters a first step has left out. Does not know: how to recover.
+Knows: whether the last step of a pipeline was complete, the error if it was not, which op and layer an error came from,
+and which parameters got no gradient in the first step. Does not know: how to recover.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The executor of plans whose paths fork and join.
 
-Knows: how a stage's inputs are put together at a join and its gradients added at a fork, and that a shard of the head
-makes a part of the loss. Does not know: how stages run (`stages/`), how tensors travel (`wire/`).
+Knows: how a stage's inputs are combined at a join and its gradients are added at a fork, and that a shard of the head
+computes a part of the loss. Does not know: how stages run (`stages/`), how tensors are transferred (`wire/`).
 
-A stage behind a join gets its inputs as one tuple, in the order of the path's arrows, so that a first layer whose
-forward takes several arguments gets them one by one. Inputs that are outputs of the shards of one layer are added
-instead. A stage in front of which nothing stands takes the batch: all of it, or, where the batch is a dictionary and
-the first layer's forward names only some of its keys, those.
+A stage after a join receives its inputs as one tuple, in the order of the path's edges, so a first layer whose forward
+takes several arguments receives them one by one. Outputs of the shards of one layer are added instead. A stage without
+predecessors takes the batch: all of it, or, if the batch is a dictionary and the first layer's forward names only some
+of its keys, those.
 """
 
 from __future__ import annotations

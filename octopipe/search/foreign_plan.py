@@ -1,8 +1,7 @@
-"""What other tools run today, as plans: Megatron's texts with its own orders, and PyTorch's schedule CSVs.
+"""Plans of other tools: Megatron's layout strings with its own orders, and PyTorch's schedule CSVs.
 
-Knows: Megatron's placement (stage i on rank i mod pp) and its two orders, 1F1B and interleaved, micro-batch
-groups included; how a schedule CSV's stages get layers. Does not know: the texts themselves (`readers/`),
-times, files.
+Knows: Megatron's placement (stage i on rank i mod pp) and its two orders, 1F1B and interleaved 1F1B with micro-batch
+groups; how layers are assigned to the stages of a schedule CSV. Does not know: the formats (`readers/`), times, files.
 
 >>> from octopipe.plans.readers.megatron_text import read_megatron
 >>> found = megatron_plan(read_megatron("Et|tt|tt|tL"), pp=2, num_micro_batches=2)

@@ -156,7 +156,7 @@ class Timeline:
 
     @cached_property
     def step_ms(self) -> float:
-        return max([self.makespan_ms, *(e.end_ms for e in self.extras)])
+        return float(max([self.makespan_ms, *(e.end_ms for e in self.extras)]))
 
     def _edges(self) -> tuple[Floats, Floats]:
         """First start and last end of every rank (both zero where it runs nothing)."""

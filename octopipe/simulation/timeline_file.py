@@ -133,7 +133,7 @@ def _problem(record: TimelineRecord) -> str:
     if len(record.binding) not in (0, nodes):
         return f"binding has {len(record.binding)} entries for {nodes} ops and transfers"
     if not _ends(np.array(record.binding, np.int32)):
-        return "binding leads in a circle: nothing there was first"
+        return "binding forms a cycle: no op there is first"
     for what, part in (("op", spans), ("transfer", transfers), ("part of a lane", lanes)):
         late = np.flatnonzero(np.array(part.end_ms, float) < np.array(part.start_ms, float))
         if late.size:

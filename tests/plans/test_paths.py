@@ -179,7 +179,7 @@ def test_shards_must_be_complete_and_need_arrows() -> None:
     one = (plan.stages[0], plan.stages[1], replace(plan.stages[2], shard=(0, 2)), plan.stages[3])
     assert "each of the 2 must be there once" in replace(plan, stages=one).problems()[0]
     assert "is a chain" in replace(plan, edges=()).problems()[0]
-    with pytest.raises(PlanError, match="circle"):
+    with pytest.raises(PlanError, match="cycle"):
         text = msgspec.json.decode(plan_to_json(plan))
         text["paths"] = [{"edges": [[0, 1], [1, 0]]}]
         plan_from_json(msgspec.json.encode(text))

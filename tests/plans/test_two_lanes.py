@@ -132,7 +132,7 @@ def test_shared_experts_run_beside_their_exchange_when_alone() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ((("network", 1.0),), "no segment"),
+        ((("network", 1.0),), "not a segment"),
         ((("compute", -1.0),), "not an amount"),
         ((("compute", 0.5), ("beside", 0.5)), "directly after"),
         ((("compute", 0.5),), "must take 1"),

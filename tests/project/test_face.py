@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import octopipe
+from octopipe.costs.cluster.asking import keyword_fields
 from octopipe.costs.cluster.hardware import Link
-from octopipe.costs.cluster.setup import keyword_fields
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table_file import costs_from_record, record_of
 from octopipe.views.report.notebook import SCHEMATIC

@@ -24,6 +24,7 @@ from octopipe.cli.verbs.flags import (
     seed_number,
     setting_from,
     whole_number,
+    width_factor,
 )
 from octopipe.cli.verbs.text import BRACKET, counted, named
 
@@ -39,7 +40,7 @@ DOES_NOT_FIT = 3
 
 def of_a_model() -> tuple[str, ...]:
     """Flags that change nothing where layer times were measured: they are in the times already."""
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     fields = (destination(name, how) for name, how in flag_fields().items() if how.of_a_model)
     return (*fields, "gpus", "lengths")
@@ -229,4 +230,5 @@ __all__ = [
     "settle_sizes",
     "setup_words",
     "whole_number",
+    "width_factor",
 ]

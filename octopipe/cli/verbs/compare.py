@@ -9,6 +9,7 @@ import argparse
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import (
     DOES_NOT_FIT,
     PriceFrom,
@@ -22,7 +23,6 @@ from octopipe.cli.verbs.common import (
     print_json,
     setup_words,
 )
-from octopipe.cli.verbs.numbers import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -41,6 +41,14 @@ def non_negative(text: str) -> float:
     return float(of_kind(Number())(text))
 
 
+def width_factor(text: str) -> float:
+    """An argparse type: a number above 0 and at most 1."""
+    value = non_negative(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a number above 0 and at most 1")
+    return value
+
+
 def number_list(text: str) -> list[float]:
     """An argparse type: numbers > 0 separated by commas."""
     from octopipe.costs.cluster.fields import Numbers
@@ -67,8 +75,8 @@ def flag_of(name: str) -> str:
 
 def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
     """The flag of one field. `says_default`: whether its help says what holds where it is left out."""
+    from octopipe.costs.cluster.asking import flag_fields
     from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
-    from octopipe.costs.cluster.setup import flag_fields
 
     how = flag_fields()[name]
     assert not isinstance(how.kind, Lengths), "lists of lengths come from a file"
@@ -95,7 +103,7 @@ def destination(name: str, how: Asked) -> str:
 
 def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
     """The flags of all fields of these parts, or of all parts."""
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     for name in flag_fields(*parts):
         if name not in without:
@@ -104,7 +112,7 @@ def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_def
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
-    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.costs.cluster.asking import keyword_fields
 
     out: dict[str, Any] = {"model": args.model}
     for name, how in keyword_fields().items():

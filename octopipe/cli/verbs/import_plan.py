@@ -166,6 +166,8 @@ def _read(args: argparse.Namespace) -> ForeignPlan:
             text = data.decode().strip()
         except UnicodeDecodeError:
             raise OctoPipeError(f"{where}: not a text; give a schedule CSV or a Megatron text") from None
+    if not text.strip():
+        raise OctoPipeError(f"{where} is empty; give a schedule CSV, a Megatron text or a recording")
     if set(text) <= letters and "\n" not in text and not text[:1].isdigit():
         return _megatron(args, text)
     return _torch(args, text, where)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from octopipe.cli.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
+from octopipe.cli.verbs.common import add_model_arguments, console, named, print_json, whole_number, width_factor
 from octopipe.cli.verbs.runnable import (
     add_precision_arguments,
     is_hf_config,
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batch-size", type=whole_number, default=1, help="sequences per micro-batch (default: 1)"
     )
-    parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
+    parser.add_argument("--scale", type=width_factor, default=1.0, help="shrink the model's widths by this factor")
     parser.add_argument(
         "--layers", dest="num_layers", type=whole_number, help="keep this many layers, embedding and head included"
     )
@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with needs_torch():
         from octopipe.runtime.measure.trial import STATE_FACTOR, ProfileJob, on_ranks, profile_task
+        from octopipe.runtime.training.memory_check import check_layers
 
     recipe = {
         "model": absolute(args.model),
@@ -114,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         state_factor=STATE_FACTOR[args.optimizer],
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
+    check_layers(work.spec, args.nproc, work.device)
     with _bar(f"{named(work.spec.name)} on {args.nproc} rank{'s' * (args.nproc > 1)}") as listen:
         profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device, listen=listen)[0]
     if args.to_seq or args.to_tp:
@@ -171,11 +173,11 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
     """The model a recipe names, shrunk as it says, with the size of its micro-batches."""
     own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes knew nothing else
     name = str(recipe.get("model", ""))
-    scale = float(recipe.get("scale") or 1.0)
+    scale = recipe.get("scale")
     asked, device = tuple(recipe.get("kernels") or ()), str(recipe.get("device", "cpu"))
     spec = model_of(
         name,
-        scale=scale,
+        scale=1.0 if scale is None else float(scale),
         num_layers=recipe.get("num_layers"),
         own=own and is_hf_config(name),
         kernels=asked,

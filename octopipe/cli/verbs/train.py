@@ -17,6 +17,7 @@ from octopipe.cli.verbs.common import (
     print_json,
     seed_number,
     whole_number,
+    width_factor,
 )
 from octopipe.cli.verbs.runnable import add_precision_arguments, kernel_words, model_of, needs_torch
 from octopipe.cli.verbs.train_result import Screen, summary, tell
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_argument_group("size")
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
     size.add_argument("--dp", type=whole_number, default=1, help="data-parallel pipelines (default: 1)")
-    size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
+    size.add_argument("--scale", type=width_factor, help="shrink all widths by this factor, e.g. 0.05")
     size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
     size.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")

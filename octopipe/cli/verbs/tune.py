@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octopipe.base.clock import seconds_of
+from octopipe.base.display import milliseconds
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli.verbs.common import (
     add_model_arguments,
     add_setting_arguments,
@@ -24,7 +26,7 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.cli.verbs.numbers import contended, milliseconds
+from octopipe.cli.verbs.numbers import contended
 from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 RESTRICTED_SHARE = 0.6
 """Share of the budget for the other runtime's plan; the rest determines what the restriction costs."""
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
 
 
 def seconds(text: str) -> float:
@@ -41,11 +42,10 @@ def seconds(text: str) -> float:
     >>> seconds("2m")
     120.0
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|min|m|h|)\s*", text.lower())
-    value = float(match[1]) * _UNITS[match[2]] if match else math.nan
-    if not 0 < value <= 1e7:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 30s, 2m or 1h")
-    return value
+    try:
+        return seconds_of(text)
+    except OctoPipeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def phase_list(text: str) -> tuple[str, ...]:
@@ -131,7 +131,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.base.errors import OctoPipeError
     from octopipe.base.stop import StopRequest
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import load_plan, save_plan

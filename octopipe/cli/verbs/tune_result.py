@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import counted
-from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words, milliseconds
+from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -259,7 +260,7 @@ def gain_lines(told: Told) -> list[str]:
     if not step_ms > 0:
         return []
     rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
-    lines = [_gain(r, step_ms) for r in rows]
+    lines = list(dict.fromkeys(_gain(r, step_ms) for r in rows))  # a split that memory undoes is the same plan
     best = other.best
     if best is None:
         return [*lines, "no published system fits in memory"]

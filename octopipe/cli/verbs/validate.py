@@ -10,8 +10,9 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import console, named, print_json, whole_number
-from octopipe.cli.verbs.numbers import milliseconds, predicted_numbers, without_contention_words
+from octopipe.cli.verbs.numbers import predicted_numbers, without_contention_words
 from octopipe.costs.mode import PRECISIONS, refuse_other_precision
 
 if TYPE_CHECKING:

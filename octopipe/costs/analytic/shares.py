@@ -33,7 +33,7 @@ from octopipe.costs.analytic.table import price_layers, price_recomputing
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 
-RESOURCES = ("dp", "cp", "ep", "tp", "launches", "memory", "products", "cores")
+RESOURCES = ("host", "dp", "cp", "ep", "tp", "launches", "memory", "products", "cores")
 """The resources in the order in which they are made free: those that overlap with others come first."""
 NAMES = ("recomputation", *RESOURCES)
 COLLECTIVES = ("dp", "cp", "ep", "tp")

@@ -143,6 +143,60 @@ class Number(Kind):
 
 
 @dataclass(frozen=True, slots=True)
+class Share(Number):
+    """A number from 0 to 1."""
+
+    def read(self, name: str, value: Any) -> float:
+        number = finite(value)
+        if number is None or not 0 <= number <= 1:
+            raise OctoPipeError(f"{name} is {brief(value)}; give a share from 0 to 1")
+        return number
+
+    def of_text(self, text: str) -> float:
+        value = Number().of_text(text)
+        if value > 1:
+            raise OctoPipeError(f"{text[:40]} is no share; give a number from 0 to 1")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRanges(Kind):
+    """Layers by number, as ranges: `0-15,33`, or a list of [first, last]."""
+
+    accepts = "str | Sequence[Sequence[int]]"
+
+    def read(self, name: str, value: Any) -> tuple[tuple[int, int], ...]:
+        if isinstance(value, str):
+            return self._read_text(name, value)
+        pairs = [tuple(pair) if _is_list(pair) else pair for pair in value] if _is_list(value) else [value]
+        for pair in pairs:
+            whole = isinstance(pair, tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+            if not whole or len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= MAX_SIZE:
+                raise OctoPipeError(f"{name} is {brief(value)}; give ranges of layers like 0-15,33")
+        return tuple(sorted(pairs))
+
+    def _read_text(self, name: str, text: str) -> tuple[tuple[int, int], ...]:
+        out = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            first, _, last = part.partition("-")
+            if not all(n.isascii() and n.isdecimal() and len(n) < 9 for n in (first, last or first)):
+                raise OctoPipeError(f"{name} is {brief(text)}; give ranges of layers like 0-15,33")
+            out.append((int(first), int(last or first)))
+        return self.read(name, out)
+
+    def of_text(self, text: str) -> str:
+        return ranges_text(self._read_text("the text", text))
+
+    def told(self, value: tuple[tuple[int, int], ...]) -> str | None:
+        return ranges_text(value) or None
+
+
+def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges of layers as users write them."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers(Kind):
     """Positive numbers, one for all pipeline ranks or one per rank."""
 

@@ -51,6 +51,7 @@ OF_NETWORK = (
     "nic_gb_per_s",
     "pod_nodes",
     "oversubscription",
+    "flows_per_connection",
 )
 
 
@@ -142,6 +143,10 @@ def _links(found: Gpu, network: Mapping[str, Any], where: str) -> dict[str, Any]
         if ratio < 1:
             raise OctoPipeError(f"{where}: [network] oversubscription is {ratio:g}; give 1 or more")
         out["oversubscription"] = ratio
+    if "flows_per_connection" in network:
+        if "pod_nodes" not in network:
+            raise OctoPipeError(f"{where}: [network] flows_per_connection needs pods; give pod_nodes too")
+        out["flows"] = _whole(network, "flows_per_connection", where)
     return out
 
 

@@ -11,24 +11,22 @@ derived from each other, and their form as one line and in JSON. Does not know: 
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief
 from octopipe.costs.analytic.calibration import Stack
 from octopipe.costs.cluster.fields import (
-    Asked,
     Choice,
     GpuName,
+    LayerRanges,
     Lengths,
     NodeGroups,
     Number,
     Numbers,
-    Part,
+    Share,
     Spread,
     StackName,
     Whole,
@@ -38,6 +36,7 @@ from octopipe.costs.cluster.fields import (
     fields_of,
 )
 from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
+from octopipe.costs.cluster.setup_words import words_of
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
@@ -87,9 +86,21 @@ class Setup:
     all-gather before it; an all-to-all that divides heads instead of tokens; or that in a node and a ring between."""
     ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
     """GPUs that the experts of a layer are distributed over, inside tp * cp * dp."""
+    etp: int | None = asked(
+        None, Whole(), of_a_model=True, optional=True,
+        words="expert-tensor-parallel size: GPUs that divide the matrices of one expert between them",
+        unless_given="tp, or less where ep is larger than cp x dp",
+    )  # fmt: skip
+    """None: the tensor-parallel group, or less where ep is larger than cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
     dp: int = asked(1, Whole(), words="data-parallel size: number of pipelines", unless_given="1")
     """Number of data-parallel pipelines."""
+    hsdp: int = asked(
+        1, Whole(), of_a_model=True,
+        words="copies of the state that ZeRO divides (HSDP): each copy is divided over dp x cp / hsdp GPUs",
+        unless_given="1",
+    )  # fmt: skip
+    """Gradients are reduced inside a copy's GPUs first, then between the copies."""
     micro_batch_size: int = asked(
         1, Whole(), part="batch", of_a_model=True, words="sequences per micro-batch", unless_given="1"
     )
@@ -150,6 +161,36 @@ class Setup:
         unless_given="1, even",
     )  # fmt: skip
     """Tokens of the busiest expert rank over the mean, or the tokens of every expert; empty: even routing."""
+    nodes_per_token: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="node-limited routing: the experts of one token lie on at most so many nodes",
+        unless_given="no limit",
+    )  # fmt: skip
+    """None: a token's experts may lie on any node."""
+    lora: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="rank of low-rank adapters (LoRA) on the matrices of every block; all other weights are frozen",
+        unless_given="none: weights are trained",
+    )  # fmt: skip
+    """None: no adapters, and every layer outside `frozen` is trained."""
+    frozen: tuple[tuple[int, int], ...] = asked(
+        (), LayerRanges(), part="training", of_a_model=True,
+        words="layers whose weights are not trained, counted from 0 (the embedding), e.g. 0-15,33",
+    )  # fmt: skip
+    """(first, last) of each range of layers without gradients and optimizer state."""
+    offload_optimizer: float = asked(
+        0.0, Share(), part="training", of_a_model=True,
+        words="share of the optimizer state that the host's memory holds and its processors update, from 0 to 1",
+        unless_given="0",
+    )  # fmt: skip
+    """Of what a GPU would hold after ZeRO's division."""
+    offload_layers: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="layers after the embedding whose activations wait in the host's memory for the backward; without a "
+        "pipeline and without recomputation",
+        unless_given="none",
+    )  # fmt: skip
+    """None: all activations stay on the GPU."""
     vocab_parallel: bool = asked(
         False, YesNo(), part="ranks", of_a_model=True, words="embedding and head sharded over all pipeline ranks",
         unless_given="no", has_flag=False,
@@ -217,6 +258,18 @@ class Setup:
             raise OctoPipeError(f"recompute_layers applies to full recomputation only; recompute is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":
             self.gpu.peak_flops_per_ms(self.precision)
+        if self.hsdp > 1 and self.zero == 0:
+            raise OctoPipeError(f"hsdp {self.hsdp} counts copies of what ZeRO divides, and zero is 0; give zero 1 to 3")
+        if self.offload_optimizer and self.zero >= 2:
+            raise OctoPipeError(
+                f"offload_optimizer is priced with ZeRO-0 and ZeRO-1 (Megatron-LM's --optimizer-cpu-offload), "
+                f"not with ZeRO-{self.zero}; give zero 1"
+            )
+        if self.offload_layers is not None and (self.pp > 1 or self.recompute not in ("none", "auto")):
+            raise OctoPipeError(
+                "offload_layers is for one pipeline rank without recomputation, as Megatron-LM's "
+                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}"
+            )
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
                 f"cp {self.cp} needs a sequence length divisible by 2 x cp (two slices per GPU); it is {self.seq}"
@@ -311,6 +364,8 @@ class Setup:
             ep=self.ep,
             pp=self.pp,
             dp=self.dp,
+            etp=self.etp,
+            hsdp=self.hsdp,
             gpus_per_node=self.gpus_per_node,
             rank_speed=self.speeds,
             rank_memory_gib=self.memory_gib,
@@ -323,33 +378,7 @@ class Setup:
 
     def words(self) -> str:
         """One line: what the numbers beside it are for."""
-        if self.gpu is None:
-            where = f"measured times: pp {self.pp}" + (f", dp {self.dp}" if self.dp > 1 else "")
-        else:
-            known = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "dp")}
-            sizes = [f"{name} {size}" for name, size in known.items() if name in ("tp", "pp") or size > 1]
-            kinds = " + ".join(f"{n * g} x {name}" for name, n, g in self.nodes) or f"{self.num_gpus} x {self.gpu.name}"
-            where = f"{kinds}: {', '.join(sizes)}"
-        length = "" if self.seq is None else f" x {self.seq} tokens"
-        batch = "" if self.gpu is None and self.seq is None else f"micro-batches of {self.micro_batch_size}{length}"
-        if self.batch is not None:
-            batch = self.batch
-        elif self.micro_batches is not None:
-            batch = f"{self.micro_batches} {batch or 'micro-batches'}, global batch {self.global_batch}"
-            batch = batch.replace("micro-batches", "micro-batch", 1) if self.micro_batches == 1 else batch
-        how = []
-        if self.gpu is not None:
-            how = [self.precision] + ([f"ZeRO-{self.zero}"] if self.dp * self.cp > 1 else [])
-            how += [self.recompute_words()] * (self.recompute != "none")
-            how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
-            how += ["vocabulary parallel"] * self.vocab_parallel
-            if self.imbalance and self.ep > 1:
-                spread = f"{self.imbalance[0]:g} x the mean" if len(self.imbalance) == 1 else "as counted"
-                how.append(f"tokens of the busiest expert rank {spread}")
-            how += [f"{self.cp_kind} context parallelism"] * (self.cp > 1 and self.cp_kind != "ring")
-            how += [f"{self.states} optimizer state"] * (self.states != "fp32")
-            how += [] if self.stack is None else [f"{self.stack.name} rates"]
-        return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
+        return words_of(self)
 
     def recompute_words(self) -> str:
         """`none`, `selective recomputation`, `12 layers recomputed`."""
@@ -377,71 +406,6 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-
-
-# -- how it is asked for --------------------------------------------------------------------------------------------
-
-
-def keyword_fields() -> dict[str, Asked]:
-    """The fields that are asked for by name: keywords of the package's functions, keys of a plan's "setting"."""
-    return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
-
-
-def flag_fields(*parts: Part) -> dict[str, Asked]:
-    """The fields that have a flag, those of these parts alone where any is given."""
-    every = fields_of(Setup).items()
-    return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
-
-
-def form_fields() -> dict[str, Asked]:
-    """The fields that a page's form asks for: all that have a flag, but for files of the machine that serves it."""
-    return {
-        name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)
-    }
-
-
-def keywords(given: Mapping[str, Any], *, others: Iterable[str] = (), lenient: bool = False) -> dict[str, Any]:
-    """What is asked for, under the fields' own names. An unknown name is an error that says the nearest one (`others`
-    are known to the caller), or is left out where `lenient`; of two names of one field the first counts there."""
-    fields = keyword_fields()
-    older = {other: (name, convert) for name, how in fields.items() for other, convert in how.also.items()}
-    out: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for word, value in given.items():
-        name, convert = (word, None) if word in fields else older.get(word, ("", None))
-        if not name:
-            if lenient:
-                continue
-            close = difflib.get_close_matches(word, [*others, *fields, *older], 1)
-            raise OctoPipeError(f"unknown keyword {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
-        if name in out:
-            if lenient:
-                continue
-            raise OctoPipeError(f"{spelled[name]} and {word} are the same keyword; give one of them")
-        if convert is not None and value is not None:
-            try:
-                value = convert(value)
-            except (TypeError, ValueError):
-                raise OctoPipeError(f"{word} is {brief(value)}; give {name} instead") from None
-        out[name], spelled[name] = value, word
-    return out
-
-
-__all__ = [
-    "DEFAULT_GPU",
-    "DEFAULT_SEQ",
-    "PRECISIONS",
-    "RECOMPUTE",
-    "Precision",
-    "Recompute",
-    "Setup",
-    "default_reserve_gib",
-    "flag_fields",
-    "form_fields",
-    "keyword_fields",
-    "keywords",
-    "setup_from",
-]
 
 
 def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:

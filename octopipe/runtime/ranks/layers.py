@@ -1,8 +1,8 @@
-"""The layers one rank holds: built, named by layer, tied, compared with the other ranks' copies. A loss with parameters
-counts as one.
+"""The layers of one rank: construction, parameter names, ties, and comparison with other ranks. A loss with parameters
+counts as a layer.
 
-Knows: which parameters are one and the same, on this rank (one object) and across ranks (holders). Does not
-know: what layers compute.
+Knows: which parameters are shared, on this rank (one object) and across ranks (holders). Does not know: what layers
+compute.
 """
 
 from __future__ import annotations

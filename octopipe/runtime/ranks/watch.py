@@ -1,6 +1,6 @@
-"""Who failed first: listens to all ranks of a run until they are done, and says in one line why they are not.
+"""Monitors all ranks of a run until they are done, and reports in one line which rank failed first and why.
 
-Knows: pipes, exit codes, processes that were stopped, the boards that ranks write on. Does not know: what ranks do.
+Knows: pipes, exit codes, stopped processes, the boards that ranks write to. Does not know: what ranks do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Adapting to what is measured: better costs while training, and a better plan when it pays.
+"""Adaptation during training: corrects costs with measured times, and switches to a better plan if that is worthwhile.
 
-Knows: how measured op times correct a cost table, when another plan is worth the move, how layers and optimizer
-state get to their new ranks. Does not know: what is trained or how steps run.
+Knows: how measured op times correct a cost table, when another plan is worth switching to, and how layers and optimizer
+state are moved to their new ranks. Does not know: what is trained or how steps run.
 
     adapter = Adapter(profile, threshold=0.05)
     adapter.observe(pipe.plan, pipe.timeline())                 # after some step
@@ -9,8 +9,8 @@ state get to their new ranks. Does not know: what is trained or how steps run.
     if plan is not None:
         pipe, optimizer = switch(pipe, optimizer, plan, make_pipe=..., make_optimizer=...)
 
-The new pipeline holds bit for bit the parameters, buffers and optimizer state of the old one, so the loss curve goes
-on as it would have (up to the order in which a plan adds up its micro-batches).
+The new pipeline has bitwise the same parameters, buffers and optimizer state as the old one, so the loss curve
+continues unchanged (up to the order in which a plan accumulates its micro-batches).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checkpoints: one file per layer, so that a run resumes under another plan and another number of ranks.
 
-Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint appears whole or not
-at all, and how a damaged one is told from a good one. Does not know: what is trained or on what, or how many
-checkpoints stay (`shelf.py`).
+Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint is written atomically,
+and how a damaged one is detected. Does not know: what is trained or on which data, or how many checkpoints are kept
+(`shelf.py`).
 
     DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer wants to know again
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
@@ -11,13 +11,13 @@ checkpoints stay (`shelf.py`).
 
 The settings are those of the parameter's group in the optimizer; files of older versions have none.
 
-Where an optimizer keeps float32 master weights, "state" holds those: a run resumes from it exactly in the same
-precision, and in another one from the same values.
+If the optimizer keeps float32 master weights, "state" contains those: a run resumes exactly in the same precision, and
+from the same values in another one.
 
-A layer's file is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
-have written: whatever is killed when, a folder named `step-...` is complete. Values that are not finite are never
-written. Loading compares every file with its checksum, its layer and its step; files are read without unpickling
-objects. Checkpoints of format 1, which have no checksums, are read as they are.
+The file of a layer is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
+have written. Whatever process is killed at any time, a folder named `step-...` is complete. Values that are not finite
+are never written. Loading checks every file against its checksum, layer and step; files are read without unpickling
+objects. Checkpoints of format 1 have no checksums and are read without this check.
 """
 
 from __future__ import annotations

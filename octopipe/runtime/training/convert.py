@@ -8,8 +8,8 @@ Keys in a DCP folder are the same under every plan and number of ranks:
     model.3.attention.query.weight            layer 3; with a model's config: that model's own names after `model.`
     optimizer.3.attention.query.weight.exp_avg
 
-Folders of torch.distributed.checkpoint are written and not read: their metadata is a pickle, and unpickling what
-somebody else has written runs what they have put in it. Our own files are read without unpickling objects.
+Folders of torch.distributed.checkpoint are written but not read: their metadata is a pickle, and unpickling another
+person's file can run arbitrary code. Our own files are read without unpickling objects.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A training run on paper: what is asked for, what is told while it goes, what comes out.
+"""The records of a training run: its configuration, its progress reports, its result.
 
-Knows: the records and which jobs make no sense. Does not know: how to train (`train.py`); imports no torch.
+Knows: the records, and which configurations are invalid. Does not know: how to train (`train.py`); imports no torch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TrainJob:
     save_every: int | None = None
     keep: int = 3
     async_save: bool = False
-    """Copy to the host, write behind the next steps; a failure is told at the next step."""
+    """Copy checkpoints to the host and write them during the next steps; a failure is reported at the next step."""
     resume: bool = False
     resume_step: int | None = None
     """Go on from this step's checkpoint instead of the newest good one."""

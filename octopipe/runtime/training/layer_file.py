@@ -1,13 +1,13 @@
-"""A layer's file of a checkpoint that anybody may have made: looked at before it is read, and read within bounds.
+"""The file of one layer in a checkpoint from an untrusted source: checked before it is read, and read within limits.
 
-Knows: what torch.save writes (a zip archive of plain records and one pickle) and what a layer's file may hold. Does not
-know: checkpoints as a whole (`shelf.py`), or what a run does with the tensors.
+Knows: what torch.save writes (a zip archive of uncompressed records and one pickle) and what a layer file may contain.
+Does not know: checkpoints as a whole (`shelf.py`), or what a run does with the tensors.
 
-A folder may come from somebody else. A pipe or a device in a file's place is refused before a byte of it is read; a
-file larger than the memory that is free, and an archive with packed records, before anything is unpacked; an index that
-names more bytes than its records have, before torch sees it; a tensor that claims more elements than its storage holds,
-before anybody computes with it. So reading takes no more memory than twice the file's size, and no more time than it
-takes to read the file twice.
+A folder may come from someone else. The following are rejected: a pipe or a device in place of a file, before any byte
+is read; a file larger than the free memory, and an archive with compressed records, before anything is unpacked; an
+index that names more bytes than its records have, before torch sees it; a tensor with more elements than its storage,
+before it is used. Reading therefore needs at most twice the file's size in memory, and at most the time of reading the
+file twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A run made ready before its ranks start: data read and checked, documents told apart where that works, memory.
+"""Preparation of a run before its ranks start: reads and checks data, decides about document masks, checks memory.
 
-Knows: what is found out once, in the process that starts the ranks, and which lines a reader should see. Does not
+Knows: what is determined once, in the process that starts the ranks, and which lines are shown to the user. Does not
 know: ranks.
 """
 

@@ -1,6 +1,6 @@
-"""Whether a checkpoint can be gone on from: the same model, seed and data, or a line that says what differs.
+"""Whether a run can resume from a checkpoint: the same model, seed and data, or an error that states the difference.
 
-Knows: what a run writes about itself beside its layers. Does not know: how checkpoints lie on the disk (`shelf.py`).
+Knows: what a run stores about itself in addition to its layers. Does not know: how checkpoints are stored (`shelf.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a training run is made of: its groups of ranks, plan, optimizer, folder and devices.
+"""The components of a training run: process groups, plan, optimizer, folder and devices.
 
-Knows: how each is made from a `TrainJob`. Does not know: the order of things in a run (`train.py`).
+Knows: how each is created from a `TrainJob`. Does not know: the sequence of a run (`train.py`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The trainer: a model, a plan (given, a system's, or tuned on the spot), data, an optimizer, checkpoints.
 
-Knows: the order of things in a training run and what is told about each step. Does not know: flags and screens
+Knows: the sequence of a training run and what is reported about each step. Does not know: flags and terminal output
 (verbs/train.py), processes (`launch.py`), how a step runs (`pipeline.py`).
 
     result = train(TrainJob(spec=preset("nemotron-h-8b").scaled(0.05), nproc=2, steps=20, tune_s=10.0))
     result.losses, result.step_ms, result.predicted_ms
 
-Equal jobs have equal losses under every plan: the same parameters to start with, the same tokens, and gradients that
-add up in micro-batch order wherever the plan runs W in that order (otherwise they differ by rounding).
+Equal jobs have equal losses under every plan: the same initial parameters, the same tokens, and gradients that are
+accumulated in micro-batch order if the plan runs W in that order (otherwise they differ by rounding).
 """
 
 from __future__ import annotations

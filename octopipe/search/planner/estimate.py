@@ -1,8 +1,9 @@
-"""A split judged without a simulation: step time, memory and recomputation of 1F1B, plain or interleaved, and what
-tuning may come to.
+"""Estimates of a split without simulation: step time, memory and recomputation of 1F1B, plain or interleaved, and an
+estimate of what tuning can reach.
 
-Knows: the closed forms of (interleaved) 1F1B over the even partition, and how evenly layers can be dealt to ranks. Does
-not know: how splits are enumerated (`splits.py`) or tuned (`search.py`). The simulator has the last word; this ranks.
+Knows: the closed forms of (interleaved) 1F1B for the even partition, and how evenly layers can be distributed over
+ranks. Does not know: how splits are enumerated (`splits.py`) or tuned (`search.py`). Estimates only rank splits; the
+simulator decides.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Estimate:
 
     step_ms: float
     tuned_ms: float
-    """The same with layers dealt to ranks as evenly as their sizes allow: what a tuned plan comes near to."""
+    """The same with layers distributed over ranks as evenly as their sizes allow, which a tuned plan approaches."""
     peak_gib: float
     """Of the fullest rank."""
     limit_gib: float
@@ -52,11 +53,12 @@ def estimate(
 
     def under(mode: str) -> Estimate:
         costs = price(mode)
-        even = _under(costs, mode, even_sizes(costs, pp * chunks), pp, micro_batches, pairs)
+        paired = pairs and mode != "full"  # no runtime runs pairs whose layers are checkpointed
+        even = _under(costs, mode, even_sizes(costs, pp * chunks), pp, micro_batches, paired)
         sizes = sizes_by_speed(costs, [r % pp for r in range(pp * chunks)]) if layouts else None
         if sizes is None:
             return even
-        other = _under(costs, mode, sizes, pp, micro_batches, pairs)
+        other = _under(costs, mode, sizes, pp, micro_batches, paired)
         return min((even, other), key=lambda found: (not found.fits, found.step_ms))
 
     if "full" in modes and len(modes) > 1:

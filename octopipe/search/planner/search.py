@@ -1,6 +1,6 @@
-"""The search: every split bounded, the promising ones judged, the best few simulated and tuned.
+"""The search: bounds every split, estimates the promising ones, and simulates and tunes the best few.
 
-Knows: how one budget is spent. Does not know: how splits are judged (`judging.py`), tuned (`tuning.py`) or chosen
+Knows: how one budget is spent. Does not know: how splits are estimated (`judging.py`), tuned (`tuning.py`) or selected
 (`choice.py`), or how results are shown (cli/verbs/plan.py).
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.base.limits import MAX_SEED
+from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
@@ -93,7 +94,7 @@ def search(
     run.schedule(judging + 1.5 * SIMULATING)
     run.improve()
     for _ in range(ROUNDS):
-        if not run.cut_short or budget.over(AGAIN):
+        if run.left_ms is None or budget.over(AGAIN):
             break
         # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
@@ -120,8 +121,11 @@ class _Run:
         budget: Budget,
         say: Say | None,
     ):
+        if reason := runtime.refuses(base):
+            raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
         self.spec, self.base, self.gpus, self.fixed = spec, base, gpus, fixed
-        self.runtime, self.recompute, self.seed, self.budget = runtime, recompute, seed, budget
+        self.runtime, self.seed, self.budget = runtime, seed, budget
+        self.recompute = recompute if base.offload_layers is None else "none"
         self.tell: Say = say or (lambda words: None)
         pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
         self.pricer = Pricer(
@@ -133,7 +137,7 @@ class _Run:
             overlaps=runtime.overlaps,
             layouts=runtime.target is not None,
         )
-        self.modes = modes_of(recompute, runtime)
+        self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
         if not self.every:
             given = ", ".join(f"{k} {v}" for k, v in fixed.items())
@@ -142,7 +146,8 @@ class _Run:
                 + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
             )
         self.kept: list[Candidate] = []
-        self.judged, self.cut_short = 0, False
+        self.judged = 0
+        self.left_ms: float | None = None
         self.simulated: list[Candidate] = []
         self.tuned: list[Candidate] = []
         self.skipped: list[str] = []
@@ -155,7 +160,7 @@ class _Run:
         looked at in any case."""
         known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
         self.published = {s for s in known if all(getattr(s, k) == v for k, v in self.fixed.items())}
-        self.kept, self.judged, self.cut_short = judge(
+        self.kept, self.judged, self.left_ms = judge(
             self.pricer,
             self.every,
             self.modes,
@@ -170,13 +175,8 @@ class _Run:
         if not self.kept and self.budget.stop():
             raise StoppedError("the search was stopped before it found a first split; give it more time")
         if not self.kept:
-            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes))
+            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes, self.runtime))
         self.skipped = []
-        if self.cut_short:
-            self.skipped.append(
-                f"Judging stopped after {self.judged} of {len(self.every)} splits; those left out have worse bounds "
-                "than the ones judged. A longer --budget looks at them too."
-            )
 
     def simulate(self, until: float) -> None:
         """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
@@ -283,6 +283,17 @@ class _Run:
         may = f" By estimate, more time may bring up to {hope:.0f} %." if hope >= 1.0 else ""
         self.skipped.append(f"{candidate.split.words()} was not tuned: {why}.{may}")
 
+    def _unjudged(self, best: Candidate) -> list[str]:
+        """What time left out, and the most that it can bring: a bound holds for every order of a split's ops."""
+        if self.left_ms is None:
+            return []
+        most = best.step_ms / self.left_ms - 1.0
+        gain = f"is more than {100 * most:.0f} % faster than this answer" if most > 0 else "is faster than this answer"
+        return [
+            f"Time ended the judging after {self.judged} of {len(self.every)} splits; by their bounds none of the "
+            f"others {gain}. A longer --budget looks at them too."
+        ]
+
     @property
     def best_ms(self) -> float:
         return min((c.step_ms for c in (*self.simulated, *self.tuned) if c.fits), default=math.inf)
@@ -333,9 +344,9 @@ class _Run:
             today=present,
             splits=len(self.every),
             judged=self.judged,
-            cut_short=self.cut_short,
+            cut_short=self.left_ms is not None,
             seconds=self.budget.used(),
-            skipped=tuple(self.skipped),
+            skipped=(*self._unjudged(best), *self.skipped),
             margin=margin,
             fastest=fastest if fastest is not best else None,
             interrupted=interrupted,
@@ -350,6 +361,7 @@ def _today(
     recompute: str,
 ) -> Candidate:
     """What the user runs now, under the same model."""
+    assert base.gpu is not None
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = sizes.pop("dp", 0) or gpus // product
@@ -359,6 +371,9 @@ def _today(
         raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
     if sizes["pp"] > 1:
         sizes["zero"] = min(sizes["zero"], 1)  # what every runtime makes of it under a pipeline
+    if "etp" not in sizes:
+        sizes["etp"] = Cluster(gpu=base.gpu, tp=sizes["tp"], cp=sizes["cp"], dp=dp, ep=sizes["ep"]).expert_tp
+        sizes["etp"] = sizes["etp"] if pricer.experts else 1
     split = Split(dp=dp, **sizes)
     if pricer.global_batch % (dp * split.micro_batch_size):
         raise OctoPipeError(
@@ -368,17 +383,27 @@ def _today(
     return pricer.simulated(split, recompute)
 
 
-def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]) -> str:
-    """The leanest split and what it lacks."""
-    leanest = min(
-        every,
-        key=lambda s: (
-            least_state_bytes(s, pricer.dense, pricer.experts, pricer.base.gradient_bytes),
-            s.micro_batch_size,
-            s.vp,
-        ),
+def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
+    """The leanest split and what it lacks; and whether the host's memory would help."""
+    words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
+    small = [split for split in every if split.zero < 2]
+    if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
+        return words
+    host = Pricer(pricer.spec, replace(pricer.base, offload_optimizer=1.0), pricer.global_batch)
+    found = host.candidate(_leanest(host, small), modes)
+    if not found.fits:
+        return words
+    return (
+        f"{words}; or keep the optimizer state in the host's memory: --offload-optimizer 1 fits {found.split.words()}"
     )
-    return _unfit(pricer, pricer.candidate(leanest, modes))
+
+
+def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
+    def size(split: Split) -> tuple[float, int, int]:
+        state = least_state_bytes(split, pricer.dense, pricer.experts, pricer.base, pricer.trained)
+        return state, split.micro_batch_size, split.vp
+
+    return min(every, key=size)
 
 
 def _unfit(pricer: Pricer, found: Candidate) -> str:

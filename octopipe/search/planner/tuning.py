@@ -1,4 +1,4 @@
-"""A split improved beyond the schedule that every runtime has: zero-bubble schedules, layouts, tuned orders.
+"""Improvement of a split beyond 1F1B: zero-bubble schedules, layouts, tuned orders.
 
 Knows: which published schedules are tried and how the tuner is called for a runtime. Does not know: which splits are
 worth it, or how the budget is shared (`search.py`).

@@ -1,7 +1,7 @@
-"""Tokenized documents kept in the cache folder: made once, mapped by every rank, found again by the next run.
+"""The cache of tokenized documents: created once, memory-mapped by every rank, reused by the next run.
 
-Knows: how they lie on the disk, that one process makes them while others wait, and that they appear whole or not at
-all. Does not know: where documents come from (`text.py`, `hf_dataset.py`). Imports no torch.
+Knows: the layout on disk, that one process creates the files while others wait, and that they are created atomically.
+Does not know: where documents come from (`text.py`, `hf_dataset.py`). Imports no torch.
 
     CACHE/data/KEY/tokens.bin   ids (uint16 or int32)
     CACHE/data/KEY/lengths.npy  tokens of every document

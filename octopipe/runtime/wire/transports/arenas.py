@@ -3,10 +3,11 @@
 Knows: pinned files, CUDA IPC handles, and plain files for CPU tensors (which is also how whatever is built on this is
 tested without a GPU). Does not know: what lies in the memory (`ring` has the protocol).
 
-Counters lie on the device, arenas in pinned host memory, although both ends are on one GPU: a copy inside a GPU is done
-by its multiprocessors and waits for kernels that hold them all (6 ms for 16 MiB beside a large matrix product on an
-H200, 0.04 ms alone), and no flag or priority changes that. Copies from and to the host are the copy engines' work, as
-transfers between GPUs are: 0.6 ms, busy or not. Where host memory cannot be shared or pinned, arenas lie on the device.
+Counters are in device memory and arenas in pinned host memory, although both ends are on one GPU. The multiprocessors
+perform copies within a GPU, so such a copy waits for kernels that occupy all of them (6 ms for 16 MiB during a large
+matrix product on an H200, 0.04 ms alone), and no flag or priority changes that. Copies from and to the host use the
+copy engines, like transfers between GPUs: 0.6 ms, busy or not. If host memory cannot be shared or pinned, arenas are in
+device memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Ranks that share one GPU: bodies pass through rings in shared memory, and no host waits for a device.
+"""Transport for ranks that share one GPU: tensors pass through rings in shared memory, and no host waits for a device.
 
-Knows: which rings a program needs, and how hosts wait beside them. Does not know: the ring's protocol (`ring`), where
-its memory lies (`arenas`), or headers (`headed`).
+Knows: which rings a program needs, and how hosts wait for each other. Does not know: the protocol of the ring (`ring`),
+where its memory lies (`arenas`), or headers (`headed`).
 
-NCCL refuses two ranks on one device; with CUDA MPS every rank has a share of it. One ring per direction and pair of
-ranks that talk: an in-order queue, as the directed channel model says (and safe under the stricter ones).
+NCCL does not support two ranks on one device; with CUDA MPS, every rank has a share of it. There is one ring per
+direction of each communicating pair of ranks: an in-order queue, as in the directed channel model (and safe under the
+stricter ones).
 """
 
 from __future__ import annotations
