@@ -3,8 +3,9 @@
     python benchmarks/bench_cut_head_gpu.py --out out/cut_head.json
     python benchmarks/bench_cut_head_gpu.py --small --device cpu        # the whole course on a CPU, with a tiny model
 
-The model has the sizes of Gemma 3 1B: 26 blocks of width 1152, five of six with a window of 512, and a tied vocabulary
-of 262,144 words. On ranks under MPS: a profile, then the loop of `octopipe tune --measure --cut-head` (published
+The model has the sizes of Gemma 3 270M (18 blocks of width 640) or, with `--model 1b`, of Gemma 3 1B (26 blocks of
+width 1152); five of six blocks have a window of 512, and the tied vocabulary has 262,144 words. On ranks under MPS: a
+profile, then the loop of `octopipe tune --measure --cut-head` (published
 systems, tuned, tuned with copies, tuned with a cut head; costs corrected by what ran), and in the end the fastest plan
 with a whole head and the fastest with a cut one step by step in turns. Ops run call by call, because plans that fork
 are not captured as CUDA graphs; `--graphs` also times the whole-head plan with them.
@@ -30,10 +31,18 @@ from octopipe.models.spec import ModelSpec
 RANKS = 4
 
 
-def gemma_3_1b(small: bool = False) -> ModelSpec:
-    """Gemma 3 1B's text model (config.json of google/gemma-3-1b-pt), or one as small as a test."""
-    width, ffn, heads, head_dim, vocab = (64, 128, 2, 32, 2048) if small else (1152, 6912, 4, 256, 262144)
-    blocks = 6 if small else 26
+SIZES = {
+    "270m": (18, 640, 2048, 4, 256, 262144),
+    "1b": (26, 1152, 6912, 4, 256, 262144),
+    "small": (6, 64, 128, 2, 32, 2048),
+}
+"""Blocks, width, feed-forward width, heads, their size and words: config.json of google/gemma-3-270m and -1b-pt, and a
+model as small as a test."""
+
+
+def gemma_3(size: str) -> ModelSpec:
+    """The text model of Gemma 3."""
+    blocks, width, ffn, heads, head_dim, vocab = SIZES[size]
 
     def block(number: int) -> Block:
         full = (number + 1) % 6 == 0
@@ -44,7 +53,7 @@ def gemma_3_1b(small: bool = False) -> ModelSpec:
         return Block(mixer=attention, ffn=Mlp(hidden=width, ffn=ffn, activation="geglu", post_norm=True))
 
     return ModelSpec(
-        name="gemma-3-1b-like",
+        name=f"gemma-3-{size}-like",
         layers=(
             Embedding(hidden=width, vocab=vocab, multiplier=math.sqrt(width)),
             *(block(k) for k in range(blocks)),
@@ -66,7 +75,7 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     on_gpu = args.device == "cuda"
     work = Workload(
-        spec=gemma_3_1b(args.small),
+        spec=gemma_3(args.model),
         tokens=args.tokens,
         device=args.device,
         precision=args.precision if on_gpu else "fp32",
@@ -139,8 +148,8 @@ def tell(found: dict[str, Any]) -> None:
         error = 100 * (row["predicted_after_ms"] / row["measured_ms"] - 1)
         first = 100 * (row["predicted_ms"] / row["measured_ms"] - 1)
         print(
-            f"{name} ({row['plan']}, {row['shards']} shards): measured {row['measured_ms']:.2f} ms, predicted before it "
-            f"ran {row['predicted_ms']:.2f} ({first:+.1f} %), by the corrected costs {row['predicted_after_ms']:.2f} "
+            f"{name} ({row['plan']}, {row['shards']} shards): measured {row['measured_ms']:.2f} ms, predicted before "
+            f"it ran {row['predicted_ms']:.2f} ({first:+.1f} %), corrected {row['predicted_after_ms']:.2f} "
             f"({error:+.1f} %), loss {row['loss']:.6f}, peak GiB {np.round(row['peak_gib'], 2).tolist()}"
         )
     print(f"cut head over whole head: {found.get('gain', float('nan')):.3f}x; {found['seconds']:.0f} s", flush=True)
@@ -148,6 +157,7 @@ def tell(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("270m", "1b", "small"), default="270m")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--nproc", type=int, default=RANKS)
@@ -164,7 +174,7 @@ def main() -> None:
     parser.add_argument("--out", default="out/cut_head.json")
     args = parser.parse_args()
     if args.small:
-        args.tokens = min(args.tokens, 64)
+        args.model, args.tokens = "small", min(args.tokens, 64)
     from octopipe.runtime.measure.trial import on_ranks
 
     listen = lambda line: print(f"  {line}", flush=True)  # noqa: E731

@@ -120,9 +120,7 @@ def _of_rank(
         chosen = chosen[np.argsort(forward[chosen], kind="stable")]
         release = fetch = chosen
         for _ in range(2):  # without those that cannot make it, the lanes are freer for the others: they still can
-            release, fetch = _positions(
-                _Lanes(lo, start[lo:hi], end[lo:hi], forward[chosen], back[chosen], ms[chosen])
-            )
+            release, fetch = _positions(_Lanes(lo, start[lo:hi], end[lo:hi], forward[chosen], back[chosen], ms[chosen]))
             if (release < fetch).all():
                 break
             chosen = chosen[release < fetch]

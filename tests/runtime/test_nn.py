@@ -14,13 +14,13 @@ from octopipe.models import mixers as X  # noqa: E402
 from octopipe.models import zoo  # noqa: E402
 from octopipe.models.spec import ModelSpec  # noqa: E402
 from octopipe.runtime.nn import LazyLogits, build_layers, cross_entropy, tie  # noqa: E402
-from octopipe.runtime.stages.shards import JoinedShards, MeanCrossEntropy  # noqa: E402
 from octopipe.runtime.nn.attention import Rotary, attend  # noqa: E402
 from octopipe.runtime.nn.basic import causal_conv  # noqa: E402
 from octopipe.runtime.nn.delta import delta_scan  # noqa: E402
 from octopipe.runtime.nn.kernels import Kernels  # noqa: E402
 from octopipe.runtime.nn.mamba import compiled_mamba2_mix, selective_scan, ssd_scan  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
+from octopipe.runtime.stages.shards import JoinedShards, MeanCrossEntropy  # noqa: E402
 from octopipe.runtime.stages.stage import Stage  # noqa: E402
 
 H = 16

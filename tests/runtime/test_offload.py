@@ -85,8 +85,6 @@ def test_plans_that_offload_give_the_gradients_of_one_process(size):
         assert all(moved > 0 for name, *_, moved, _ in per_rank if name in ("gpipe", "interleaved"))
 
 
-
-
 def test_what_is_in_host_memory_takes_none_on_the_device_and_comes_back_as_it_was():
     store, parcel = HostStore(torch.device("cpu"), small_bytes=0), Parcel(small_bytes=0)
     base = torch.randn(64, 48)

@@ -154,9 +154,7 @@ class Ops:
         assert self.host is not None
         cell.parcel = self.host.parcel()
         with self._autocast() if self._autocast is not None else nullcontext():
-            made = self.chains[cell.stage].forward(
-                value, needs, then, seed, again=False, side=side, parcel=cell.parcel
-            )
+            made = self.chains[cell.stage].forward(value, needs, then, seed, again=False, side=side, parcel=cell.parcel)
         self.host.down(cell.parcel)
         return made
 

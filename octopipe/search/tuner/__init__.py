@@ -17,10 +17,11 @@ from typing import Any, Literal
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
 from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 from octopipe.costs.table import CostTable
-from octopipe.base.errors import OctoPipeError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.search.exact import solve
 from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
+from octopipe.search.offload import SearchMore, offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed, refuse_too_large
 from octopipe.plans.plan import Plan
@@ -58,6 +59,7 @@ def tune(
     recompute: bool = True,
     copies: bool | None = None,
     cut_head: bool = False,
+    offload: bool = False,
     phases: Sequence[str] = PHASES,
     target: Target = "octopipe",
 ) -> TuneResult:
@@ -65,7 +67,8 @@ def tune(
 
     `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
     Left open they may where the costs know weights; without, copies would cost nothing. `cut_head`: may the head,
-    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `phases`:
+    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `offload`:
+    may activations go to host memory (method "best"; docs/offload.md)? `phases`:
     those of Algorithm 1 that are on (methods "octopipe" and "random"). `target`: the runtime that is to run the
     plan; for another than ours only what it can run is searched (see restricted.py), with method "best".
     `TuneResult.plans` says which plans the bound and `optimal` speak of. `iterations` (moves per lane; of method
@@ -80,6 +83,15 @@ def tune(
     if cut_head and (method != "best" or target != "octopipe"):
         who = f"method {method}" if method != "best" else f"the runtime of --for {target}"
         raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out, or use --method best for octopipe")
+    if offload and (method != "best" or target != "octopipe" or robust or cut_head):
+        why = "not combined with a cut head or a robust choice" if method == "best" and target == "octopipe" else (
+            "what the default search for octopipe's own runtime does")  # fmt: skip
+        raise OctoPipeError(f"offload to host memory is {why}; leave --offload out, or the other")
+    if offload and costs.host_link is None:
+        raise OctoPipeError(
+            f"{costs.model}: nothing is known of the link to host memory; give --host-gb-per-s (host_gb_per_s), or "
+            "leave --offload out"
+        )
     if target != "octopipe":
         if target not in TARGETS or method != "best" or robust:
             known = f"one of {', '.join(TARGETS)}"
@@ -103,7 +115,7 @@ def tune(
         notes.append(f"{what} is recomputed: {which} did something else when run a second time in the profile")
     compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
-    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head)
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head, offloads=offload)
     bound_name, bound = lower_bound(*setting, *plans)
     began = time.monotonic()
     optimal = False
@@ -131,10 +143,20 @@ def tune(
             common["budget_s"] = budget_s * (1.0 - SETTINGS.pairs)
         if cut_head:
             common["budget_s"] *= 1.0 - SETTINGS.cut_head
-        found = Search(
-            plain, num_ranks, num_micro_batches, workers=workers, iterations=iterations, copies=copies,
-            lower_bound_ms=bound, jitter=jitter, **common,
-        ).run()  # fmt: skip
+        if offload:
+            common["budget_s"] *= 1.0 - SETTINGS.offload
+
+        def search(prices: CostTable, seconds: float) -> Found:
+            return Search(
+                prices, num_ranks, num_micro_batches, workers=workers, iterations=iterations, copies=copies,
+                lower_bound_ms=bound, jitter=jitter, **{**common, "budget_s": seconds},
+            ).run()  # fmt: skip
+
+        if offload:
+            found, words = _with_host_memory(costs, plain, search, common["budget_s"], budget_s * SETTINGS.offload)
+            notes.append(words)
+        else:
+            found = search(plain, common["budget_s"])
         if pairs and not found.interrupted:
             found = with_pairs(
                 found, *setting, budget_s=budget_s * SETTINGS.pairs, seed=seed, iterations=iterations, copies=copies
@@ -162,6 +184,7 @@ def tune(
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
     small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops and not chosen.pairs and not chosen.forks
+    small = small and not chosen.offloads
     if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after, cut_short = _hide(chosen, timeline, costs, budget_s, iterations, seed)
         found = replace(found, interrupted=cut_short)
@@ -204,6 +227,26 @@ def tune(
         hidden_share=timeline.overlap.rate,
         overlappable_share=timeline.overlap.overlappable_rate,
     )
+
+
+def _with_host_memory(
+    costs: CostTable, plain: CostTable, search: SearchMore, without_s: float, with_s: float
+) -> tuple[Found, str]:
+    """The fastest plan found without host memory and with it, and what it brings in a line."""
+    unfit: OctoPipeError | None = None
+    found: Found | None = None
+    try:
+        found = search(plain, without_s)
+    except DoesNotFitError as error:
+        unfit = error
+    without_ms = None if found is None else found.timeline.step_ms
+    better = with_offload(
+        found, costs, budget_s=with_s, search=search, stopped=lambda: found is not None and found.interrupted
+    )
+    if better is None:
+        assert unfit is not None
+        raise unfit
+    return better, offload_words(better.plan, better.timeline, without_ms)
 
 
 def _hide(
@@ -263,6 +306,7 @@ def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
         recompute=plans.recompute or recomputes,
         copies=plans.copies or bool(plan.replicas()),
         cuts_head=plans.cuts_head or plan.forks,
+        offloads=plans.offloads or plan.offloads,
     )
 
 

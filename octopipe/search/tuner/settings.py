@@ -126,6 +126,8 @@ class Settings:
     """Share of the budget for plans with pairs, where ops have an exchange to hide."""
     cut_head: float = 0.8
     """Share of the budget for plans with a cut head, where they are asked for."""
+    offload: float = 0.7
+    """Share of the budget for plans that use host memory, where they are asked for."""
     hide_s: float = 0.3
     """Seconds at most for moving transfers behind computation in the end; a share of the budget at most as well."""
     hide: float = 0.04

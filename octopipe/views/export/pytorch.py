@@ -51,6 +51,11 @@ def torch_order(plan: Plan) -> TorchOrder:
     plan.check()
     if plan.forks:
         raise OctoPipeError("PyTorch's schedules know one chain of stages; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "PyTorch's runtime moves no activations to host memory, which this plan does to fit; run it with `octopipe "
+            "train`, or plan without --offload"
+        )
     if len(plan.routes) > 1:
         raise OctoPipeError(
             "PyTorch's schedules know one chain of stages; this plan has "
