@@ -51,7 +51,7 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         device=args.device,
         precision=args.precision if on_gpu else "fp32",
     )
-    profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0, levels=range(1, world.size))
+    profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)
     costs = profile.costs
     link = costs.host_link
     assert link is not None
