@@ -3,11 +3,12 @@
     python benchmarks/bench_offload_gpu.py --out out/offload.json
     python benchmarks/bench_offload_gpu.py --small --device cpu         # the whole course on a CPU, with a tiny model
 
-On ranks under MPS: a profile with the link to host memory as it is while all ranks use it, then for each memory limit
-of --shares (the part of what 1F1B needs beside the weights) the fastest plan without host memory, recomputation
-allowed, and the fastest with it. The limit with the largest predicted gain is run: both plans step by step in turns,
-with what their allocators held at most. All ranks share one link to the host here, and one GPU: the ratio of the two is
-that of four ranks with a GPU and a link each.
+On ranks under MPS, each with an eighth of the GPU: a profile with the link to host memory as it is while all ranks use
+it; fast plans that keep everything (tuned without a limit, interleaved, V-Half) and what their peaks become with their
+activations in host memory; and for ranks that have just so much memory the fastest plan without it, recomputation
+allowed. The case with the largest predicted gain is run: the same plan keeping everything, the plan that offloads and
+the one that recomputes, step by step in turns, with what their allocators held at most. All ranks share one link to the
+host, as they share the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +66,18 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         "host_gb_per_s": rate,
         "limits": [{k: v for k, v in row.items() if not k.startswith("plan")} for row in rows],
     }
-    able = [row for row in rows if row["without_ms"] is not None and row["with_ms"] is not None and row["offloads"]]
+    able = [row for row in rows if row["without_ms"] is not None]
     if not able:
-        return out | {
-            "answer": "no limit at which a plan with host memory was faster",
-            "seconds": time.perf_counter() - began,
-        }
+        return out | {"answer": "no plan without host memory fits", "seconds": time.perf_counter() - began}
     row = max(able, key=lambda r: r["without_ms"] / r["with_ms"])
     with ExitStack() as stack:
-        plans = {"recomputing": row["plan_without"], "offloading": row["plan_with"]}
+        made = row["plan_with"]
+        kept = replace(made, stages=tuple(replace(stage, offload=False) for stage in made.stages))
+        plans = {"recomputing": row["plan_without"], "offloading": made, "keeping": kept}
+        alone = [r for r in rows if r["without_ms"] is None]
+        if alone:
+            plans["offloading where nothing else fits"] = alone[0]["plan_with"]
+            out["alone_limit_gib"] = alone[0]["limit_gib"]
         runs = {
             name: stack.enter_context(closing(TimedRun(work, plan, world, profile))) for name, plan in plans.items()
         }
@@ -102,33 +107,42 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def searched(costs: Any, ranks: int, args: argparse.Namespace, seat: Any) -> list[dict[str, Any]]:
-    """For every limit the best plans without host memory and with it; and whether anything fits without either."""
+    """Fast plans that keep everything, what host memory leaves of their peaks, and the best plan without host memory
+    (recomputation allowed) for ranks that have just that."""
     from octopipe.base.errors import OctoPipeError
+    from octopipe.search.offload import finer, offloading
     from octopipe.search.systems import build_plan
     from octopipe.search.tuner import tune
     from octopipe.simulation.simulator import simulate
 
     count = args.micro_batches
     free = costs.replace(rank_memory_bytes=())
-    need = float(simulate(build_plan("1f1b", free, ranks, count), free).peak_bytes.max())
-    static = float(costs.static_bytes.sum()) / ranks
+    keeping = {"tuned": tune(free, ranks, count, budget_s=args.tune, copies=False, recompute=False).plan}
+    for name in ("interleaved", "v-half"):
+        with suppress(OctoPipeError):
+            keeping[name] = build_plan(name, free, ranks, count)
     rows = []
-    for share in args.shares:
-        limited = costs.replace(rank_memory_bytes=(static + share * (need - static),))
-        row: dict[str, Any] = {"share": share, "limit_gib": limited.rank_memory_bytes[0] / GIB, "offloads": False}
-        for name, options in (
-            ("keeping", {"recompute": False}),
-            ("without", {}),
-            ("with", {"offload": True}),
-        ):
+    for name, plan in keeping.items():
+        cuts = [offloading(cut, range(len(cut.stages))) for cut in (plan, finer(plan, 1))]
+        made = min(cuts, key=lambda cut: simulate(cut, free).peak_bytes.max())
+        after, before = simulate(made, free), simulate(plan, free)
+        limited = costs.replace(rank_memory_bytes=(1.001 * float(after.peak_bytes.max()),))
+        row: dict[str, Any] = {
+            "name": name,
+            "kept_gib": float(before.peak_bytes.max()) / GIB,
+            "limit_gib": limited.rank_memory_bytes[0] / GIB,
+            "with_ms": after.step_ms,
+            "host_gib": float(after.host_peak_bytes.max()) / GIB,
+            "plan_with": made,
+            "without_ms": None,
+            "plan_without": None,
+        }
+        for key, options in (("keeping", {"recompute": False}), ("without", {})):
             try:
-                result = tune(limited, ranks, count, budget_s=args.tune, copies=False, **options)
-                row[f"{name}_ms"], row[f"plan_{name}"] = result.step_ms, result.plan
-                if name == "with":
-                    row["offloads"], row["note"] = result.plan.offloads, [n for n in result.notes if "host" in n]
+                found = tune(limited, ranks, count, budget_s=args.tune, copies=False, **options)
+                row[f"{key}_ms"], row[f"plan_{key}"] = found.step_ms, found.plan
             except OctoPipeError as error:
-                row[f"{name}_ms"], row[f"plan_{name}"] = None, None
-                row[f"{name}_error"] = str(error)
+                row[f"{key}_ms"], row[f"{key}_error"] = None, str(error)
         seat.tell(str({k: v for k, v in row.items() if not k.startswith("plan")}))
         rows.append(row)
     return rows
@@ -150,7 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--nproc", type=int, default=RANKS)
-    parser.add_argument("--shares", type=lambda text: [float(x) for x in text.split(",")], default=[0.5, 0.38])
+    parser.add_argument("--share", type=float, default=12.5, help="per cent of the GPU's multiprocessors a rank")
     parser.add_argument("--tune", type=float, default=5.0, help="seconds of each search")
     parser.add_argument("--turns", type=int, default=8, help="steps of both plans in turns")
     parser.add_argument("--repeats", type=int, default=5)
@@ -161,10 +175,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.small:
         args.tokens = min(args.tokens, 64)
-    from octopipe.runtime.measure.trial import on_ranks
+    from octopipe.runtime.measure.mps import Mps
+    from octopipe.runtime.ranks.launch import run_ranks
 
     listen = lambda line: print(f"  {line}", flush=True)  # noqa: E731
-    found = on_ranks(task, args.nproc, args, device=args.device, timeout_s=200, listen=listen)[0]
+    options: dict[str, Any] = {"timeout_s": 200, "listen": listen}
+    if args.device == "cpu":
+        found = run_ranks(task, args.nproc, args, **options)[0]
+    else:
+        with Mps.start(num_ranks=args.nproc, share_percent=args.share) as mps:
+            found = run_ranks(task, args.nproc, args, environment=mps.environment, **options)[0]
     target = Path(args.out)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(found, indent=1) + "\n")

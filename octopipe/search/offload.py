@@ -10,19 +10,24 @@ counts is whether the plan fits then.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from octopipe.base.errors import DoesNotFitError, StoppedError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import Plan
+from octopipe.plans.plan import Op, Plan
 from octopipe.search.result import Found, Step
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.interleaved import MOST_CHUNKS
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 
 SearchMore = Callable[[CostTable, float], Found]
 """The default search, on these costs and for so many seconds."""
+SYSTEMS = ("interleaved", "1f1b", "breadth-first", "hanayo", "v-min", "v-half", "zb-h1", "zb-v", "gpipe")
+"""Published systems whose plans are tried with offload."""
 ROOMS = (1.3, 1.8, 3.0, math.inf)
 """How much memory the searches for plans to offload believe to have, in times of what there is."""
 
@@ -43,15 +48,50 @@ def offloading(plan: Plan, stages: Iterable[int]) -> Plan:
 
 
 def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
-    """The plan with offload on the ranks where it does not fit otherwise; None where that does not suffice."""
+    """The plan with offload on the ranks where it does not fit otherwise; None where that does not suffice.
+
+    A stage leaves and comes back as a whole, so that coarse stages leave much on the device; where they do not fit,
+    they are cut finer.
+    """
     timeline = simulate(plan, costs, check=False)
     if timeline.fits:
         return plan, timeline
     over = {r for r, (p, c) in enumerate(zip(timeline.peak_bytes, timeline.capacity_bytes, strict=True)) if p > c}
-    mine = [k for k, s in enumerate(plan.stages) if s.rank in over and s.first < s.stop and not s.recompute]
-    plan = offloading(plan, mine)
-    timeline = simulate(plan, costs, check=False)
-    return (plan, timeline) if timeline.fits else None
+    largest = max(s.num_layers for s in plan.stages)
+    for layers in sorted({largest, -(-largest // 2), 1}, reverse=True):
+        cut = finer(plan, layers)
+        mine = [k for k, s in enumerate(cut.stages) if s.rank in over and s.first < s.stop and not s.recompute]
+        made = offloading(cut, mine)
+        timeline = simulate(made, costs, check=False)
+        if timeline.fits:
+            return made, timeline
+    return None
+
+
+def finer(plan: Plan, layers: int) -> Plan:
+    """The same work in the same order, with stages of at most so many layers: parts of a stage on its rank, one after
+    the other. Stages that recompute stay as they are, and so do plans with pairs or with paths that fork."""
+    if plan.pairs or plan.forks or all(s.num_layers <= layers for s in plan.stages):
+        return plan
+    parts: list[list[int]] = []
+    stages = []
+    for s in plan.stages:
+        cuts = [*range(s.first, s.stop, s.num_layers if s.recompute else layers), s.stop]
+        parts.append(list(range(len(stages), len(stages) + len(cuts) - 1)))
+        stages += [replace(s, first=a, stop=b) for a, b in itertools.pairwise(cuts)]
+    return replace(
+        plan,
+        stages=tuple(stages),
+        orders=tuple(
+            tuple(
+                Op(part, op.kind, op.micro_batch)
+                for op in row
+                for part in (parts[op.stage] if op.kind in "FR" else reversed(parts[op.stage]))
+            )
+            for row in plan.orders
+        ),
+        routes=tuple(tuple(part for s in route for part in parts[s]) for route in plan.routes),
+    )
 
 
 def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
@@ -71,8 +111,28 @@ def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
     return best, timeline
 
 
+def published(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Iterator[Plan]:
+    """Plans of published systems that hold each layer once and recompute nothing, whatever memory they need. Those that
+    run W at once hold least after a backward, where host memory does not help, so backwards are not split."""
+    free = costs.replace(rank_memory_bytes=())
+    for name in SYSTEMS:
+        most = min(MOST_CHUNKS, costs.num_layers // num_ranks) if name == "interleaved" else 0
+        for options in [{"chunks": v} for v in range(2, most + 1)] or [{}]:
+            try:
+                yield build_plan(name, free, num_ranks, num_micro_batches, **options)
+            except OctoPipeError:
+                continue
+
+
 def with_offload(
-    found: Found | None, costs: CostTable, *, budget_s: float, search: SearchMore, stopped: Callable[[], bool]
+    found: Found | None,
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    budget_s: float,
+    search: SearchMore,
+    stopped: Callable[[], bool],
 ) -> Found | None:
     """What was found without host memory, or the fastest plan that fits with it; None where nothing fits."""
     best = found
@@ -80,12 +140,20 @@ def with_offload(
         better = _taken(found, *without_recomputing(found.plan, costs), name="offload instead of recomputing")
         best = better or found
     limits = [b for b in costs.rank_memory_bytes if math.isfinite(b)]
+    for plan in published(costs, num_ranks, num_micro_batches) if limits else ():
+        made = fitting(plan, costs)
+        if made is None:
+            continue
+        name = f"{plan.extra.get('system')} with offload"
+        if best is None:
+            best = Found(plan=made[0], timeline=made[1], iterations=0, log=[], interrupted=False, finalists=[made[0]])
+        else:
+            best = _taken(best, *made, name=name) or best
     for room in ROOMS if limits else ():
         if stopped():
             break
-        roomy = costs.replace(rank_memory_bytes=tuple(b * room for b in costs.rank_memory_bytes))
-        if math.isinf(room):
-            roomy = costs.replace(rank_memory_bytes=())
+        more_bytes = () if math.isinf(room) else tuple(b * room for b in costs.rank_memory_bytes)
+        roomy = costs.replace(rank_memory_bytes=more_bytes)
         try:
             more = search(roomy, budget_s / len(ROOMS))
         except DoesNotFitError:

@@ -153,7 +153,7 @@ def tune(
             ).run()  # fmt: skip
 
         if offload:
-            found, words = _with_host_memory(costs, plain, search, common["budget_s"], budget_s * SETTINGS.offload)
+            found, words = _with_host_memory(setting, plain, search, common["budget_s"], budget_s * SETTINGS.offload)
             notes.append(words)
         else:
             found = search(plain, common["budget_s"])
@@ -230,7 +230,7 @@ def tune(
 
 
 def _with_host_memory(
-    costs: CostTable, plain: CostTable, search: SearchMore, without_s: float, with_s: float
+    setting: tuple[CostTable, int, int], plain: CostTable, search: SearchMore, without_s: float, with_s: float
 ) -> tuple[Found, str]:
     """The fastest plan found without host memory and with it, and what it brings in a line."""
     unfit: OctoPipeError | None = None
@@ -241,7 +241,7 @@ def _with_host_memory(
         unfit = error
     without_ms = None if found is None else found.timeline.step_ms
     better = with_offload(
-        found, costs, budget_s=with_s, search=search, stopped=lambda: found is not None and found.interrupted
+        found, *setting, budget_s=with_s, search=search, stopped=lambda: found is not None and found.interrupted
     )
     if better is None:
         assert unfit is not None
