@@ -22,8 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from octopipe.models.layers import Block, Embedding, Head, Mlp
 from octopipe.models.mixers import Attention
 from octopipe.models.spec import ModelSpec
@@ -134,8 +132,6 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
             "predicted_ms": row.predicted_ms,
             "predicted_after_ms": corrected.makespan_ms,
             "loss": trial.loss,
-            "peak_gib": [b / 2**30 for b in trial.peak_bytes],
-            "predicted_gib": list(corrected.peak_gib),
             "shards": len(row.plan.shards().get(row.plan.num_layers - 1, ())),
         }
     out["gain"] = trials["whole head"].step_ms / trials["cut head"].step_ms
@@ -150,7 +146,7 @@ def tell(found: dict[str, Any]) -> None:
         print(
             f"{name} ({row['plan']}, {row['shards']} shards): measured {row['measured_ms']:.2f} ms, predicted before "
             f"it ran {row['predicted_ms']:.2f} ({first:+.1f} %), corrected {row['predicted_after_ms']:.2f} "
-            f"({error:+.1f} %), loss {row['loss']:.6f}, peak GiB {np.round(row['peak_gib'], 2).tolist()}"
+            f"({error:+.1f} %), loss {row['loss']:.6f}"
         )
     print(f"cut head over whole head: {found.get('gain', float('nan')):.3f}x; {found['seconds']:.0f} s", flush=True)
 

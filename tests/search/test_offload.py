@@ -13,15 +13,18 @@ from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
 
+LAYERS = 24
+
 
 def setting(*, repeatable: bool = True) -> CostTable:
-    """Layers whose activations are large beside everything else."""
-    costs = CostTable.uniform(num_layers=12, activation_bytes=100.0, stash_bytes=70.0, p2p_ms=0.01)
+    """Layers whose activations are large beside everything else, and a link that keeps up with their forwards."""
+    times = {"forward_ms": 0.5, "input_ms": 0.5, "weight_ms": 0.5}
+    costs = CostTable.uniform(num_layers=LAYERS, activation_bytes=50.0, stash_bytes=35.0, p2p_ms=0.01, **times)
     return costs.replace(
-        boundary_bytes=np.full(12, 4.0),
-        static_bytes=np.full(12, 20.0),
+        boundary_bytes=np.full(LAYERS, 1.0),
+        static_bytes=np.full(LAYERS, 10.0),
         host_link=Link(latency_ms=0.001, ms_per_byte=1 / 300),
-        repeatable=() if repeatable else (False,) * 12,
+        repeatable=() if repeatable else (False,) * LAYERS,
     )
 
 
@@ -44,7 +47,7 @@ def test_host_memory_beats_recomputation_at_the_same_limit():
 
 
 def test_it_fits_where_nothing_else_does():
-    costs = limited(setting(repeatable=False), 0.3)
+    costs = limited(setting(repeatable=False), 0.25)
     common = {"iterations": 60, "copies": False, "workers": 1}
     with pytest.raises(DoesNotFitError, match="--offload"):
         tune(costs, 4, 8, **common)
@@ -70,7 +73,7 @@ def test_without_a_limit_or_a_link_there_is_nothing_to_decide():
 
 
 def test_finer_stages_do_the_same_work_in_the_same_time():
-    costs = setting().replace(boundary_bytes=np.zeros(12))
+    costs = setting().replace(boundary_bytes=np.zeros(LAYERS))
     for name in ("1f1b", "zb-v", "interleaved"):
         plan = build_plan(name, costs, 4, 8)
         for layers in (1, 2):
