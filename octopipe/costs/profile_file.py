@@ -1,8 +1,8 @@
-"""Profiles: what was measured on real devices, as a file and as costs.
+"""Profile files: measurements on real devices, read from a file into costs.
 
-Knows: the format `octopipe.profile/1`, a layer-times file (`layer_times.py`) whose tables hold one number per
-layer, with measured links, rank speeds and times with fewer neighbours beside them. Does not know: how anything is
-measured (`runtime/profiler.py`).
+Knows: the format `octopipe.profile/1`: a layer-times file (`layer_times.py`) whose tables have one number per layer,
+with additional measured links, rank speeds and times with fewer busy ranks. Does not know: how anything is measured
+(`runtime/measure/profiler.py`).
 
     {"format": "octopipe.profile/1", "model": "tiny", "pattern": "EL",
      "forward_ms": [0.1, 2.0], "backward_ms": [0.0, 2.1], "weight_ms": [0.1, 1.0],
@@ -11,10 +11,10 @@ measured (`runtime/profiler.py`).
      "rank_slowdown": [1.0, 1.02], "memory_gib": 30.0, "op_overhead_ms": 0.01, "fused_factor": 0.97,
      "repeatable": [true, false], "mode": {"precision": "bf16-main-fp32", "graphs": false}, "about": {...}}
 
-`repeatable` says layer by layer whether a second forward was seen to do the same as the first.
+`repeatable` states for each layer whether a second forward gave the same result as the first.
 
-Times are those of a rank while all ranks work. Every key from `partial` on is optional. `mode` says how the layers
-ran (`mode.py`): a run in another precision has other times.
+Times are those of a rank while all ranks are busy. Every key from `partial` on is optional. `mode` states how the
+layers ran (`mode.py`): a run in another precision has different times.
 
 >>> file = {"pattern": "EL", "forward_ms": [1, 2], "backward_ms": [0, 2], "weight_ms": [1, 1]}
 >>> links = [{"source": 0, "destination": 1, "latency_ms": 0.5, "gb_per_s": 1.0}]

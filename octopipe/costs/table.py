@@ -1,9 +1,9 @@
-"""CostTable: what every layer costs in time and memory, and what moving a tensor costs.
+"""CostTable: the time and memory of every layer, and the cost of moving a tensor.
 
 Knows: per-layer F / I / W / R times, bytes held until I and until W, static bytes, boundary tensors, links,
-per-rank speed and per-micro-batch size. Does not know: plans; it answers questions about layer ranges.
+per-rank speed and per-micro-batch size. Does not know: plans; it only sums costs over ranges of layers.
 
-The table is the only thing the planner, the simulator, the systems and the tuner know of a model.
+The table is all that the planner, the simulator, the systems and the tuner know about a model.
 
 >>> table = CostTable.uniform(num_layers=4, forward_ms=1.0, input_ms=1.0, weight_ms=1.0)
 >>> table.range_ms("F", 0, 4), table.range_ms("B", 0, 2)
@@ -62,7 +62,7 @@ class CostTable:
     activation_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Held from F until I."""
     stash_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """The part of activation_bytes that is still held from I until W."""
+    """Held from I until W: a part of activation_bytes, or more where I runs the layer's forward again."""
     static_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Weights, gradients and optimizer state."""
     gradient_bytes: Array = field(default_factory=lambda: np.zeros(0))
@@ -127,7 +127,8 @@ class CostTable:
             raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
-        larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
+        # Only a layer whose forward runs again inside I, which takes workspace, has more for W than it kept.
+        larger = np.flatnonzero((self.stash_bytes > self.activation_bytes) & (self.workspace_bytes == 0))
         if larger.size:
             i = int(larger[0])
             raise OctoPipeError(

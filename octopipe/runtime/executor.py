@@ -1,12 +1,12 @@
-"""The executor: walks one rank's program, instruction by instruction, in the order lowering gave.
+"""The executor: runs one rank's program, instruction by instruction, in the order given by lowering.
 
-Knows: which stage method an op is, where an op's input comes from and where its result goes, when things are
-let go. Does not know: plans' meaning, devices' transports, optimizers.
+Knows: which method of a stage implements an op, where an op's input comes from and where its result goes, and when
+tensors are released. Does not know: the meaning of plans, transports of devices, optimizers.
 
-Gradients are those of the mean over micro-batches of `loss_fn`: every micro-batch's backward starts from
-1/M (times `loss_scale`), nothing is rescaled afterwards. Gradients add up in the order the plan runs W (or B,
-and I for what is not a weight product), so two plans that run them in the same micro-batch order, whatever their
-partition and placement, give bitwise equal results; other orders differ by rounding.
+Gradients are those of the mean of `loss_fn` over micro-batches: the backward of every micro-batch starts from 1/M
+(times `loss_scale`), and nothing is rescaled afterwards. Gradients accumulate in the order in which the plan runs W
+(or B, and I for everything that is not a weight product). Two plans that run these ops in the same micro-batch order
+therefore give bitwise equal results, whatever their partition and placement; other orders differ by rounding.
 """
 
 from __future__ import annotations

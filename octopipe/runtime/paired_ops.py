@@ -1,7 +1,7 @@
-"""A pair of ops in a rank's program: the inputs of both, then both together, then what each leaves behind.
+"""Execution of a pair of ops: collects the inputs of both, runs both together, and passes on the result of each.
 
 Knows: where an op's input comes from and where its result goes, as the executor does for single ops. Does not know: how
-two ops take turns (`turns.py`).
+two ops alternate (`turns.py`).
 """
 
 from __future__ import annotations

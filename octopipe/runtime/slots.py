@@ -1,16 +1,16 @@
-"""A rank's program made ready to run: cells, slots and the moments at which sent tensors are known to be received.
+"""A rank's program prepared for execution: cells, slots, and when sent tensors are known to have been received.
 
 Knows: one rank's part of a `Program`, and the happened-before relation of the whole plan. Does not know: torch,
-tensors or how anything travels.
+tensors or how they are transferred.
 
 A *cell* is one stage and one micro-batch on this rank; a *slot* is one end of one transfer; a *step* is one
 instruction with everything it needs at hand. They are made once and used every training step.
 
-When is a sent tensor free? The receiver does not answer. But an op of ours that depends on an op that the
-receiver ran after consuming the tensor can only start when it has arrived. Vector clocks over the plan's
-dependencies give, for every send, the first such op of ours (`Step.release`): the send is done by then, so the
-executor drops the tensor without waiting, without asking and without a thread. What no later op proves is let
-go at the end of the training step.
+When can a sent tensor be freed? The receiver sends no acknowledgement. But an op of this rank that depends on an op
+that the receiver ran after consuming the tensor can only start after the tensor has arrived. Vector clocks over the
+plan's dependencies give, for every send, the first such op of this rank (`Step.release`). The send is complete by then,
+so the executor frees the tensor without waiting, without asking and without a thread. Tensors without such an op are
+freed at the end of the training step.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Two ops of one rank that run together: they take turns, and one computes while the other's exchange is under way.
+"""Two ops of one rank that run together: they alternate, so that one computes during the exchange of the other.
 
-Knows: whose turn it is, where turns change (at exchanges), and what must be put back when they do. Does not know: what
-the ops are (`executor.py`), or which two were paired (the plan).
+Knows: which op is running, where control changes (at exchanges), and which state must be restored then. Does not know:
+what the ops are (`executor.py`), or which two were paired (the plan).
 
-How. Each op runs on a host thread of its own, and exactly one of them has the turn. An op that starts an exchange
-(`all_to_all` of torch.distributed, or a block under `with octopipe.exchange()`) issues it and hands the turn over; when
-it gets the turn back it waits for its exchange and goes on. So turns change in an order that depends on the ops alone:
-all members of an expert group issue their exchanges in the same order, which is what NCCL and gloo ask for, and no two
-pairs can wait for each other.
+Each op runs on its own host thread, and exactly one of the threads is active. An op that starts an exchange
+(`all_to_all` of torch.distributed, or a block under `with octopipe.exchange()`) issues it and yields to the other
+thread. When it resumes, it waits for its exchange and continues. Control therefore changes in an order that depends
+only on the ops: all members of an expert-parallel group issue their exchanges in the same order, as NCCL and gloo
+require, and no two pairs can wait for each other.
 
-Both ops compute on the rank's one compute stream. An exchange runs on its communicator's own stream, so what the other
-op has queued meanwhile runs beside it; a second compute stream would only add memory that two streams share.
+Both ops compute on the rank's single compute stream. An exchange runs on the stream of its communicator, so it overlaps
+with what the other op has queued in the meantime; a second compute stream would only add memory shared by two streams.
 
-Only one op runs at any time, so all that a turn has to keep apart is state that ops leave in shared places while they
-are under way: the random generators, and what a stage's `SplitMode` knows of the forward or backward that it is in.
+Only one op is active at any time, so the only state to separate is what ops keep in shared places while they run: the
+random generators, and the state of a stage's `SplitMode` for its current forward or backward.
 """
 
 from __future__ import annotations

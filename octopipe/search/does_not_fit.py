@@ -1,6 +1,6 @@
-"""When nothing fits: which rank lacks how much, and what would help.
+"""The error when no plan fits in memory: which rank lacks how much, and what would help.
 
-Knows: the least memory any plan needs. Does not know: how plans are searched.
+Knows: the minimum memory that any plan needs. Does not know: how plans are searched.
 """
 
 from __future__ import annotations

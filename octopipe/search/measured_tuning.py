@@ -1,13 +1,13 @@
-"""Tuning that is measured: plans are run for real, costs corrected by what ran, and tuned again until both agree.
+"""Tuning with measurements: runs plans, corrects the costs with the measured times, and tunes again until both agree.
 
-Knows: the loop, how op times of real runs correct a profile layer kind by layer kind, and which plan wins: the one that
-was measured fastest, published systems among them. Does not know: how plans are run (`run` is given) or searched
-(`search` is given); it needs no torch.
+Knows: the loop, how measured op times correct a profile per layer kind, and which plan is kept: the one measured to be
+fastest, which may be a published system. Does not know: how plans are run (`run` is passed in) or searched (`search` is
+passed in); it does not need torch.
 
-A profile times layers one by one. A run shows what that leaves out: stages of many layers, hosts that fall behind,
-experts that fill up, transfers beside products. Every op that ran is one equation: its time is the sum of its layers'
-times, each times a factor of the layer's kind and the op's kind. The factors that fit all ops of all plans best, drawn
-towards 1 where ops say little, correct the profile.
+A profile times layers one by one. A run includes effects that this misses: stages of many layers, hosts that fall
+behind, experts that fill up, transfers concurrent with products. Every op that ran gives one equation: its time is the
+sum of its layers' times, each multiplied by a factor for the layer kind and the op kind. The factors that best fit all
+ops of all plans, regularised towards 1, correct the profile.
 """
 
 from __future__ import annotations

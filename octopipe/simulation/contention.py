@@ -1,13 +1,13 @@
-"""Prediction for ranks that share a device: an op runs faster while its neighbours rest.
+"""Prediction for ranks that share a device: an op runs faster while the other ranks are idle.
 
-Knows: how long ops take when all ranks work and when one works alone, and what follows for a program. Does not
-know: where the two were measured (`runtime/profiler.py`).
+Knows: how long ops take when all ranks are busy and when only some are, and how to simulate a program with these times.
+Does not know: where they were measured (`runtime/profiler.py`).
 
-Ranks that share one GPU (MPS) or one machine's memory slow each other down, so an op of a plan full of bubbles is
-faster than the same op of a dense plan. With k ranks at work an op advances at the speed measured for k (between
-measured numbers: in proportion); k changes while the op runs, so time advances from event to event.
+Ranks that share one GPU (MPS) or one machine's memory slow each other down, so an op is faster in a plan with many
+bubbles than in a dense plan. While k ranks are busy, an op advances at the speed measured for k (interpolated between
+measured numbers). k changes while the op runs, so time advances from event to event.
 
-Without such times this is `simulate`, event by event.
+Without such measurements the result equals `simulate`.
 """
 
 from __future__ import annotations

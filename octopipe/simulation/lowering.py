@@ -1,6 +1,6 @@
 """Lowering: Plan -> Program, the exact instruction list the simulator times and the executor runs.
 
-Knows: where sends and receives go so that no channel model can deadlock and transfers hide behind compute.
+Knows: where to place sends and receives so that no channel model can deadlock and transfers overlap with compute.
 Does not know: what happens on a device. The plan's compute order is never changed.
 
 How it works (paper, section VII). An unconstrained simulation gives every op an interval, and so every
@@ -10,9 +10,9 @@ its window; each rank's program is its ops (keyed by their end) and its sends an
 transfer -> consumer, instruction before a posted send or receive) leads from a smaller key to a larger one,
 so there is no cycle. `prove_deadlock_free` checks the finished program again, from its instructions alone.
 
-A pair is one instruction: what either of its ops receives stands before it, what either sends after it.
+A pair is one instruction: the receives of both ops come before it, the sends of both after it.
 
-Near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
+The cost is near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ class Program:
 def lower(
     plan: Plan, costs: CostTable, *, channel: Channel = "directed", naive: bool = False, check: bool = True
 ) -> Program:
-    """The deadlock-free, overlap-aware program of a plan; the proof is part of making it.
+    """The deadlock-free, overlap-aware program of a plan; constructing it includes the proof.
 
-    `check` looks at the plan first; leave it out where that was done before. `naive` places every receive right
-    before its use and every send right after its producer, whatever deadlocks that brings: what the paper's
-    figure 4 warns of, kept for comparison and tests. Only there does `check=False` leave out the proof, too.
+    `check` validates the plan first; pass False if that was done before. `naive` places every receive directly before
+    its use and every send directly after its producer, which may deadlock: this is what figure 4 of the paper warns
+    about, kept for comparison and tests. Only with `naive` does `check=False` also skip the proof.
     """
     if channel not in CHANNELS:
         raise OctoPipeError(f"unknown channel model {channel!r}; one of {', '.join(CHANNELS)}")
@@ -160,19 +160,7 @@ def lower(
     nbytes, transfer_ms = _transfer_prices(plan, costs, source, target)
     duration = op_durations(plan, costs)
 
-    # Times when only a rank pair's own direction queues: the windows come from here.
-    nodes = data.copy()
-    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
-    graph = with_rank_order(t, nodes)
-    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
-    free[:computes] = graph
-    free[computes:, 0] = source
-    free[computes:, 1] = _before_in_direction(t, source, target)
-    order = topological_order(free)
-    place = np.empty(order.size, np.int64)
-    place[order] = np.arange(order.size)
-    start, end, _ = _engine.longest_path(order, free, np.concatenate((duration, transfer_ms)))
-    start = pairs_start_together(t, start)
+    start, end, place = _uncrowded_times(t, data, source, target, column, np.concatenate((duration, transfer_ms)))
 
     def program(sorting: tuple[NDArray[np.float64], ...]) -> Program:
         return program_of(*_instructions(t, source, target, sorting))
@@ -224,6 +212,26 @@ def lower(
     if check or not naive:
         prove_deadlock_free(best)
     return best
+
+
+def _uncrowded_times(
+    t: OpTable, data: Ints, source: Ints, target: Ints, column: Ints, took: Floats
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Starts and ends of ops and transfers when only a rank pair's own direction queues, and their places in an order
+    of all of them: the windows of transfers come from these."""
+    computes = t.stage.size
+    nodes = data.copy()
+    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
+    graph = with_rank_order(t, nodes)
+    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
+    free[:computes] = graph
+    free[computes:, 0] = source
+    free[computes:, 1] = _before_in_direction(t, source, target)
+    order = topological_order(free)
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size)
+    start, end, _ = _engine.longest_path(order, free, took)
+    return pairs_start_together(t, start), end, place
 
 
 _MODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}

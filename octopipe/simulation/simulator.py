@@ -1,9 +1,9 @@
-"""The simulator: Program + CostTable -> Timeline, exact to the last event.
+"""The simulator: Program + CostTable -> Timeline, with exact event times.
 
-Knows: when every op and transfer of a program starts and ends, what each rank holds in memory meanwhile, and
-what follows the pipeline (gradient reduction, optimizer). Does not know: where a plan came from.
+Knows: when every op and transfer of a program starts and ends, what each rank holds in memory over time, and what
+follows the pipeline (gradient reduction, optimizer). Does not know: where a plan comes from.
 
-A program is a graph (see lower.py): every op and transfer starts when its predecessors have ended, so one
+A program is a graph (see lowering.py): every op and transfer starts when its predecessors have ended, so one
 topological pass gives exact times.
 """
 

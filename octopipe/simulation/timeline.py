@@ -1,12 +1,12 @@
-"""Timeline: what happened, or is predicted to happen, on every lane; and every number read off it.
+"""Timeline: what happened, or is predicted to happen, on every lane, and the metrics derived from it.
 
-Knows: spans, transfers, memory curves and their metrics. Does not know: whether a device or the simulator
-made it; a predicted and a measured timeline are the same type, so fidelity is a difference of two.
+Knows: spans, transfers, memory curves and their metrics. Does not know: whether a device or the simulator produced it.
+Predicted and measured timelines have the same type, so fidelity is the difference of two timelines.
 
 Metrics:
 - step_ms: from the first op's start (time 0) to the end of everything, reductions and optimizer included;
 - makespan_ms: the same for compute ops alone; span_ms: the longest of the ranks' (last end - first start);
-- idle time of a rank within the makespan, split without remainder into boundary (before its first and after
+- idle time of a rank within the makespan, divided completely into boundary (before its first and after
   its last op), communication (a needed transfer was in flight), imbalance (less work than the busiest rank)
   and residual.
 """
@@ -171,7 +171,7 @@ class Timeline:
 
     @cached_property
     def step_ms(self) -> float:
-        return max([self.makespan_ms, *(e.end_ms for e in self.extras)])
+        return float(max([self.makespan_ms, *(e.end_ms for e in self.extras)]))
 
     def _edges(self) -> tuple[Floats, Floats]:
         """First start and last end of every rank (both zero where it runs nothing)."""

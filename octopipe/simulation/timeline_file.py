@@ -1,7 +1,7 @@
-"""Timeline files as checked records: `octopipe.timeline/1`, every number in it pointing at something.
+"""Timeline files as validated records: `octopipe.timeline/1`, with all references checked.
 
-Knows: the columns of the file, their types, their bounds and what must hold between them. Does not know: what a
-timeline is for (`timeline.py` builds one from the record).
+Knows: the columns of the file, their types, their limits and the relations between them. Does not know: timelines
+(`timeline.py` builds one from the record).
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _problem(record: TimelineRecord) -> str:
     if len(record.binding) not in (0, nodes):
         return f"binding has {len(record.binding)} entries for {nodes} ops and transfers"
     if not _ends(np.array(record.binding, np.int32)):
-        return "binding leads in a circle: nothing there was first"
+        return "binding forms a cycle: no op there is first"
     for what, part in (("op", spans), ("transfer", transfers), ("part of a lane", lanes)):
         late = np.flatnonzero(np.array(part.end_ms, float) < np.array(part.start_ms, float))
         if late.size:

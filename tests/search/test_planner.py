@@ -258,7 +258,7 @@ def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "how many GPUs"),
+        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "number of GPUs is missing"),
         (("plan", "llama3-8b", "--gpus", "8"), "how many sequences"),
         ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
         ((*PLAN, "--today", "tp=3"), "today's split (tp 3) needs multiples of 3 GPUs, the cluster has"),
@@ -290,3 +290,31 @@ def test_scaling_weak_and_strong(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, *words, "64", "--jitter", "0", "--json")
     calm = json.loads(out)["weak"]
     assert calm[2]["step_ms"] == calm[2]["undisturbed_ms"] < weak[2]["step_ms"]
+
+
+def test_scaling_meets_the_network_beyond_a_pod(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("scale", "llama3-8b", "--pp", "1", "--tp", "1", "--gpu", "h100", "--gpus", "64,512", "--jitter", "0")
+    words = (*words, "--global-batch", "64", "--zero", "3", "--json")
+    pods = ("--pod-nodes", "8", "--oversubscription", "4")
+    found = [json.loads(run(capsys, *words, *more)[1]) for more in ((), pods, (*pods, "--flows", "2"))]
+    flat, even, hashed = ([row["step_ms"] for row in answer["weak"]] for answer in found)
+    assert flat[0] == even[0] == hashed[0], "eight nodes are one pod"
+    assert flat[1] < even[1] < hashed[1]
+    assert "flat network" in found[0]["network"] and "2 flows per connection" in found[2]["network"]
+    code, _, err = run(capsys, *words, "--flows", "2")
+    assert code == 2 and "give --pod-nodes too" in err
+
+
+def test_megatron_is_priced_by_its_newest_fitted_stack() -> None:
+    from octopipe.cli.verbs.plan import stack_for
+    from octopipe.costs.cluster.hardware import gpu
+
+    def named(*asked: Any) -> str | None:
+        found = stack_for(*asked)
+        return None if found is None else found.name
+
+    assert named(None, "megatron", gpu("gb200"), "mxfp8") == "megatron-2026-06"
+    assert named(None, "megatron", gpu("a100"), "bf16") == "megatron-2021"
+    assert named("megatron-2024", "megatron", gpu("gb200"), "mxfp8") == "megatron-2024"
+    assert named(None, "torchtitan", gpu("a100"), "bf16") == "torchtitan"
+    assert named(None, "any", gpu("h100"), "bf16") is None

@@ -17,22 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octopipe.base.display import milliseconds
+
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
     from octopipe.costs.table import CostTable
     from octopipe.plans.plan import Plan
     from octopipe.simulation.bounds.bounds import PlanClass
     from octopipe.simulation.timeline import Timeline
-
-
-def milliseconds(value: float) -> str:
-    """A time as every verb writes it: always in ms, four digits or more.
-
-    >>> milliseconds(1074.04), milliseconds(14.199), milliseconds(0.1234)
-    ('1074.0 ms', '14.20 ms', '0.123 ms')
-    """
-    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{value:.{digits}f} ms"
 
 
 def after_words(timeline: Timeline) -> str:
@@ -104,7 +96,7 @@ def without_contention_words(numbers: Mapping[str, float]) -> str:
     if abs(plain / numbers["contended_makespan_ms"] - 1) <= 1e-6:
         return ""
     return (
-        f"the prediction is with contention; with every op as long as while all ranks work, which `simulate` and "
+        f"the prediction is with contention; with the op times of all ranks busy, which `simulate` and "
         f"`tune` call the pipeline, it would be {milliseconds(plain)}"
     )
 
@@ -112,7 +104,7 @@ def without_contention_words(numbers: Mapping[str, float]) -> str:
 def contended_words(timeline: Timeline) -> str:
     return (
         f"with contention as the profile measured it {milliseconds(timeline.step_ms)} a step{after_words(timeline)}: "
-        "an op is faster while other ranks rest; the time above takes every op as measured with all ranks at work"
+        "an op is faster while other ranks are idle; the time above takes every op as measured with all ranks busy"
     )
 
 

@@ -59,7 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="directed",
         help="which sends and receives share an in-order queue (default: directed)",
     )
-    parser.add_argument("--jitter", type=non_negative, metavar="SIGMA", help="also: step times with noisy ops")
+    parser.add_argument(
+        "--jitter",
+        type=non_negative,
+        metavar="SIGMA",
+        help="also simulate step times with random variation of op times",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan")
     parser.add_argument("--timeline", metavar="FILE", help="write the timeline (for `octopipe report`)")
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import counted
-from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words, milliseconds
+from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -219,7 +220,7 @@ def tell(told: Told, out: Console) -> None:
     out.print(memory_line(told.timeline), markup=False)
     if told.timeline.overlap.communications:
         out.print(
-            f"transfers: {result.hidden_share:.0%} of sends and receives wholly behind computation, "
+            f"transfers: {result.hidden_share:.0%} of sends and receives fully hidden behind computation, "
             f"{result.overlappable_share:.0%} at least in part",
             markup=False,
         )
@@ -261,13 +262,13 @@ def gain_lines(told: Told) -> list[str]:
     if not step_ms > 0:
         return []
     rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
-    lines = [_gain(r, step_ms) for r in rows]
+    lines = list(dict.fromkeys(_gain(r, step_ms) for r in rows))  # a split that memory undoes is the same plan
     best = other.best
     if best is None:
         return [*lines, "no published system fits in memory"]
     which = "the fastest published system that fits"
     if not other.complete:
-        which += ", of those built in time"
+        which += ", among those built in time"
     if best in rows:
         at = rows.index(best)
         lines[at] += f", {which}"
@@ -294,5 +295,5 @@ def memory_line(timeline: Timeline) -> str:
         limit = capacity / GIB
         parts.append(f"{peak:.1f} of {limit:.1f}" if math.isfinite(limit) else f"{peak:.1f}")
     if not any(timeline.peak_gib):
-        return "memory: not known (the costs hold no bytes)"
+        return "memory: not known (the costs contain no sizes)"
     return "memory per rank (GiB): " + ", ".join(parts)

@@ -1,12 +1,12 @@
 """The profiler: F, I and W of every distinct layer, timed through the code that trains.
 
-Knows: how to time layers on a GPU or a CPU, alone and beside busy neighbours, and how ranks' measurements become one
-profile. Does not know: how one layer runs and what it holds (`one_layer.py`), plans or transports (`links.py` measures
-those).
+Knows: how to time layers on a GPU or a CPU, alone and while other ranks are busy, and how the measurements of all ranks
+become one profile. Does not know: how one layer runs and its memory (`one_layer.py`), plans or transports (`links.py`
+measures those).
 
-Every rank runs the whole model's layers one by one, each rank starting at another one, round after round and without
-waiting for the device in between: so each sees the others at work on the model's own mixture, as in training. A
-layer's time is the median over rounds of its mean in a round, averaged over ranks.
+Every rank runs all layers of the model one by one, each starting at a different layer, round after round and without
+device synchronisation in between. Each layer is thus measured while other ranks run the model's mix of layers, as in
+training. The time of a layer is the median over rounds of its mean within a round, averaged over ranks.
 
     mine = profile_layers(layers, sample, loss_fn, target, group=group)      # any modules or factories
     profile = assemble(gather(mine, group), model="mine", symbols="EMML", links=links)

@@ -1,7 +1,7 @@
-"""Trials: a model on this machine's ranks, profiled, or run under plans and timed.
+"""Trials: profiles a model on this machine's ranks, or runs it under plans and times it.
 
-Knows: what a profile is made of, how plans are measured beside it. Does not know: processes (`launch.py`) or what is
-done with the numbers (`validate.py`, `adapt.py`). All functions here are called by every rank together.
+Knows: the parts of a profile, and how plans are measured together with it. Does not know: processes (`launch.py`) or
+how the numbers are used (`validate.py`, `adapt.py`). All functions here are collective.
 """
 
 from __future__ import annotations

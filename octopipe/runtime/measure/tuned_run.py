@@ -1,7 +1,7 @@
-"""Tuning by running: the loop of `search/measured_tuning.py` on real ranks.
+"""Tuning with measurements: runs the loop of `search/measured_tuning.py` on real ranks.
 
-Knows: how rank 0 leads the loop while all ranks run its plans, and what of a timed run the loop wants to know. Does not
-know: how costs are corrected or plans searched.
+Knows: how rank 0 controls the loop while all ranks run its plans, and which results of a timed run the loop needs. Does
+not know: how costs are corrected or plans are searched.
 """
 
 from __future__ import annotations

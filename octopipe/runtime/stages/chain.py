@@ -1,7 +1,7 @@
-"""A plan's stage as the executor runs it: runs of layers that recompute or do not, and the ops over all of them.
+"""A stage as the executor runs it: groups of layers with or without recomputation, and ops over all of them.
 
-Knows: how one op of a stage becomes calls of its parts, in the right order. Does not know: which micro-batch it is for,
-where tensors come from, or whether an op is replayed from a CUDA graph (`cuda_graphs.py`).
+Knows: how one op of a stage becomes calls of its groups, in the right order. Does not know: which micro-batch it is
+for, where tensors come from, or whether an op is replayed from a CUDA graph (`cuda_graphs.py`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Where modules, losses and hooks keep something between two forwards.
+"""Finds the places where modules, losses and hooks keep state between two forwards.
 
-Knows: to find the places (`state.py`): attributes of modules and of other objects, buffers, lists, dicts, sets, queues,
-numpy arrays, variables in closures, arguments' defaults, attributes of a user's classes, global variables that a
-user's function names, itself or through functions and modules of the user's that it names. Does not know: what
-forwards do to them.
+Knows: how to find the places (`state.py`): attributes of modules and of other objects, buffers, lists, dicts, sets,
+queues, numpy arrays, closure variables, default arguments, attributes of user-defined classes, and global variables
+that a user's function refers to, directly or through other functions and modules of the user. Does not know: what
+forwards do with them.
 
-Not found: iterators and generators half way through, state inside libraries and installed packages, files, functions
-that are only found by their name in a string, and whatever lies behind more than `MOST_PLACES` places. A forward that
-depends on those is found out by its outputs alone.
+Not found: iterators and generators in progress, state inside libraries and installed packages, files, functions that
+are only referred to by name in a string, and everything beyond `MOST_PLACES` places. A forward that depends on such
+state is detected only by its outputs.
 """
 
 from __future__ import annotations

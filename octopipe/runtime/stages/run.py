@@ -1,7 +1,7 @@
-"""One micro-batch's passage through a stage: what F, R, I, W and B do, and what is kept between them.
+"""One micro-batch in a stage: what F, R, I, W and B do, and what is kept between them.
 
-Knows: how a forward is cut off from its neighbours' graphs, how R repeats it, and how backward walks it. Does not know:
-what all micro-batches of a stage have in common (`stage.py`), or plans.
+Knows: how a forward is separated from the graphs of adjacent stages, how R repeats it, and how backward runs. Does not
+know: what all micro-batches of a stage share (`stage.py`), or plans.
 """
 
 from __future__ import annotations

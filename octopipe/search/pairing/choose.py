@@ -1,7 +1,7 @@
-"""The last step of a search where ops have an exchange: the best plan with pairs against the best one without.
+"""The last step of a search in which ops have an exchange: compares the best plans with and without pairs.
 
-Knows: which plans are compared (published systems with their pairs, the plan of the search without pairs with its
-neighbours paired, what `PairSearch` finds). Does not know: how any of them is made.
+Knows: which plans are compared (published systems with their pairs, the plan of the search without pairs after pairing
+its adjacent ops, and the result of `PairSearch`). Does not know: how any of them is found.
 """
 
 from __future__ import annotations

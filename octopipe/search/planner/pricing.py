@@ -1,7 +1,7 @@
-"""A split with its numbers: priced, bounded, estimated, simulated.
+"""The numbers of a split: costs, bound, estimate, simulation.
 
-Knows: how one split's costs, bound and step time are found, each once. Does not know: which splits there are
-(`splits.py`) or how a budget is spent on them (`search.py`).
+Knows: how the costs, the bound and the step time of one split are computed, each once. Does not know: which splits
+there are (`splits.py`) or how a budget is spent on them (`search.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
+from octopipe.costs.analytic.frozen import layer_states, trained_share
 from octopipe.costs.analytic.layer_pricing import Pricing
 from octopipe.costs.analytic.table import price_layers
 from octopipe.costs.cluster.setup import Setup
@@ -21,9 +22,9 @@ from octopipe.costs.segments import together_ms
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
-from octopipe.search.planner.estimate import Estimate, estimate
+from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
 from octopipe.search.planner.splits import Split, least_state_bytes
-from octopipe.search.recompute import least_recomputing, plan_under, recomputing
+from octopipe.search.recompute import Price, least_recomputing, plan_under, recomputing
 from octopipe.search.restricted import with_cuts
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -53,8 +54,15 @@ class Candidate:
     timeline: Timeline | None = None
     spec: ModelSpec | None = None
 
+    def __post_init__(self) -> None:
+        # Sums over arrays are numpy's numbers, which not every writer of JSON takes.
+        for name in ("step_ms", "tuned_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "fits", bool(self.fits))
+
     def as_dict(self) -> dict[str, object]:
-        names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
+        names = ("tp", "cp", "ep", "etp", "pp", "dp", "vp", "micro_batch_size", "zero", "hsdp")
         more = ("how", "step_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits")
         return {
             **{n: getattr(self.split, n) for n in names},
@@ -111,23 +119,29 @@ class Pricer:
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
-        self._known: dict[Setup, CostTable] = {}
+        self.trained = trained_share(spec, base)
+        self._known: dict[tuple[object, ...], CostTable] = {}
         self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
-        setup = split.setup(self.base, self.global_batch)
-        setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
-        if setup not in self._known:
-            self._known[setup] = costs_of_setup(self.spec, setup)
-        return self._known[setup]
+        s = split  # costs do not depend on its stages per rank
+        key = (s.tp, s.cp, s.ep, s.etp, s.pp, s.dp, s.micro_batch_size, s.zero, s.hsdp, mode, layers)
+        found = self._known.get(key)
+        if found is None:
+            setup = split.setup(self.base, self.global_batch)
+            setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
+            found = self._known[key] = costs_of_setup(self.spec, setup)
+        return found
 
     def bound_ms(self, split: Split) -> float:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
         # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
         # gathers and reductions.
-        among = (split.zero, split.dp) if split.zero >= 2 else ()
-        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
+        among: tuple[int, ...] = (split.zero, split.dp, split.hsdp) if split.zero >= 2 else ()
+        if self.base.nodes:  # which cards a rank has depends on how many there are
+            among = (split.zero, split.dp, split.pp, split.hsdp)
+        key = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size, among)
         if key not in self._work:
             self._work[key] = self._least_work(split)
         work, lane, fastest = self._work[key]
@@ -138,11 +152,11 @@ class Pricer:
         """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
         it where ops do not run in pairs), and the fastest rank's slowdown."""
         if self.base.nodes:
-            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0))
+            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0, hsdp=1))
             work = float(costs.layer_ms.sum())
             return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
         setup = split.setup(self.base, self.global_batch)
-        setup = setup if split.zero >= 2 else replace(setup, zero=0)
+        setup = setup if split.zero >= 2 else replace(setup, zero=0, hsdp=1)
         layers = price_layers(self.spec, Pricing.of(setup))[0]
         work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
         rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
@@ -152,20 +166,27 @@ class Pricer:
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, self.base.state_bytes)
+        state = least_state_bytes(split, self.dense, self.experts, self.base, self.trained)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
         width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
         # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
-        kept = 2.0 * tokens * width * (self.spec.num_layers - 2) * min(m, split.pp) / split.pp
+        layers = sum(state != "idle" for state in layer_states(self.spec.num_layers, self.base.frozen)[1:-1])
+        kept = 2.0 * tokens * width * layers * min(m, split.pp) / split.pp
         return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes, pairs=self.pairs)
+        layouts = self.layouts and bool(self.base.nodes)
+
+        def judged(price: Price, modes: tuple[str, ...], pairs: bool) -> Estimate:
+            return estimate(price, split.pp, split.vp, m, modes=modes, pairs=pairs, layouts=layouts)
+
+        found = judged(lambda *how: self.costs(split, *how), modes, self.pairs)
         interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
-        if interleaved and split.ep > 1 and split.pp > 1 and found.fits:
-            hidden = estimate(lambda *how: exchange_hidden(self.costs(split, *how)), split.pp, split.vp, m, modes=modes)
+        # The exchange is hidden where no whole layers are recomputed.
+        if interleaved and split.ep > 1 and split.pp > 1 and found.fits and found.recompute in ("none", "selective"):
+            hidden = judged(lambda *how: exchange_hidden(self.costs(split, *how)), (found.recompute,), False)
             found = replace(found, step_ms=hidden.step_ms, tuned_ms=min(found.tuned_ms, hidden.tuned_ms))
         return self._candidate(split, self.costs(split), "estimated", found)
 
@@ -204,6 +225,8 @@ class Pricer:
         def build(costs: CostTable, micro_batches: int = m) -> Plan:
             return build_plan(system, costs, split.pp, micro_batches, **options)
 
+        if self.base.offload_layers is not None:
+            recompute = "none"  # what waits on the host is not computed again
         if self.recompute_ops:
             costs = self.costs(split)
             plan = build(costs)
@@ -225,16 +248,10 @@ class Pricer:
         faster and fits."""
         plan, costs = even.plan, even.costs
         assert plan is not None and costs is not None
-        slow = np.array([costs.slowdown(stage.rank) for stage in plan.stages])
-        if not self.layouts or slow.min() == slow.max():
+        sizes = sizes_by_speed(costs, [stage.rank for stage in plan.stages]) if self.layouts else None
+        if sizes is None:
             return even
-        done = np.concatenate(([0.0], np.cumsum(costs.layer_ms)))
-        wanted = np.cumsum(1.0 / slow)[:-1] / (1.0 / slow).sum() * done[-1]
-        inner = np.searchsorted((done[:-1] + done[1:]) / 2, wanted)
-        cuts = [0, *(int(min(max(k, 1), plan.num_layers - 1)) for k in inner), plan.num_layers]
-        held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
-        if len(held) < plan.num_ranks:
-            return even
+        cuts = [0, *(int(cut) for cut in np.cumsum(sizes))]
         found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 

@@ -1,16 +1,18 @@
-"""Ranks that share one GPU: bodies pass through rings in shared memory, and no host waits for a device.
+"""Transport for ranks that share one GPU: tensors pass through rings in shared memory, and no host waits for a device.
 
-Knows: how arenas and counters are made and shown to the other process (pinned files, CUDA IPC handles; plain files for
-CPU tensors, which is also how the protocol is tested without a GPU). Does not know: the ring's protocol (`ring`), or
-headers (`headed`).
+Knows: how arenas and counters are created and shared with the other process (pinned files, CUDA IPC handles; plain
+files for CPU tensors, which also allow testing the protocol without a GPU). Does not know: the protocol of the ring
+(`ring`), or headers (`headed`).
 
-Counters lie on the device, arenas in pinned host memory, although both ends are on one GPU: a copy inside a GPU is done
-by its multiprocessors and waits for kernels that hold them all (6 ms for 16 MiB beside a large matrix product on an
-H200, 0.04 ms alone), and no flag or priority changes that. Copies from and to the host are the copy engines' work, as
-transfers between GPUs are: 0.6 ms, busy or not. Where host memory cannot be shared or pinned, arenas lie on the device.
+Counters are in device memory and arenas in pinned host memory, although both ends are on one GPU. The multiprocessors
+perform copies within a GPU, so such a copy waits for kernels that occupy all of them (6 ms for 16 MiB during a large
+matrix product on an H200, 0.04 ms alone), and no flag or priority changes that. Copies from and to the host use the
+copy engines, like transfers between GPUs: 0.6 ms, busy or not. If host memory cannot be shared or pinned, arenas are in
+device memory.
 
-NCCL refuses two ranks on one device; with CUDA MPS every rank has a share of it. One ring per direction and pair of
-ranks that talk: an in-order queue, as the directed channel model says (and safe under the stricter ones).
+NCCL does not support two ranks on one device; with CUDA MPS, every rank has a share of it. There is one ring per
+direction of each communicating pair of ranks: an in-order queue, as in the directed channel model (and safe under the
+stricter ones).
 """
 
 from __future__ import annotations
