@@ -29,6 +29,7 @@ from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Plac
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
+from octopipe.runtime.stages.offload import HostStore
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.wire.telling import PeerError
@@ -66,7 +67,12 @@ class Executor:
         firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
         self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
-        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast)
+        moves = any(step.moves is not None for step in program.steps)
+        if moves and cuda_graphs is not None:
+            raise OctoPipeError("CUDA graphs are not made of plans that offload activations; leave cuda_graphs out")
+        self._device = recorder.device
+        host = HostStore(self._device) if moves else None
+        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast, host)
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
@@ -259,6 +265,8 @@ class Executor:
                     transport.send_gradient(slot, gradients)
                 continue
             k = ins.number
+            if ins.moves is not None:
+                ops.move(ins.moves, self._device)
             if code == F:
                 if slot is None:
                     value, needs = self.own_input(cell, micro_batches)
@@ -352,6 +360,8 @@ class Executor:
 
     def _give_up(self) -> None:
         self.ops.end_step(whole=False)
+        if self.ops.host is not None:
+            self.ops.host.give_up()
         for cell in self.program.cells:
             cell.clear()
         for slot in self.program.slots:
