@@ -147,19 +147,7 @@ def lower(
     nbytes, transfer_ms = _transfer_prices(plan, costs, source, target)
     duration = op_durations(plan, costs)
 
-    # Times when only a rank pair's own direction queues: the windows come from here.
-    nodes = data.copy()
-    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
-    graph = with_rank_order(t, nodes)
-    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
-    free[:computes] = graph
-    free[computes:, 0] = source
-    free[computes:, 1] = _before_in_direction(t, source, target)
-    order = topological_order(free)
-    place = np.empty(order.size, np.int64)
-    place[order] = np.arange(order.size)
-    start, end, _ = _engine.longest_path(order, free, np.concatenate((duration, transfer_ms)))
-    start = pairs_start_together(t, start)
+    start, end, place = _uncrowded_times(t, data, source, target, column, np.concatenate((duration, transfer_ms)))
 
     def program(sorting: tuple[NDArray[np.float64], ...]) -> Program:
         return program_of(*_instructions(t, source, target, sorting))
@@ -206,6 +194,26 @@ def lower(
     if check or not naive:
         prove_deadlock_free(best)
     return best
+
+
+def _uncrowded_times(
+    t: OpTable, data: Ints, source: Ints, target: Ints, column: Ints, took: Floats
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Starts and ends of ops and transfers when only a rank pair's own direction queues, and their places in an order
+    of all of them: the windows of transfers come from these."""
+    computes = t.stage.size
+    nodes = data.copy()
+    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
+    graph = with_rank_order(t, nodes)
+    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
+    free[:computes] = graph
+    free[computes:, 0] = source
+    free[computes:, 1] = _before_in_direction(t, source, target)
+    order = topological_order(free)
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size)
+    start, end, _ = _engine.longest_path(order, free, took)
+    return pairs_start_together(t, start), end, place
 
 
 _MODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}

@@ -114,202 +114,282 @@ class Work:
         return sum(2 * self.tokens * p.rows * p.inner * p.outer for p in self.products)
 
 
+class _Size(NamedTuple):
+    """What a layer is given."""
+
+    tokens: float
+    seq: int
+    micro_batch_size: int
+
+
 def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
     """The work of one simple layer, or of the projection of an `Mtp`."""
-    tokens, h = float(seq * micro_batch_size), part.hidden
+    size = _Size(float(seq * micro_batch_size), seq, micro_batch_size)
     match part:
         case Attention():
-            q, kv = part.query_width, part.kv_width
-            # A gate doubles the query projection; it is saved, and W wants its gradient.
-            q_out = 2 * q if part.gated else q
-            span = seq if part.window is None else min(seq, 2 * part.window)
-            width = q_out + q + 2 * kv
-            return Work(
-                tokens=tokens,
-                products=(Product(h, q_out + 2 * kv), Product(q, h, "inner")),
-                core_flops=2 * tokens * span * q,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                cheap_stream_width=h,
-                ring_width=2 * kv,
-                heads_width=2 * q,
-                inner_width=width,
-                stash_stream_width=2 * h,
-                stash_inner_width=width,
-                collectives=1,
-            )
+            return _attention(part, size)
         case LatentAttention():
-            qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
-            down = part.kv_rank + part.rope_dim + (part.q_rank or 0)
-            up = Product(part.kv_rank, part.heads * (part.nope_dim + part.v_dim)), Product(part.q_rank or h, qk)
-            # Saved: both latents before and after their norms, queries, keys, values and the output.
-            inner = 2 * qk + 2 * v
-            return Work(
-                tokens=tokens,
-                products=(Product(h, down, ""), *up, Product(v, h, "inner")),
-                core_flops=tokens * seq * (qk + v),
-                stream_width=2 * h + 2 * down,
-                quantized_stream_width=h + down,
-                # Queries, keys and values again from the latents, which stay.
-                cheap_stream_width=h,
-                cheap_inner_width=2 * qk + v,
-                cheap_flops=sum(2 * tokens * p.inner * p.outer for p in up),
-                ring_width=qk + v,
-                heads_width=qk + v,
-                inner_width=inner,
-                stash_stream_width=2 * h + 2 * down,
-                stash_inner_width=inner,
-                collectives=1,
-            )
+            return _latent_attention(part, size)
         case Mamba2():
-            di, gn = part.inner, part.groups * part.state
-            scan = part.chunk * gn + part.chunk * di + 2 * part.state * di
-            return Work(
-                tokens=tokens,
-                products=(Product(h, part.projection_width), Product(di, h, "inner")),
-                core_flops=2 * tokens * scan,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=di,
-                inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
-                stash_stream_width=2 * h,
-                stash_inner_width=part.projection_width + di,
-                state_bytes=4 * micro_batch_size * -(-seq // part.chunk) * di * part.state,
-                collectives=1,
-            )
+            return _mamba2(part, size)
         case Mamba1():
-            di, low = part.inner, part.dt_rank + 2 * part.state
-            return Work(
-                tokens=tokens,
-                products=(
-                    Product(h, 2 * di),
-                    Product(di, low, "inner"),
-                    Product(part.dt_rank, di),
-                    Product(di, h, "inner"),
-                ),
-                # Our count: decay, input, update, output and the skip, about nine operations a state element.
-                core_flops=9 * tokens * di * part.state,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=di,
-                inner_width=6 * di + low,
-                stash_stream_width=2 * h,
-                stash_inner_width=5 * di + low + part.dt_rank,
-                collectives=1,
-            )
+            return _mamba1(part, size)
         case GatedDeltaNet():
-            kw, vw = part.key_width, part.value_width
-            core = _delta_core(part.value_heads, part.key_dim, part.value_dim, part.chunk)
-            return Work(
-                tokens=tokens,
-                products=(Product(h, part.projection_width), Product(vw, h, "inner")),
-                core_flops=2 * tokens * core,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=vw,
-                inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
-                stash_stream_width=2 * h,
-                stash_inner_width=part.projection_width + vw,
-                state_bytes=2 * micro_batch_size * -(-seq // part.chunk) * vw * part.key_dim,
-                collectives=1,
-            )
+            return _gated_delta_net(part, size)
         case KimiDeltaAttention():
-            w, d = part.inner, part.head_dim
-            ranks = Product(h, 2 * d, ""), Product(d, 2 * w), Product(h, part.heads)
-            inner = 3 * w + 2 * w + part.heads
-            return Work(
-                tokens=tokens,
-                products=(Product(h, 3 * w), *ranks, Product(w, h, "inner")),
-                core_flops=2 * tokens * _delta_core(part.heads, d, d, part.chunk),
-                stream_width=2 * h + 2 * d,
-                quantized_stream_width=h + d,
-                quantized_inner_width=w,
-                inner_width=inner + 3 * w + 2 * w,
-                stash_stream_width=2 * h + 2 * d,
-                stash_inner_width=inner + w,
-                state_bytes=2 * micro_batch_size * -(-seq // part.chunk) * w * d,
-                collectives=1,
-            )
+            return _kimi_delta_attention(part, size)
         case LightningAttention():
-            w = part.inner
-            return Work(
-                tokens=tokens,
-                products=(Product(h, 4 * w), Product(w, h, "inner")),
-                core_flops=2 * tokens * w * (min(seq, part.chunk) + 2 * part.head_dim),
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=w,
-                inner_width=4 * w + 2 * w,
-                stash_stream_width=2 * h,
-                stash_inner_width=4 * w + w,
-                collectives=1,
-            )
+            return _lightning_attention(part, size)
         case Mlp():
-            return Work(
-                tokens=tokens,
-                products=_two_layers(h, part.ffn, part.matrices),
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=part.ffn,
-                cheap_stream_width=h,
-                inner_width=part.matrices * part.ffn,
-                stash_stream_width=2 * h,
-                stash_inner_width=part.matrices * part.ffn,
-                collectives=1,
-            )
+            return _mlp(part, size)
         case Moe():
-            w = part.expert_width
-            routed = part.top_k * (2 * w + part.matrices * part.ffn)
-            shared = part.matrices * part.shared_ffn
-            latent = 2 * part.latent
-            products = [Product(h, part.experts, "", low_precision=False)]
-            products += _two_layers(w, part.ffn, part.matrices, rows=part.top_k, experts=part.experts)
-            if part.shared_ffn:
-                products += _two_layers(h, part.shared_ffn, part.matrices)
-            if part.latent:
-                products += [Product(h, part.latent, ""), Product(part.latent, h, "")]
-            return Work(
-                tokens=tokens,
-                products=tuple(products),
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
-                cheap_stream_width=h,
-                cheap_inner_width=part.top_k * (w + part.ffn),
-                inner_width=routed + shared + latent,
-                stash_stream_width=2 * h,
-                stash_inner_width=routed + shared + latent,
-                state_bytes=4 * tokens * part.experts,
-                routed_width=part.top_k * w,
-                collectives=1,
-            )
+            return _moe(part, size)
         case Mtp():
-            # Its own projection of (trunk, next token's embedding); its block is priced part by part.
-            return Work(
-                tokens=tokens,
-                products=(Product(2 * h, h),),
-                stream_width=4 * h,
-                quantized_stream_width=2 * h,
-                stash_stream_width=3 * h,
-                collectives=1,
-            )
+            return _mtp(part, size)
         case Embedding():
-            # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
-            # counted from F on: one boundary tensor too much before I.
-            return Work(tokens=tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
+            return _embedding(part, size)
         case Head():
-            n = part.predictions
-            return Work(
-                tokens=tokens,
-                products=(Product(h, part.vocab, rows=n, low_precision=False),),
-                stream_width=n * 2 * h,
-                # The logits; a fused cross-entropy writes their gradient over them.
-                inner_width=n * part.vocab,
-                stash_stream_width=n * h,
-                stash_inner_width=n * part.vocab,
-                collectives=0.5 * n,
-            )
+            return _head(part, size)
     raise OctoPipeError(f"no cost formula for a layer of kind {part.kind!r}; add one to flops.py")
+
+
+def _attention(part: Attention, size: _Size) -> Work:
+    """Softmax attention; a gate doubles the query projection."""
+    h = part.hidden
+    q, kv = part.query_width, part.kv_width
+    # A gate doubles the query projection; it is saved, and W wants its gradient.
+    q_out = 2 * q if part.gated else q
+    span = size.seq if part.window is None else min(size.seq, 2 * part.window)
+    width = q_out + q + 2 * kv
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, q_out + 2 * kv), Product(q, h, "inner")),
+        core_flops=2 * size.tokens * span * q,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        cheap_stream_width=h,
+        ring_width=2 * kv,
+        heads_width=2 * q,
+        inner_width=width,
+        stash_stream_width=2 * h,
+        stash_inner_width=width,
+        collectives=1,
+    )
+
+
+def _latent_attention(part: LatentAttention, size: _Size) -> Work:
+    """Attention over latents that are projected up."""
+    h = part.hidden
+    qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
+    down = part.kv_rank + part.rope_dim + (part.q_rank or 0)
+    up = Product(part.kv_rank, part.heads * (part.nope_dim + part.v_dim)), Product(part.q_rank or h, qk)
+    # Saved: both latents before and after their norms, queries, keys, values and the output.
+    inner = 2 * qk + 2 * v
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, down, ""), *up, Product(v, h, "inner")),
+        core_flops=size.tokens * size.seq * (qk + v),
+        stream_width=2 * h + 2 * down,
+        quantized_stream_width=h + down,
+        # Queries, keys and values again from the latents, which stay.
+        cheap_stream_width=h,
+        cheap_inner_width=2 * qk + v,
+        cheap_flops=sum(2 * size.tokens * p.inner * p.outer for p in up),
+        ring_width=qk + v,
+        heads_width=qk + v,
+        inner_width=inner,
+        stash_stream_width=2 * h + 2 * down,
+        stash_inner_width=inner,
+        collectives=1,
+    )
+
+
+def _mamba2(part: Mamba2, size: _Size) -> Work:
+    """A chunked scan."""
+    h = part.hidden
+    di, gn = part.inner, part.groups * part.state
+    scan = part.chunk * gn + part.chunk * di + 2 * part.state * di
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, part.projection_width), Product(di, h, "inner")),
+        core_flops=2 * size.tokens * scan,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=di,
+        inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
+        stash_stream_width=2 * h,
+        stash_inner_width=part.projection_width + di,
+        state_bytes=4 * size.micro_batch_size * -(-size.seq // part.chunk) * di * part.state,
+        collectives=1,
+    )
+
+
+def _mamba1(part: Mamba1, size: _Size) -> Work:
+    """A selective scan."""
+    h = part.hidden
+    di, low = part.inner, part.dt_rank + 2 * part.state
+    return Work(
+        tokens=size.tokens,
+        products=(
+            Product(h, 2 * di),
+            Product(di, low, "inner"),
+            Product(part.dt_rank, di),
+            Product(di, h, "inner"),
+        ),
+        # Our count: decay, input, update, output and the skip, about nine operations a state element.
+        core_flops=9 * size.tokens * di * part.state,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=di,
+        inner_width=6 * di + low,
+        stash_stream_width=2 * h,
+        stash_inner_width=5 * di + low + part.dt_rank,
+        collectives=1,
+    )
+
+
+def _gated_delta_net(part: GatedDeltaNet, size: _Size) -> Work:
+    """A chunked delta rule with gates."""
+    h = part.hidden
+    kw, vw = part.key_width, part.value_width
+    core = _delta_core(part.value_heads, part.key_dim, part.value_dim, part.chunk)
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, part.projection_width), Product(vw, h, "inner")),
+        core_flops=2 * size.tokens * core,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=vw,
+        inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
+        stash_stream_width=2 * h,
+        stash_inner_width=part.projection_width + vw,
+        state_bytes=2 * size.micro_batch_size * -(-size.seq // part.chunk) * vw * part.key_dim,
+        collectives=1,
+    )
+
+
+def _kimi_delta_attention(part: KimiDeltaAttention, size: _Size) -> Work:
+    """A chunked delta rule with a decay per channel."""
+    h = part.hidden
+    w, d = part.inner, part.head_dim
+    ranks = Product(h, 2 * d, ""), Product(d, 2 * w), Product(h, part.heads)
+    inner = 3 * w + 2 * w + part.heads
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, 3 * w), *ranks, Product(w, h, "inner")),
+        core_flops=2 * size.tokens * _delta_core(part.heads, d, d, part.chunk),
+        stream_width=2 * h + 2 * d,
+        quantized_stream_width=h + d,
+        quantized_inner_width=w,
+        inner_width=inner + 3 * w + 2 * w,
+        stash_stream_width=2 * h + 2 * d,
+        stash_inner_width=inner + w,
+        state_bytes=2 * size.micro_batch_size * -(-size.seq // part.chunk) * w * d,
+        collectives=1,
+    )
+
+
+def _lightning_attention(part: LightningAttention, size: _Size) -> Work:
+    """Linear attention in chunks."""
+    h = part.hidden
+    w = part.inner
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, 4 * w), Product(w, h, "inner")),
+        core_flops=2 * size.tokens * w * (min(size.seq, part.chunk) + 2 * part.head_dim),
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=w,
+        inner_width=4 * w + 2 * w,
+        stash_stream_width=2 * h,
+        stash_inner_width=4 * w + w,
+        collectives=1,
+    )
+
+
+def _mlp(part: Mlp, size: _Size) -> Work:
+    """A dense feed-forward."""
+    h = part.hidden
+    return Work(
+        tokens=size.tokens,
+        products=_two_layers(h, part.ffn, part.matrices),
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=part.ffn,
+        cheap_stream_width=h,
+        inner_width=part.matrices * part.ffn,
+        stash_stream_width=2 * h,
+        stash_inner_width=part.matrices * part.ffn,
+        collectives=1,
+    )
+
+
+def _moe(part: Moe, size: _Size) -> Work:
+    """Experts with their router."""
+    h = part.hidden
+    w = part.expert_width
+    routed = part.top_k * (2 * w + part.matrices * part.ffn)
+    shared = part.matrices * part.shared_ffn
+    latent = 2 * part.latent
+    products = [Product(h, part.experts, "", low_precision=False)]
+    products += _two_layers(w, part.ffn, part.matrices, rows=part.top_k, experts=part.experts)
+    if part.shared_ffn:
+        products += _two_layers(h, part.shared_ffn, part.matrices)
+    if part.latent:
+        products += [Product(h, part.latent, ""), Product(part.latent, h, "")]
+    return Work(
+        tokens=size.tokens,
+        products=tuple(products),
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
+        cheap_stream_width=h,
+        cheap_inner_width=part.top_k * (w + part.ffn),
+        inner_width=routed + shared + latent,
+        stash_stream_width=2 * h,
+        stash_inner_width=routed + shared + latent,
+        state_bytes=4 * size.tokens * part.experts,
+        routed_width=part.top_k * w,
+        collectives=1,
+    )
+
+
+def _mtp(part: Mtp, size: _Size) -> Work:
+    """The projection of (trunk, next token's embedding); its block is priced part by part."""
+    h = part.hidden
+    # Its own projection of (trunk, next token's embedding); its block is priced part by part.
+    return Work(
+        tokens=size.tokens,
+        products=(Product(2 * h, h),),
+        stream_width=4 * h,
+        quantized_stream_width=2 * h,
+        stash_stream_width=3 * h,
+        collectives=1,
+    )
+
+
+def _embedding(part: Embedding, size: _Size) -> Work:
+    """A table that is looked up."""
+    h = part.hidden
+    # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
+    # counted from F on: one boundary tensor too much before I.
+    return Work(tokens=size.tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
+
+
+def _head(part: Head, size: _Size) -> Work:
+    """Logits and their loss."""
+    h = part.hidden
+    n = part.predictions
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, part.vocab, rows=n, low_precision=False),),
+        stream_width=n * 2 * h,
+        # The logits; a fused cross-entropy writes their gradient over them.
+        inner_width=n * part.vocab,
+        stash_stream_width=n * h,
+        stash_inner_width=n * part.vocab,
+        collectives=0.5 * n,
+    )
 
 
 def _two_layers(width: int, ffn: int, matrices: int, rows: float = 1.0, experts: int = 0) -> tuple[Product, ...]:

@@ -22,9 +22,10 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan, Stage
 from octopipe.search.pairing.balance import Weights, balance
+from octopipe.search.pairing.desk import Slots, Structure
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, Layers, layers_of, price
-from octopipe.search.pairing.rhythm import APART_W, rhythm
-from octopipe.search.pairing.schedule import schedule
+from octopipe.search.pairing.rhythm import APART_W, Beat, rhythm
+from octopipe.search.pairing.schedule import Keys, schedule
 from octopipe.search.pairing.states import Drawing, State, full_rotation
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
@@ -224,15 +225,15 @@ class PairSearch:
         if structure is None:
             return math.inf
         keys = np.array(state.key_f), np.array(state.key_i)
-        size = self.num_ranks, self.num_micro_batches, self._out, self._lengths
-        numbers = np.array(state.numbers)
+        numbers, slots = np.array(state.numbers), Slots(self._out, self._lengths)
         if state.rotation:
             starts = state.starts(self.num_micro_batches)
-            ms = float(rhythm(*structure, *keys, starts, numbers, *size, self._over_by))
-            return ms * (1.0 + OVER * float(np.max(self._over_by / structure[-1])))
-        return float(schedule(*structure, *keys, np.array(state.flight, np.int64), numbers, *size))
+            ms = float(rhythm(structure, Beat(*keys, starts, numbers), self.num_micro_batches, slots, self._over_by))
+            return ms * (1.0 + OVER * float(np.max(self._over_by / structure.room)))
+        flight = np.array(state.flight, np.int64)
+        return float(schedule(structure, Keys(*keys, flight, numbers), self.num_micro_batches, slots))
 
-    def _structure(self, state: State) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.int64], Floats] | None:
+    def _structure(self, state: State) -> Structure | None:
         """Prices of a state's structure, found once while only keys change; None where its weights leave no room."""
         key = (tuple(state.bounds), tuple(state.rank), self._less.tobytes())
         if key not in self._known:
@@ -241,7 +242,7 @@ class PairSearch:
             self._known[key] = self._priced(state)
         return self._known[key]
 
-    def _priced(self, state: State) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.int64], Floats] | None:
+    def _priced(self, state: State) -> Structure | None:
         size, costs = len(state.rank), self.costs
         rank = np.array(state.rank, np.int64)
         bounds = np.array(state.bounds, np.int64)
@@ -263,7 +264,7 @@ class PairSearch:
             if rank[s] != rank[s + 1]:
                 hop_f[s] = costs.network.transfer_ms(int(rank[s]), int(rank[s + 1]), nbytes)
                 hop_i[s + 1] = costs.network.transfer_ms(int(rank[s + 1]), int(rank[s]), nbytes)
-        return own, together, hop_f, hop_i, rank, room
+        return Structure(own, together, hop_f, hop_i, rank, room)
 
     def _made(self, state: State) -> tuple[Plan, Timeline] | None:
         """The state's plan and its timeline; where it does not fit, scheduled again with as much less room as it was

@@ -18,7 +18,8 @@ from octopipe.search.tuner.core.anneal import (
     BEST_MS, BRED, DRAWN, HALT, HEAT, KNOWN, LIMIT_MS, MAY_RECOMPUTE, MOVES, NEAR_KNOWN, NUM_TASKS, NUM_VALUES, SCORE,
     STEP_MS, WORK_MS, walk,
 )  # fmt: skip
-from octopipe.search.tuner.core.decode import LAPS, NUM_KEYS
+from octopipe.search.tuner.core.decode import LAPS
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.core.problem import Problem, Scratch, make_scratch, make_structure
 from octopipe.search.tuner.settings import SETTINGS
 

@@ -13,6 +13,7 @@ from octopipe.costs.table import CostTable
 from octopipe.simulation.lowering import lower
 from octopipe.plans.plan import Plan
 from octopipe.simulation.simulator import jitter_ms, simulate
+from octopipe.search.tuner.mechanics import JITTER_RUNS
 from octopipe.search.tuner.settings import SETTINGS
 
 
@@ -20,7 +21,7 @@ def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
     """Mean step time over jittered times; the same seed gives every plan its own but repeatable draw. Reductions and
     the optimizer, which follow the pipeline, are not jittered: they add what they add without jitter."""
     program = lower(plan, costs)
-    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=SETTINGS.jitter_runs, seed=seed & 0x7FFFFFFF)
+    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=JITTER_RUNS, seed=seed & 0x7FFFFFFF)
     timeline = simulate(program, costs)
     return float(runs.mean()) + timeline.step_ms - timeline.makespan_ms
 
