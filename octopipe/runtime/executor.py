@@ -69,7 +69,7 @@ class Executor:
         self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
         moves = any(step.moves is not None for step in program.steps)
         if moves and cuda_graphs is not None:
-            raise OctoPipeError("CUDA graphs are not made of plans that offload activations; leave cuda_graphs out")
+            raise OctoPipeError("CUDA graphs do not support plans that offload activations; leave cuda_graphs out")
         self._device = recorder.device
         host = HostStore(self._device) if moves else None
         self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast, host)
