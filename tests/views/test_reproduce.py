@@ -125,9 +125,8 @@ def test_a_reason_explains_a_difference_as_far_as_its_change_mends_it() -> None:
     assert fitted.outcome == "fitted to it"
     order = Row.order("x", "x", "a", plain("b"), (False, False), why="said", test="t", trial=lambda: ("a", True))
     assert (order.test_value, order.outcome) == ("a", "explains it")
-    other = Row.order(
-        "x", "x", "a", plain("b"), (np.bool_(False), None), why="said", test="t", trial=lambda: ("b", False)
-    )  # type: ignore[arg-type]
+    of_numpy = (np.bool_(False), None)
+    other = Row.order("x", "x", "a", plain("b"), of_numpy, why="said", test="t", trial=lambda: ("b", False))  # type: ignore[arg-type]
     assert other.outcome == "does not explain it"
 
 
