@@ -30,6 +30,8 @@ def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitE
     missing = max(float(lack[rank]) / GIB, 0.0)
     most = f"about {missing:.1f} GiB" if missing > 0.05 else "a little memory"
     helps = ["more ranks (--pp)", "a larger --memory-gib", "a larger --tp", "shorter sequences (--seq)"]
+    if finite.any() and costs.host_link is not None and static / num_ranks < capacity[rank]:
+        helps.insert(0, "activations in host memory (tune --offload)")
     if not may_recompute and finite.any():
         helps.insert(0, "recomputation")
     return DoesNotFitError(

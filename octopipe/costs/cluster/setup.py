@@ -35,7 +35,7 @@ from octopipe.costs.cluster.fields import (
     asked,
     fields_of,
 )
-from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
+from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
 from octopipe.costs.cluster.setup_words import words_of
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
@@ -215,6 +215,11 @@ class Setup:
         None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of its link's"
     )
     """Every transfer takes this long, instead of the time of its link."""
+    host_gb_per_s: float | None = asked(
+        None, Number(), part="ranks", optional=True, words="GB/s between a GPU and host memory, in each direction",
+        unless_given="the GPU's",
+    )  # fmt: skip
+    """For offloaded activations; None: the rate of the GPU preset or of the profile."""
     gpus_per_node: int | None = asked(
         None, Whole(), part="hardware", of_a_model=True, optional=True,
         words="GPUs on the fast links of a node", unless_given="the preset's",
@@ -352,6 +357,11 @@ class Setup:
         held = experts // self.ep
         loads = [sum(self.imbalance[r * held : (r + 1) * held]) for r in range(self.ep)]
         return max(loads) * self.ep / sum(loads)
+
+    @property
+    def host_link(self) -> Link | None:
+        """The link to host memory that was given outright; otherwise the GPU's or the profile's holds."""
+        return None if self.host_gb_per_s is None else Link.of_bandwidth(self.host_gb_per_s, INTER_LATENCY_MS)
 
     def cluster(self) -> Cluster:
         """The GPUs and links this set-up lies on."""

@@ -34,6 +34,9 @@ _LIBRARIES = frozenset(
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
 )  # fmt: skip
 """Packages whose classes and functions keep nothing of a user's in their own namespaces."""
+NO_STATE = "octopipe_no_state"
+"""A class whose attribute of this name is true keeps nothing that belongs to a forward: its objects are not opened. For
+communicators, whose counters and buffers must go on from call to call and are never put back."""
 _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 """Where Python's own modules and installed packages are."""
 
@@ -136,7 +139,7 @@ class _Walk:
     def _object(self, value: Any, label: str) -> None:
         kind = type(value)
         package = kind.__module__.partition(".")[0]
-        if package in _LIBRARIES and package != "octopipe":
+        if (package in _LIBRARIES and package != "octopipe") or getattr(kind, NO_STATE, False):
             return
         self._note(value)
         self._class(kind, label)

@@ -117,6 +117,10 @@ class Stage:
         """
         return StageRun(self, inputs, then, seed, input_grad, not recompute, again=recompute, side=side)
 
+    def held(self) -> list[Tensor]:
+        """Parameters and buffers: what the stage has on its device whatever its forwards do."""
+        return [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
+
     def begin_step(self) -> None:
         """Look at what may have changed since the last step (the first forward of a step calls this)."""
         self._step_begun = True

@@ -322,7 +322,7 @@ class Search:
 
     def _allowed(self, plan: Plan) -> bool:
         """Is this plan of the kind that is searched?"""
-        if not self.copies and plan.replicas():
+        if plan.offloads or (not self.copies and plan.replicas()):
             return False
         return self.recompute or not any(stage.recompute for stage in plan.stages)
 
