@@ -51,7 +51,7 @@ class HostMoves(NamedTuple):
     """One way."""
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return int(self.forward.size)
 
 
@@ -168,7 +168,7 @@ def _in_order(ready: Floats, ms: Floats) -> Floats:
 
 def memory_times(moves: HostMoves, offsets: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
     """When each move gives the device's memory back and when it takes it again, given the times of all ops."""
-    down_end = np.empty(moves.count)
+    down_end = np.empty(moves.number)
     rank = np.searchsorted(offsets, moves.forward, side="right")
     for r in np.unique(rank):
         mine = np.flatnonzero(rank == r)
@@ -182,7 +182,7 @@ def memory_times(moves: HostMoves, offsets: Ints, start: Floats, end: Floats) ->
 
 def with_moves(preds: Ints, moves: HostMoves, offsets: Ints) -> Ints:
     """A rendezvous graph with the moves as further nodes: all downs, then all ups."""
-    count, nodes = moves.count, preds.shape[0]
+    count, nodes = moves.number, preds.shape[0]
     if count == 0:
         return preds
     down = nodes + np.arange(count, dtype=np.int32)
