@@ -64,6 +64,7 @@ class Unit:
         raise NotImplementedError
 
     def once(self, mark: Callable[[], None]) -> None:
+        self._split.take_over()
         mark()
         output, _ = self.forward()
         mark()
@@ -83,8 +84,10 @@ class Unit:
 
     def memory(self) -> dict[str, float]:
         """Bytes held from F to I and from I to W, parameters, their gradients, the output."""
+        self._split.take_over()
         parameters = list(self.module.parameters())
-        own = {t.untyped_storage().data_ptr() for t in (*parameters, *self.module.buffers())}
+        # Asked of the class: Megatron's DDP has a list of its own under the name `buffers`.
+        own = {t.untyped_storage().data_ptr() for t in (*parameters, *nn.Module.buffers(self.module))}
         held: dict[int, int] = {}
 
         def pack(t: Tensor) -> Tensor:

@@ -33,6 +33,12 @@ class Split:
         self.engine: list[Any] = [m for m in _with_own_queue(chunk) if not any(m is x for x in self.local)]
         """Transformer Engine's modules that put weight gradients off by themselves, oldest first out."""
 
+    def take_over(self) -> None:
+        """From now on the products of these layers come to this split. A layer answers to one at a time: the last that
+        was made, unless another takes over (a layer measured alone, beside the chunk it is part of)."""
+        for linear in self.local:
+            linear.__dict__["_octopipe_split"][0] = self  # type: ignore[index]
+
     def weight(self, queue: WeightQueue) -> None:
         """W of the micro-batch that owns the queue (Transformer Engine: of the oldest one that waits)."""
         queue.run()

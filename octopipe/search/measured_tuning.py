@@ -49,6 +49,10 @@ class Ran:
     """Median time of every op, in the plan's own numbering."""
     gap_ms: float
     """Between two ops of a rank of which the second waits for nothing: the median."""
+    start_ms: Floats | None = None
+    """When every op of the middle step started, where that is known."""
+    host_us: float = 0.0
+    """What the host took to issue an op: the median on the first rank."""
     peak_gib: tuple[float, ...] = ()
 
     @property
@@ -124,6 +128,7 @@ class Outcome:
                     "measured_ms": r.ran.step_ms,
                     "error": r.error,
                     "steps_ms": list(r.ran.steps_ms),
+                    "host_us_per_op": r.ran.host_us,
                     "peak_gib": list(r.ran.peak_gib),
                 }
                 for r in self.rows
@@ -156,12 +161,14 @@ def tune_measured(
     rounds: int = 3,
     budget_s: float = 300.0,
     tolerance: float = TOLERANCE,
+    fitted: Callable[[Plan], Plan] = lambda plan: plan,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Run the published systems, then tune, run and correct, up to `rounds` times or until the budget ends.
 
     `kinds`: what every layer is, in words; layers of one kind are corrected together (default: by their symbols).
-    `budget_s` bounds the whole: a new round begins only where the longest one so far still fits.
+    `budget_s` bounds the whole: a new round begins only where the longest one so far still fits. `fitted`: every plan
+    as the runtime takes it (its ranks named otherwise, say); a system whose plan it refuses is skipped.
     """
     costs = profile.costs
     kinds = tuple(kinds) or tuple(costs.symbols)
@@ -187,7 +194,7 @@ def tune_measured(
 
     for system in systems:
         try:
-            plan = build_plan(system, costs, num_ranks, num_micro_batches)
+            plan = fitted(build_plan(system, costs, num_ranks, num_micro_batches))
         except OctoPipeError as error:
             skipped.append(f"{system}: {error}")
             continue
@@ -203,7 +210,7 @@ def tune_measured(
         tuned = []
         for twice in copies:
             tell(f"round {number}: tuning{' with copies' if twice else ''}")
-            plan = search(now.costs, twice)
+            plan = fitted(search(now.costs, twice))
             known = next((r for r in rows if r.plan.orders == plan.orders and r.plan.stages == plan.stages), None)
             name = f"tuned {number}{' with copies' if twice else ''}"
             tuned.append(known or measure(name, number, plan))

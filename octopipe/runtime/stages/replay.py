@@ -162,6 +162,16 @@ class Replay:
         """Inputs that forwards change in place."""
         self.elsewhere: Callable[[Snapshot, list[Box]], None] | None = None
         """Looks at what a forward has changed, for values that would leave the stage that way (`crossing.py`)."""
+        self._restless = False
+
+    def observe(self) -> None:
+        """From now on `restless` speaks of the forwards that follow."""
+        self._restless = False
+
+    def restless(self) -> bool:
+        """Whether a forward since `observe` changed a place that forwards are known to change. A cache that was filled
+        once and is only read since (tables of positions, say) has come to rest."""
+        return self._restless
 
     def moving(self) -> bool:
         """Whether forwards are known to change anything besides their outputs."""
@@ -238,6 +248,7 @@ class Replay:
         changed = [box for box, _ in snapshot.changes()]
         for box in changed:
             self._watch.setdefault(key_of(box), box)
+        self._restless = self._restless or bool(moved or changed)
         if changed and start.checking and self.elsewhere is not None:
             self.elsewhere(snapshot, changed)
         return self._kept(start, moved)
