@@ -14,6 +14,7 @@ should not compete for what such GPUs do not share, the card's power and its mem
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from user_setups import SETUPS
 
 from octopipe.costs.profile_file import Profile
@@ -45,6 +47,10 @@ def task(seat: Any, args: argparse.Namespace) -> None:
         measure = _megatron if SETUPS[name].megatron else _ours
         profile, outcome, about = measure(name, world, args, seat.tell)
         seconds = time.perf_counter() - began
+        gc.collect()
+        torch.compiler.reset()  # shapes of the next set-up are its own, not variants of these
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
         if world.rank == 0:
             _write(name, profile, outcome, {**about, "seconds": round(seconds, 1), "ranks": world.size}, args)
         seat.tell(f"{name}: {seconds:.0f} s, {outcome.best.name} {outcome.best.ran.step_ms:.1f} ms")
@@ -71,7 +77,7 @@ def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str],
         graphs=cuda and not args.calls,
     )
     tell(f"{name}: profile")
-    profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0, levels=(1, 2, 3))
+    profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)
     job = MeasuredTuneJob(
         work=work,
         profile=profile,
@@ -80,6 +86,7 @@ def _ours(name: str, world: Any, args: argparse.Namespace, tell: Callable[[str],
         budget_s=args.budget,
         rounds=args.rounds,
         steps=args.steps,
+        copies=(False, True) if args.copies else (False,),
     )
     outcome = tune_on_ranks(world, job, tell=tell)
     layer_ms = {kind: profile.costs.layer_ms[i] for i, kind in enumerate(work.kinds)}
@@ -98,7 +105,7 @@ def _megatron(name: str, world: Any, args: argparse.Namespace, tell: Callable[[s
     if args.small:
         sizes = chunks.Chunks(
             pattern=setup.megatron[:8], width=64, heads=2, ffn=128, vocab=256, tokens=32, device=args.device,
-            mamba_heads=4, mamba_head_dim=16, mamba_state=16,
+            mamba_heads=4, mamba_head_dim=16, mamba_state=16, mamba_groups=1,
         )  # fmt: skip
     else:
         sizes = chunks.Chunks(
@@ -120,7 +127,8 @@ def _megatron(name: str, world: Any, args: argparse.Namespace, tell: Callable[[s
     plan = build_plan("1f1b", CostTable.uniform(num_layers=sizes.num_layers), world.size, count)
     tell(f"{name}: profile")
     built = sizes.build(plan)
-    profile = megatron.profile(built, data_iterator=iter(batches), plan=plan, name=name, repeats=args.repeats, **usual)
+    more = {"plan": plan, "name": name, "repeats": args.repeats, "state_bytes_per_parameter": 0.0}
+    profile = megatron.profile(built, data_iterator=iter(batches), **more, **usual)
     del built
     outcome = megatron.tune_measured(
         profile,
@@ -212,7 +220,8 @@ def tables(paths: list[str]) -> str:
         gains.append(gain)
         arrived.append(gain / promise)
         memories += off
-        host = f"{np.median([r['host_us_per_op'] for r in rows]):.0f} µs"
+        hosts = [r["host_us_per_op"][0] for r in rows if r["host_us_per_op"]]
+        host = f"{np.median(hosts):.0f} µs" if hosts else ""
         memory = f"{100 * np.mean(off):.1f} %" if off else ""
         lines.append(f"| {run['setup']} | {' | '.join(cells)} | {gain:.2f} | {promise:.2f} | {memory} | {host} |")
     if not gains:
@@ -239,6 +248,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16-main-fp32")
     parser.add_argument("--share", type=float, default=12.5, help="of the multiprocessors, per rank, in percent")
     parser.add_argument("--calls", action="store_true", help="call by call instead of CUDA graphs")
+    parser.add_argument("--copies", action="store_true", help="also tuned plans that hold layers twice")
     parser.add_argument("--deadline", type=float, default=1e6, help="start no set-up after so many seconds")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, to try it on a CPU")
@@ -255,9 +265,10 @@ def main() -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     args.until, args.started = time.time() + args.deadline, False
     asked = args.setups.split(",")
-    # Megatron-Core changes its process (on a CPU even torch): its set-ups have ranks of their own.
-    for kind in (False, True):
-        left = [name for name in asked if bool(SETUPS[name].megatron) is kind]
+    # On a CPU Megatron-Core needs changes of torch itself: there its set-ups have ranks of their own.
+    kinds = (False, True) if args.device == "cpu" else (None,)
+    for kind in kinds:
+        left = [name for name in asked if kind is None or bool(SETUPS[name].megatron) is kind]
         while left:
             args.names = left
             heard: list[str] = []

@@ -39,6 +39,7 @@ class Chunks:
     mamba_heads: int = 64
     mamba_head_dim: int = 64
     mamba_state: int = 128
+    mamba_groups: int = 8
 
     @property
     def hybrid(self) -> bool:
@@ -260,7 +261,7 @@ def _mixer_class() -> type:
                 heads=sizes.mamba_heads,
                 head_dim=sizes.mamba_head_dim,
                 state=sizes.mamba_state,
-                groups=1,
+                groups=sizes.mamba_groups,
             )
             self._mix = _mix(sizes.device)
             usual = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True}

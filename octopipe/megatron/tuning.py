@@ -16,7 +16,6 @@ depend on Megatron's own virtual size; `octopipe.megatron.build_chunks` inside i
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -126,7 +125,6 @@ def _run(
     cuda = device.type == "cuda"
     step = forward_backward_func(plan, costs=profile.costs, transport=transport, timeout_s=timeout_s, record=True)
     timelines: list[Timeline] = []
-    host_us: list[float] = []
     peak = 0.0
     try:
         for k in range(WARM_UP_STEPS + steps):
@@ -135,13 +133,10 @@ def _run(
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
             world.gather(None)
-            began = time.perf_counter()
             step(**arguments(chunks))
-            issued_us = 1e6 * (time.perf_counter() - began)
             timeline = step.timeline()  # type: ignore[attr-defined]
             if k >= WARM_UP_STEPS:
                 timelines.append(timeline)
-                host_us.append(issued_us / max(1, len(plan.orders[world.rank])))
                 peak = max(peak, float(torch.cuda.max_memory_allocated(device)) if cuda else 0.0)
     finally:
         step.close()  # type: ignore[attr-defined]
@@ -149,7 +144,7 @@ def _run(
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    return ran(timelines, host_us, world.gather(peak) if cuda else ())
+    return ran(timelines, peak_bytes=world.gather(peak) if cuda else ())
 
 
 def _clear_gradients(chunks: Sequence[Any]) -> None:

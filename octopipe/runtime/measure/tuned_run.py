@@ -121,7 +121,7 @@ def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes
         op_ms=np.median([t.spans.end_ms - t.spans.start_ms for t in timelines], axis=0),
         start_ms=middle.spans.start_ms,
         gap_ms=max(0.0, float(np.median(gaps or [0.0]))),
-        host_us=float(np.median(host_us)) if len(host_us) else 0.0,
+        host_us=tuple(float(x) for x in np.percentile(host_us, (10, 50, 90))) if len(host_us) else (),
         peak_gib=tuple(b / (1 << 30) for b in peak_bytes),
     )
 
