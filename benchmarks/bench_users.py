@@ -50,6 +50,8 @@ def task(seat: Any, args: argparse.Namespace) -> None:
         gc.collect()
         torch.compiler.reset()  # shapes of the next set-up are its own, not variants of these
         if args.device == "cuda":
+            # Made anew, and so counted, by the next set-up's profile, as in a process of its own.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
         if world.rank == 0:
             _write(name, profile, outcome, {**about, "seconds": round(seconds, 1), "ranks": world.size}, args)

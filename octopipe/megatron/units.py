@@ -76,6 +76,10 @@ class Unit:
         self._split.weight(queue)
         mark()
 
+    def let_go(self) -> None:
+        """The layers are Megatron's own again."""
+        self._split.let_go()
+
     def _backward(self, output: Tensor) -> None:
         if output.requires_grad:
             if self._slope is None or self._slope.shape != output.shape:
@@ -151,6 +155,22 @@ class Chunk(Unit):
     def forward(self) -> tuple[Tensor, Tensor | None]:
         value = None if self.first else self._step.hidden_states(_device(self._inner))
         return self._step(self.module, self._index, value, last=self.last), value
+
+
+class WholeBackward:
+    """A chunk with F and B as plans without I and W run them: Megatron's own products, which no split has."""
+
+    def __init__(self, chunk: Chunk):
+        self._chunk = chunk
+
+    def once(self, mark: Callable[[], None]) -> None:
+        mark()
+        output, _ = self._chunk.forward()
+        mark()
+        self._chunk._backward(output)
+        del output
+        mark()
+        mark()
 
 
 class End(Chunk):

@@ -480,9 +480,9 @@ def test_a_profile_of_chunks_knows_the_whole_model(kind, virtual, four):
     assert megatron.for_megatron(plan).num_layers == LAYERS
 
 
-def profile_between_steps(world):
+def profile_between_steps(world, system):
     """Whether a step after a profile gives the gradients of one before it."""
-    plan = megatron.for_megatron(_system("zb-h1", 2))
+    plan = megatron.for_megatron(_system(system, 2))
     mm.start(2, embedding_ranks=megatron.embedding_ranks(plan))
     config = mm.gpt_config(2, None, megatron.placement(plan))
     chunks = megatron.build_chunks(plan, lambda pre_process, post_process: mm.gpt(
@@ -501,8 +501,10 @@ def profile_between_steps(world):
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_profile_between_two_steps_changes_no_gradient(four):
-    assert all(_run(four, profile_between_steps))
+@pytest.mark.parametrize("system", ["zb-h1", "1f1b"])
+def test_a_profile_between_two_steps_changes_no_gradient(system, four):
+    """Where the plan splits backward, the drop-in has its layers again; where it does not, Megatron has."""
+    assert all(_run(four, profile_between_steps, system))
 
 
 def test_a_profile_of_chunks_under_megatrons_ddp(four):
