@@ -246,7 +246,7 @@ def planned(path: Path, number: int, budget_s: float = 30.0) -> list[dict[str, A
     for wanted in PLANNED[:number]:
         row = next(r for r in read_rows(path) if r.name.startswith(wanted + " "))
         setup = row.setup
-        base = replace(setup, tp=1, cp=1, ep=1, pp=1, dp=1, micro_batch_size=1, micro_batches=None, zero=1)
+        base = replace(setup, tp=1, cp=1, ep=1, etp=None, pp=1, dp=1, micro_batch_size=1, micro_batches=None, zero=1)
         split = {"tp": setup.tp, "cp": setup.cp, "ep": setup.ep, "pp": setup.pp, "vp": row.chunks, "zero": setup.zero}
         began = time.monotonic(), time.process_time()
         found = search(

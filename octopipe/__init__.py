@@ -1,4 +1,4 @@
-"""OctoPipe: decide together which layers form a stage, which rank holds it and in which order ranks work.
+"""OctoPipe: jointly decide which layers form a stage, which rank holds it, and in which order every rank runs its ops.
 
     import octopipe
 
@@ -6,8 +6,8 @@
     result.plan.save("plan.json")
     octopipe.simulate("plan.json")
 
-Public names load on first use, so that `import octopipe` costs nothing and torch is never imported unless a name
-that trains is asked for. Adapters to other frameworks are modules: `octopipe.huggingface`, `octopipe.torchtitan`, ...
+Public names are loaded on first use, so `import octopipe` is cheap, and torch is imported only by names that train.
+Adapters to other frameworks are modules: `octopipe.huggingface`, `octopipe.torchtitan`, ...
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The functions of the package's face: each takes a model by name, by file or as costs.
+"""The public functions of the package; each takes a model by name, as a file or as costs.
 
-Knows: how what a user names (a preset, a config.json, a file of times, a profile, a CostTable; a system, a plan file,
-a Plan) becomes costs and a plan, and that every plan made here carries what it was made for. Does not know: how
-plans are built, timed or found (systems/, simulator.py, tuner/).
+Knows: how a user's arguments (a preset, a config.json, a file of times, a profile, a CostTable; a system, a plan file,
+a Plan) become costs and a plan, and that every plan made here stores what it was made for. Does not know: how plans
+are built, timed or found (systems/, simulator.py, tuner/).
 
     plan = octopipe.build_plan("zb-h1", "nemotron-h-8b", 4, 8, tp=2)
     octopipe.simulate(plan).step_ms                   # the plan knows its set-up
@@ -19,8 +19,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from octopipe.base.clock import seconds_of
 from octopipe.base.errors import MAX_MICRO_BATCHES, OctoPipeError
-from octopipe.costs.cluster.setup import Setup, keyword_fields, keywords
+from octopipe.costs.cluster.asking import keyword_fields, keywords
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
@@ -40,19 +42,19 @@ if TYPE_CHECKING:
     from octopipe.search.tuner import Method, TuneResult
 
 SETUP = "setup"
-"""Where a plan and a timeline carry their set-up as every verb prints it."""
+"""Key under which a plan and a timeline store their set-up in the form that every command prints."""
 BUDGET_S = 30.0
-"""How long `tune` searches unless told otherwise."""
+"""Default search time of `tune`."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Model = str | os.PathLike[str] | ModelSpec | CostTable
 """A preset's name, the path of a config.json, a file of layer times or a profile, a ModelSpec, or costs."""
 
 
 def _spelled_out(**defaults: Any) -> Callable[[_Function], _Function]:
-    """Shows the set-up's keywords behind a function's `**` one by one in `help()` and in a notebook's completion.
+    """Lists the set-up's keywords, which a function takes as `**`, in `help()` and in a notebook's completion.
 
-    A default of None means that the value follows from the model, the GPU or the others. `defaults`: those that differ
-    from the set-up's own."""
+    A default of None means that the value is derived from the model, the GPU or other keywords. `defaults`: those that
+    differ from the defaults of `Setup`."""
 
     def shown(function: _Function) -> _Function:
         own = inspect.signature(function)
@@ -81,19 +83,22 @@ def build_plan(
     num_micro_batches: int | None = None,
     *,
     split_backward: bool | None = None,
+    chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Plan:
     """The plan of a published system (`octopipe systems` lists them) for a model on `num_ranks` ranks.
 
-    `num_micro_batches` left out: twice the ranks. `split_backward=True` splits B into I and W where the system does
-    not. `options` are the system's own: {"chunks": 2}.
+    `num_micro_batches` defaults to twice the number of ranks. `split_backward=True` splits B into I and W for systems
+    that do not. `chunks` is the number of stages per rank of systems with several; further `options` are specific to
+    the system (`octopipe systems`).
     """
     from octopipe.search.systems.registry import build_plan as build
 
     count = _micro_batches(num_ranks, num_micro_batches)
     costs, known = _costs(model, num_ranks, count, setup)
-    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **(options or {})), known)
+    own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
+    return _carrying(build(system, costs, num_ranks, count, split_backward=split_backward, **own), known)
 
 
 @_spelled_out()
@@ -107,13 +112,14 @@ def simulate(
     label: str = "",
     check: bool = True,
     split_backward: bool | None = None,
+    chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     **setup: Unpack[SetupKeywords],
 ) -> Timeline:
     """The predicted timeline of a plan, a program, a plan file, or a system by name.
 
-    A plan made by this package knows its set-up: `model` may be left out then. A system needs `model` and
-    `num_ranks`; `num_micro_batches`, `split_backward` and `options` are its, as in `build_plan`.
+    A plan made by this package stores its set-up, so `model` may be omitted. A system needs `model` and `num_ranks`;
+    `num_micro_batches`, `split_backward`, `chunks` and `options` apply to systems, as in `build_plan`.
     """
     from octopipe.simulation.simulator import simulate as run
 
@@ -121,12 +127,11 @@ def simulate(
         if model is None or num_ranks is None:
             raise OctoPipeError(f"simulate({str(plan)[:60]!r}): a system needs a model and a number of ranks")
         costs, named = _costs(model, num_ranks, _micro_batches(num_ranks, num_micro_batches), setup)
-        built = build_plan(
-            str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=options
-        )
+        own = dict(options or {}) | ({} if chunks is None else {"chunks": chunks})
+        built = build_plan(str(plan), costs, num_ranks, num_micro_batches, split_backward=split_backward, options=own)
         return _of(run(built, costs, channel=channel, label=label, check=check), named)
-    if split_backward is not None or options:
-        raise OctoPipeError("a plan is decided already; leave split_backward and options out, or name a system")
+    if split_backward is not None or options or chunks is not None:
+        raise OctoPipeError("a plan is decided already; leave split_backward, chunks and options out, or name a system")
     given = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     inner = given.plan if isinstance(given, Program) else given
     for name, asked in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
@@ -148,7 +153,7 @@ def tune(
     num_ranks: int,
     num_micro_batches: int | None = None,
     *,
-    budget_s: float = BUDGET_S,
+    budget_s: float | str = BUDGET_S,
     seed: int = 0,
     method: Method = "best",
     start: Plan | str | os.PathLike[str] | None = None,
@@ -158,14 +163,16 @@ def tune(
     progress: Callback | None = None,
     copies: bool | None = None,
     cut_head: bool = False,
+    offload: bool = False,
     phases: Sequence[str] = ("partition", "placement", "schedule"),
     target: Literal["octopipe", "torch", "megatron"] = "octopipe",
     **setup: Unpack[SetupKeywords],
 ) -> TuneResult:
     """The fastest plan found for a model within `budget_s` seconds; it always fits in memory.
 
-    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") takes that decision from the
-    search. The result's plan carries the set-up or the costs it was found for. `budget` is another word for `budget_s`.
+    `start` may be a plan or a plan file. `recompute="none"` (or "full", "selective") fixes that decision instead of
+    searching it. The plan of the result stores the set-up or the costs it was found for. `budget` is an alias of
+    `budget_s`.
     """
     from octopipe.search.tuner import tune as search
 
@@ -174,6 +181,7 @@ def tune(
         if budget_s != BUDGET_S:
             raise OctoPipeError("budget_s and budget are the same keyword; give one of them")
         budget_s = asked.pop("budget")
+    budget_s = seconds_of(budget_s)
     # "auto": the search decides. Other words are the set-up's; True and False are those of the search itself.
     recompute: Any = asked.pop("recompute", "auto")
     if recompute not in ("auto", "none", True, False):
@@ -194,6 +202,7 @@ def tune(
         progress=progress,
         copies=copies,
         cut_head=cut_head,
+        offload=offload,
         phases=phases,
         target=target,
         recompute=recompute in ("auto", True),
@@ -259,8 +268,8 @@ class _PriceOf:
 def _costs(
     model: Model, num_ranks: int, num_micro_batches: int, setup: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[CostTable, dict[str, Any]]:
-    """The costs behind `model`, and what a plan made with them has to carry. `others`: keywords that the caller has
-    beside the set-up's, for an error that names the nearest."""
+    """The costs of `model`, and what a plan made with them must store. `others`: the caller's keywords besides those of
+    the set-up, used to suggest the closest one in an error."""
     setup = keywords(setup, others=others)
     if isinstance(model, CostTable):
         if setup:
@@ -276,12 +285,12 @@ def _costs(
 
 
 def _words_of(function: Callable[..., Any]) -> list[str]:
-    """The keywords that a function is shown to have."""
+    """The keywords in a function's displayed signature."""
     return list(inspect.signature(function).parameters)
 
 
 def _facts(costs: CostTable) -> dict[str, Any]:
-    """The set-up of the costs in words and numbers, where it is known."""
+    """The set-up of the costs as text and numbers, if it is known."""
     return {} if costs.setup is None else {SETUP: costs.setup.as_dict()}
 
 
@@ -292,7 +301,7 @@ def _of(timeline: Timeline, known: Mapping[str, Any]) -> Timeline:
 
 
 def _carrying(plan: Plan, known: Mapping[str, Any]) -> Plan:
-    """The plan with what it was made for, and nothing that another hand had put there."""
+    """The plan with what it was made for, replacing any such entries from elsewhere."""
     extra = {k: v for k, v in plan.extra.items() if k not in (SETTING, COST_TABLE, SETUP, MODE)}
     return replace(plan, extra=extra | dict(known))
 

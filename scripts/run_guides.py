@@ -29,6 +29,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,8 @@ class Runner:
 
     def page(self, page: str) -> Iterator[Outcome]:
         folder = self.work / page.replace("/", "-").removesuffix(".md")
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         for number, block in enumerate(blocks(page, self.checkout)):
             yield from self._block(block, number, folder)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octopipe.costs.cluster.setup import keyword_fields
+from octopipe.costs.cluster.asking import keyword_fields
 
 FILE = Path(__file__).resolve().parents[1] / "octopipe" / "costs" / "cluster" / "keywords.py"
 HEAD = '''"""The keywords of the set-up as type checkers see them.
@@ -26,7 +26,7 @@ from typing import TypedDict
 
 
 class SetupKeywords(TypedDict, total=False):
-    """What surrounds a model that is named."""
+    """The keywords of the set-up."""
 
 '''
 

@@ -1,1 +1,1 @@
-"""What every room uses: errors, limits, files, display, graphs, compiled kernels."""
+"""What all packages use: errors, limits, files, display, graphs, compiled kernels."""

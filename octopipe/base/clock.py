@@ -1,16 +1,36 @@
-"""When this process began, for budgets that count from a command's start and not from the first line of ours.
+"""The start time of this process, for budgets that count from the start of a command, and lengths of time in words.
 
-Knows: what Linux tells about a process. Does not know: budgets. Where the system does not tell, the process begins when
-this module is first imported.
+Knows: how Linux reports the start of a process, and how people write a length of time. Does not know: budgets. On other
+systems, the time at which this module is first imported is used.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from functools import cache
 
+from octopipe.base.errors import OctoPipeError
+
 _IMPORTED = time.monotonic()
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
+
+
+def seconds_of(given: float | str) -> float:
+    """A length of time in seconds, given as a number or in words.
+
+    >>> seconds_of(10), seconds_of("2m"), seconds_of("500ms")
+    (10.0, 120.0, 0.5)
+    """
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|min|m|h|)\s*", given.lower())
+        value = float(match[1]) * _UNITS[match[2]] if match else math.nan
+        if not 0 < value <= 1e7:
+            raise OctoPipeError(f"{given[:40]!r} is not a time; write 30s, 2m or 1h")
+        return value
+    return float(given)
 
 
 @cache

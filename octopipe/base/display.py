@@ -1,7 +1,7 @@
-"""How records show themselves: one line in a shell, a picture in a notebook.
+"""How records are displayed: one line in a shell, a picture in a notebook, times in one unit.
 
-Knows: that a picture is drawn by whoever registered for it. Does not know: any record, or how pictures are drawn;
-the package registers `report/notebook.py`, so that no room has to import the report.
+Knows: that a registered function draws the picture, and how a time is written. Does not know: any record, or how
+pictures are drawn; the package registers `report/notebook.py`, so that no lower package has to import the report.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ _draw: list[Draw] = []
 
 
 def draw_with(draw: Draw) -> None:
-    """Register what turns a plan or a timeline into HTML; the last one registered counts."""
+    """Register the function that turns a plan or a timeline into HTML; the last registration is used."""
     _draw[:] = [draw]
 
 
 def html_of(what: object) -> str | None:
-    """The picture of a record; None (so that a notebook shows its `repr`) where nobody draws."""
+    """The picture of a record, or None (so that a notebook shows its `repr`) if no function is registered."""
     return _draw[0](what) if _draw else None
+
+
+def milliseconds(value: float) -> str:
+    """A time as every verb and page writes it: always in ms, four digits or more.
+
+    >>> milliseconds(1074.04), milliseconds(14.199), milliseconds(0.1234)
+    ('1074.0 ms', '14.20 ms', '0.123 ms')
+    """
+    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
+    return f"{value:.{digits}f} ms"
 
 
 def one_line(kind: str, *facts: str) -> str:

@@ -1,7 +1,7 @@
-"""The one exception a user's mistake raises.
+"""The exceptions that users see.
 
-Knows: how an error line reads (the thing, the place, the mend) and that the command line turns it into
-exit code 2 (3: does not fit in memory). Does not know: what can go wrong; every room words its own errors.
+Knows: the form of an error message (the thing, the place, the remedy) and that the command line turns it into exit
+code 2 (3: does not fit in memory). Does not know: what can go wrong; every package writes its own messages.
 """
 
 MAX_MICRO_BATCHES = 1 << 16
@@ -9,7 +9,7 @@ MAX_MICRO_BATCHES = 1 << 16
 
 
 class OctoPipeError(Exception):
-    """Bad input: one line that names the thing, the place and the mend; never a traceback for the user."""
+    """Bad input: one line that names the thing, the place and the remedy; never a traceback for the user."""
 
 
 class PlanError(OctoPipeError):
@@ -22,7 +22,7 @@ class PlanError(OctoPipeError):
 
 
 class DeadlockError(OctoPipeError):
-    """Orders that wait for each other in a circle; `cycle` lists the operations of one such circle."""
+    """Orders that wait for each other in a cycle; `cycle` lists the operations of one such cycle."""
 
     def __init__(self, message: str, cycle: tuple[str, ...]):
         self.cycle = cycle
@@ -38,8 +38,8 @@ class NotApplicableError(OctoPipeError):
 
 
 class StoppedError(OctoPipeError):
-    """A search was asked to stop before it had found anything that it could hand over."""
+    """A search was stopped before it had found anything to return."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C stops in good order stops so too."""
+    """SIGTERM, raised as an exception so that it ends a command in the same way as Ctrl-C."""

@@ -1,9 +1,10 @@
-"""Files that users hand over or ask for: read whole, written whole, or one clear line about what is wrong.
+"""Files that users pass or request: read completely, written atomically, or rejected with a one-line error.
 
-Knows: every way a path, a file or a JSON text can be bad. Does not know: what the object means.
+Knows: every way in which a path, a file or a JSON text can be invalid. Does not know: what the object means.
 
-A JSON object that names a key twice is refused: decoders keep one of the two in silence. A file is written beside its
-target and renamed over it, only ever over a regular file; a symbolic link stays and what it points at is replaced.
+A JSON object with a duplicate key is rejected, because decoders silently keep one of the two values. A file is written
+next to its target and renamed over it, and only a regular file is ever replaced; for a symbolic link, the file it
+points to is replaced.
 
 >>> kind_of([1]), kind_of(None), kind_of(1.5)
 ('list', 'null', 'number')
@@ -28,19 +29,19 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """A path as it stands in an error line: always one printable line."""
+    """A path as shown in an error message: always one printable line."""
     text = str(path)
     text = text if len(text) <= 200 else text[:200] + "..."
     return text if text.isprintable() else repr(text)
 
 
 def stem_of(path: str | os.PathLike[str]) -> str:
-    """What a thing read from this file is called: letters only, even where the file's name is no text."""
+    """The name of an object read from this file; printable even if the file's name is not valid text."""
     return letters(Path(path).stem)
 
 
 def letters(text: str) -> str:
-    """The text with bytes that are none (in a file's name, say) written out: every output can show it.
+    """The text with undecodable bytes (for example, in a file name) escaped, so that every output can show it.
 
     >>> letters("a" + chr(0xdcff))
     'a\\\\udcff'
@@ -77,7 +78,7 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int = MAX_FILE_BYTES
 
 
 def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES) -> object:
-    """The value in a JSON text: no key twice in an object, no more values than the cap."""
+    """The value of a JSON text; duplicate keys and more values than the limit are errors."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     values = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
     if values > most_values:
@@ -98,7 +99,7 @@ def decode_json(data: bytes | str, where: str, *, most_values: int = MAX_VALUES)
 
 
 def check_format(tag: object, known: str, where: str) -> None:
-    """Raise unless `tag` is the format that this version reads; a newer version of it says so."""
+    """Raise unless `tag` is a format that this version reads; the error for a newer version says so."""
     if tag == known:
         return
     family = known.split("/")[0]
@@ -147,10 +148,10 @@ def _twice(raw: bytes) -> str:
     try:
         json.loads(raw, object_pairs_hook=_once)
     except _TwiceError as error:
-        return f"the key {brief(error.args[0])} stands twice in one object"
+        return f"the key {brief(error.args[0])} appears twice in one object"
     except (ValueError, RecursionError):
         pass
-    return "a key stands twice in one object"
+    return "a key appears twice in one object"
 
 
 def _lenient(raw: bytes, where: str) -> object:
@@ -165,7 +166,7 @@ def _lenient(raw: bytes, where: str) -> object:
         return value
     except _TwiceError as error:
         raise OctoPipeError(
-            f"{where}: the key {brief(error.args[0])} stands twice in one object; keep one of the two"
+            f"{where}: the key {brief(error.args[0])} appears twice in one object; keep one of the two"
         ) from None
     except (ValueError, RecursionError):
         return None
@@ -175,7 +176,7 @@ def _lenient(raw: bytes, where: str) -> object:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """The file that writing to `path` would create or replace: links followed, a regular file or nothing yet."""
+    """The file that writing to `path` would create or replace, links resolved: a regular file, or nothing yet."""
     name = shown(path)
     try:
         if _through_a_device(path):
@@ -193,7 +194,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 
 def _through_a_device(path: str | os.PathLike[str]) -> bool:
-    """Does the path, or a link it leads through, lie where devices and open files have their names?"""
+    """Whether the path, or a link on it, is in a folder of devices or open files (/dev, /proc, /sys)."""
     at = os.path.abspath(path)
     for _ in range(40):  # as many links as the kernel follows
         if at.startswith(("/dev/", "/proc/", "/sys/")) and not at.startswith("/dev/shm/"):
@@ -227,7 +228,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def plain(value: object) -> object:
-    """What JSON cannot say by itself: numpy numbers and arrays as plain numbers and lists, paths as text."""
+    """Values that JSON cannot encode directly: numpy numbers and arrays as numbers and lists, paths as text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
@@ -245,7 +246,7 @@ def kind_of(value: object) -> str:
 
 
 def brief(value: object) -> str:
-    """A value in an error line: short, even where it is a number of a thousand digits."""
+    """A value as shown in an error message: short, even if it is a number with a thousand digits."""
     if isinstance(value, int) and abs(value) > 10**20:
         return "a huge number"
     try:

@@ -1,9 +1,9 @@
-"""The most that is taken of anything: every cap in one place, and the one line that names the number and the cap.
+"""Upper limits on sizes: every limit in one place, and the error message that states the number and the limit.
 
-Knows: how much a file or a caller may ask for before memory is taken for it. Does not know: what the things are.
+Knows: how much a file or a caller may request before memory is allocated for it. Does not know: what is being limited.
 
-The caps lie far above what is run (8,192 pipeline ranks with 128 micro-batches and a split backward pass have
-3,145,728 ops) and low enough that a plan at any of them is checked and priced in some GiB and minutes.
+The limits are far above what is used in practice (8,192 pipeline ranks with 128 micro-batches and a split backward pass
+have 3,145,728 ops) and low enough that a plan at any limit is checked and priced within a few GiB and minutes.
 
 >>> finite(10**400), finite(True), finite("1"), finite(2)
 (None, None, None, 2.0)
@@ -84,10 +84,10 @@ def over(what: str, number: int, cap: int) -> list[str]:
     """The line about a count above its cap, or nothing.
 
     >>> over("ranks", 10**9, MAX_RANKS)
-    ['1000000000 ranks; at most 16384 are taken']
+    ['1000000000 ranks; at most 16384 are allowed']
     """
     shown = number if abs(number) < 10**20 else "more than 10^20"
-    return [f"{shown} {what}; at most {cap} are taken"] if number > cap else []
+    return [f"{shown} {what}; at most {cap} are allowed"] if number > cap else []
 
 
 def plan_too_large(plan: Any) -> list[str]:

@@ -1,6 +1,6 @@
-"""How much memory is left to this process.
+"""How much memory is available to this process.
 
-Knows: what the system, the control group and the process's own limit say. Does not know: what it is wanted for.
+Knows: the limits of the system, of the control group and of the process. Does not know: what the memory is for.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Ctrl-C and SIGTERM as a request: a search that has something to hand over ends in good order and hands it over.
+"""Ctrl-C and SIGTERM as a request to stop: a search that has a result ends in an orderly way and returns it.
 
-Knows: signals, and how long the program may take to answer one. Does not know: what is being searched.
+Knows: signals, and how long the program may take to respond. Does not know: what is being searched.
 
     with StopRequest() as stop:
         result = tune(..., progress=lambda seen: stop.asked)
     return stop.exit_code(0)
 
-The first signal is noted; the search looks at `asked` and ends with the best result so far. Whoever has not left the
-block `GRACE_S` later is interrupted by an exception in the main thread, and a second signal raises it at once. So every
-signal is answered within seconds, whatever the program is doing when it comes.
+The first signal is recorded; the search checks `asked` and ends with the best result so far. If the block has not been
+left `GRACE_S` seconds later, an exception is raised in the main thread; a second signal raises it immediately. Every
+signal therefore takes effect within seconds, whatever the program is doing.
 """
 
 from __future__ import annotations

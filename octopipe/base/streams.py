@@ -1,4 +1,4 @@
-"""The three standard streams, which a shell may have closed.
+"""The three standard streams, any of which may be closed.
 
 Knows: descriptors 0 to 2. Does not know: what is printed.
 """

@@ -30,19 +30,19 @@ VERBS = {
     "systems": "list the published systems; --check re-derives their closed forms",
     "compare": "run every system on a model, side by side",
     "tune": "find a faster plan: partition, placement and order together",
-    "scale": "weak and strong scaling of one split over more and more GPUs",
-    "report": "one self-contained HTML page about plans and timelines",
-    "export": "a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
-    "import": "what PyTorch, torchtitan or Megatron run today, as a plan; traces of profilers, as a profile",
-    "serve": "a local page to tune and look at plans",
+    "scale": "weak and strong scaling of one split over increasing numbers of GPUs",
+    "report": "write a self-contained HTML page about plans and timelines",
+    "export": "export a plan as Perfetto trace, SVG, PNG, CSV, PyTorch or Megatron text",
+    "import": "import schedules of PyTorch, torchtitan or Megatron as plans, and profiler traces as profiles",
+    "serve": "serve a local web page to tune and view plans",
     "train": "train a model with a plan",
-    "convert": "a checkpoint for transformers (safetensors) or torch.distributed.checkpoint",
+    "convert": "convert a checkpoint to safetensors (transformers) or torch.distributed.checkpoint",
     "profile": "measure the layers of a model on this machine",
-    "calibrate": "fit the rates of your own training stack to your own runs",
+    "calibrate": "fit the efficiency rates of your training stack to your own runs",
     "validate": "run a plan and compare it with its prediction",
-    "doctor": "what works on this machine, what does not, and how to fix it",
-    "reproduce": "the paper's tables and figures made again, ours beside theirs",
-    "completion": "print what makes a shell complete verbs, flags and names",
+    "doctor": "report what works on this machine, what does not, and how to fix it",
+    "reproduce": "reproduce the paper's tables and figures, with ours next to theirs",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 OK, BROKEN_PIPE, DOES_NOT_FIT, INTERRUPTED, TERMINATED = 0, 1, 3, 130, 143
 EXIT_CODES = {
@@ -123,7 +123,7 @@ def _run(words: list[str], debug: bool) -> int:
     verb = words[0]
     if verb not in VERBS:
         if verb.startswith("-"):
-            raise OctoPipeError(f"{verb[:60]!r} stands before a verb; write `octopipe VERB {verb[:60]} ...`")
+            raise OctoPipeError(f"{verb[:60]!r} is given before the verb; write `octopipe VERB {verb[:60]} ...`")
         raise OctoPipeError(f"unknown verb {verb[:60]!r}{_did_you_mean(verb, list(VERBS))} (see `octopipe --help`)")
     module = importlib.import_module(f"octopipe.cli.verbs.{MODULES.get(verb, verb)}")
     parser = parser_of(verb, module)
@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(c) for c in action.choices]
             hint = _did_you_mean(str(value), known)
-            raise argparse.ArgumentError(action, f"{str(value)[:60]!r} is none of {', '.join(known)}{hint}")
+            raise argparse.ArgumentError(action, f"{str(value)[:60]!r} is not one of {', '.join(known)}{hint}")
 
 
 def parser_of(verb: str, module: Any) -> Parser:

@@ -1,8 +1,8 @@
-"""Profiles from other tools: torch.profiler's traces, exports of Nsight Systems, two-line CSVs, as profiles of ours.
+"""Profiles from other tools: converts torch.profiler traces, Nsight Systems exports and two-line CSVs to profiles.
 
-Knows: how to tell such a file by what is in it, and how times of F and B become F, I and W: by the analytic ratio of a
-model's layers where one is named, else as linear layers (I and W the same, an embedding all W). The profile's
-`about["notes"]` says what was taken from where. Does not know: the files themselves (`readers/`).
+Knows: how to recognise such a file by its contents, and how times of F and B become F, I and W: by the analytic ratio
+of a model's layers if a model is given, otherwise as for linear layers (I and W equal, an embedding all W). The
+profile's `about["notes"]` records the source of each value. Does not know: the file formats (`readers/`).
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ def _profile(times: LayerTimes, name: str, kind: str, model: CostTable | None, w
         raise OctoPipeError(f"{where}: all times are zero; record a training step")
     if model is not None:
         costs = model.replace(model=name, forward_ms=forward, input_ms=input_, weight_ms=weight)
-        notes.append(f"bytes are the analytic ones of {model.model}; only the times are from the file")
+        notes.append(f"memory sizes are the analytic ones of {model.model}; only the times are from the file")
     else:
         costs = CostTable(model=name, symbols=symbols, forward_ms=forward, input_ms=input_, weight_ms=weight)
-        notes.append("nothing is known about bytes: memory has no limit and transfers cost nothing unless given")
+        notes.append("memory sizes are not known: memory is not limited and transfers cost nothing unless given")
     about = {"source": KINDS[kind], "layers": list(times.names), "notes": [*times.notes, *notes]}
     return Profile(costs=costs, about=about)
 
@@ -158,17 +158,19 @@ def _split(times: LayerTimes, symbols: str, model: CostTable | None) -> tuple[Ar
     if times.input_ms:
         return forward, np.array(times.input_ms), np.array(times.weight_ms), []
     share = _input_shares(symbols, model)
-    whose = f"as the layers of {model.model} do" if model else "half and half (an embedding all W), as linear layers do"
-    notes = [f"I and W were not timed apart: B is split by the analytic ratio, {whose}"]
+    whose = (
+        f"as in the layers of {model.model}" if model else ("half and half (an embedding: all W), as in linear layers")
+    )
+    notes = [f"I and W were not timed separately: B is split by the analytic ratio, {whose}"]
     if times.backward_ms:
         backward = np.array(times.backward_ms)
     else:
         ratio = _backward_ratios(model, len(symbols))
         if times.total_ms:
             forward = np.array(times.total_ms) / (1.0 + ratio)
-            notes.insert(0, "the line is taken as F and B together: F is split off by the analytic ratio")
+            notes.insert(0, "the row is taken as F plus B: F is separated by the analytic ratio")
         else:
-            notes.insert(0, "only F is known: B follows from it by the analytic ratio")
+            notes.insert(0, "only F is known: B is derived from it by the analytic ratio")
         notes[0] += f", that of {model.model}" if model else " of linear layers (B is twice F)"
         backward = forward * ratio
     return forward, backward * share, backward * (1.0 - share), notes

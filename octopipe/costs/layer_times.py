@@ -1,7 +1,7 @@
 """Layer-times files: measured per-symbol costs of a model, as JSON, turned into a CostTable.
 
-Knows: the file format, and how to refuse a bad file in one line. Does not know: models by name (`resolve.py`)
-or how times are measured.
+Knows: the file format, and the one-line errors for invalid files. Does not know: models by name (`resolve.py`) or how
+times are measured.
 
     {"pattern": "EM-M*-L",
      "forward_ms": {"E": 0.1, ...}, "backward_ms": {...}, "weight_ms": {...},     F, I and W of each symbol

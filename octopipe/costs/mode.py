@@ -1,7 +1,7 @@
 """How a run computes: its precision, and whether its ops are replayed as CUDA graphs.
 
-Knows: the names of the precisions, how many bytes a parameter takes under each, and when two modes must not be
-compared. Does not know: how a precision is carried out (`runtime/precision.py`) or measured.
+Knows: the names of the precisions, the bytes per parameter of each, and when two modes must not be compared. Does not
+know: how a precision is implemented (`runtime/precision.py`) or measured.
 
     bf16-main-fp32   bfloat16 weights and activations; gradients of all micro-batches added up in float32; the optimizer
                      updates float32 master weights. What Megatron-LM and most large runs do, and the default on a GPU.
@@ -82,7 +82,9 @@ def precision_of(precision: str | None, dtype: str | None, device: str, own: str
     ('bf16-main-fp32', 'fp32', 'fp32')
     """
     if precision is not None and dtype is not None and OLDER_NAMES.get(dtype) != precision:
-        raise OctoPipeError(f"dtype {dtype} is an older word for a precision, and {precision} another one; give one")
+        raise OctoPipeError(
+            f"dtype {dtype} is the older name of a precision and differs from {precision}; give one of them"
+        )
     if precision is None and dtype is not None:
         if dtype not in OLDER_NAMES:
             raise OctoPipeError(f"dtype is {brief(dtype)}; one of {', '.join(OLDER_NAMES)}")

@@ -1,7 +1,7 @@
-"""A profile: costs that were measured on real devices, and how they are written down.
+"""A profile: costs that were measured on real devices, and their JSON form.
 
-Knows: what is measured beside layer times, the JSON of `octopipe.profile/1`. Does not know: how a profile is read
-(`profile_file`, `foreign_times`) or measured (`runtime/measure/`).
+Knows: what is measured in addition to layer times, and the JSON of `octopipe.profile/1`. Does not know: how a profile
+is read (`profile_file`, `foreign_times`) or measured (`runtime/measure/`).
 """
 
 from __future__ import annotations
@@ -60,13 +60,11 @@ class Profile:
         def again(costs: CostTable) -> CostTable:
             input_ms = costs.input_ms.copy()
             input_ms[which] += costs.forward_ms[which]
-            held, stash, workspace = (
-                getattr(costs, name).copy() for name in ("activation_bytes", "stash_bytes", "workspace_bytes")
-            )
+            held, workspace = costs.activation_bytes.copy(), costs.workspace_bytes.copy()
             kept = np.minimum(held[which], np.broadcast_to(costs.boundary_bytes, held.shape)[which - 1])
             workspace[which] += held[which] - kept
-            held[which], stash[which] = kept, np.minimum(kept, stash[which])
-            return costs.replace(input_ms=input_ms, activation_bytes=held, stash_bytes=stash, workspace_bytes=workspace)
+            held[which] = kept  # the stash comes back with the second forward: what W holds stays as it is
+            return costs.replace(input_ms=input_ms, activation_bytes=held, workspace_bytes=workspace)
 
         partial = {level: again(table) for level, table in self.partial.items()}
         return replace(self, costs=again(self.costs), partial=partial)
@@ -97,6 +95,11 @@ class Profile:
             }
             for (a, b), link in sorted(c.network.pairs.items())
         ]
+        if c.host_link is not None:
+            rate = c.host_link.ms_per_byte
+            out["host_link"] = {
+                "latency_ms": c.host_link.latency_ms, "gb_per_s": 1e-6 / rate if rate > 0 else None
+            }  # fmt: skip
         out["rank_slowdown"] = list(c.rank_slowdown)
         if c.rank_memory_bytes:
             out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]

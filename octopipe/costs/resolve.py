@@ -1,8 +1,8 @@
-"""From whatever a user names as MODEL to a CostTable.
+"""Turns whatever a user passes as MODEL into a CostTable.
 
-Knows: that a model is a preset's name, the name of measured times (`measured/`), a layer-times file, a Hugging Face
-config (file or folder), another tool's recording of layer times or a file whose "format" key says what it is; and the
-numbers that go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
+Knows: that a model is the name of a preset, the name of measured times (`measured/`), a layer-times file, a Hugging
+Face config (file or folder), layer times recorded by another tool, or a file with a "format" key; and the keywords that
+go with it. Does not know: how each of them is read (their own modules) or priced (`analytic/`).
 
 >>> resolve_costs("llama3-8b", pp=4, tp=8).num_layers
 34
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import letters, read_json_object, shown, stem_of
 from octopipe.costs.analytic.table import setup_costs
+from octopipe.costs.cluster.asking import keywords
 from octopipe.costs.cluster.fields import fields_of
 from octopipe.costs.cluster.file import Nodes, memory_bytes, network_of, ranks_on
 from octopipe.costs.cluster.hardware import GIB, Network
 from octopipe.costs.cluster.hardware import gpu as gpu_preset
-from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib, keywords
+from octopipe.costs.cluster.setup import DEFAULT_GPU, DEFAULT_SEQ, Setup, default_reserve_gib
 from octopipe.costs.foreign_times import foreign_costs
 from octopipe.costs.layer_times import costs_of_layer_times
 from octopipe.costs.measured import measured_file, measured_models
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from octopipe.costs.cluster.keywords import SetupKeywords
+
+FILE_ENDINGS = (".json", ".csv", ".sqlite", ".gz", ".toml")
+"""A name that ends so means a file, also where there is none."""
 
 Reader = Callable[[Mapping[str, object], str, str], CostTable]
 
@@ -82,7 +86,8 @@ def _find(model: str | Path | ModelSpec) -> ModelSpec | CostTable:
         if path.is_dir() and (path / "config.json").exists():
             path = path / "config.json"
         meant = name.partition("/")[0] in {known.partition("/")[0] for known in measured_models()}
-        is_path = os.path.lexists(path) or (os.sep in name and not meant) or name.endswith(".json")
+        is_path = os.path.lexists(path) or (os.sep in name and not meant)
+        is_path = is_path or name.endswith(FILE_ENDINGS)
     except (OSError, ValueError):
         is_path = True  # read_json_object says what is wrong with it
     if not name or not is_path:
@@ -168,7 +173,9 @@ def resolve_costs(
         setup = _with_batch(setup, batch)
     if isinstance(found, CostTable):
         if batch is not None:
-            raise OctoPipeError(f"{found.model}: lengths need a preset or a config; a file of times knows one length")
+            raise OctoPipeError(
+                f"{found.model}: lengths need a preset or a config; a file of times covers one length only"
+            )
         return _measured(found, setup, gpu_given=gpu_given)
     setup = replace(setup, seq=DEFAULT_SEQ if setup.seq is None else setup.seq)
     if "tp" not in asked:
@@ -247,7 +254,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
     """A file's times with the run's numbers around them."""
     if setup.micro_batch_tokens:
         raise OctoPipeError(
-            f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times knows one length"
+            f"{table.model}: micro_batch_tokens needs a preset or a config; a file of times covers one length only"
         )
     cluster = setup.cluster()
     tokens = table.tokens_per_micro_batch
@@ -269,6 +276,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
         limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)
     return table.replace(
         network=network,
+        host_link=setup.host_link or table.host_link or (cluster.host_link if gpu_given else None),
         rank_slowdown=cluster.rank_slowdown() or table.rank_slowdown,
         rank_memory_bytes=limits,
         tokens_per_micro_batch=tokens,

@@ -1,11 +1,10 @@
 """Training runs as rows of a table: what was run, on what, and the tokens per second that it reached.
 
-Knows: the columns, the published runs that come with the package, a user's own table of the same form, and what a row
-means as a model and a set-up. Does not know: how runs are predicted or rates fitted to them.
+Knows: the columns, the published runs that are included in the package, a user's table of the same form, and how a row
+becomes a model and a set-up. Does not know: how runs are predicted or rates are fitted to them.
 
-A table has one line per run. `system`, `model`, `gpus`, `gbs` and `tokens_per_s_per_gpu` must be there; the rest may
-be left out or empty: sizes are then 1, `seq` 4096, `precision` bf16, `zero` 1, and what is recomputed is as little as
-fits.
+A table has one line per run. `system`, `model`, `gpus`, `gbs` and `tokens_per_s_per_gpu` are required; the rest may be
+omitted or empty. Defaults: sizes 1, `seq` 4096, `precision` bf16, `zero` 1, and as little recomputation as fits.
 
     system,model,gpus,tp,pp,gbs,seq,tokens_per_s_per_gpu
     h100,llama3-8b,16,2,2,64,8192,9120
@@ -50,6 +49,7 @@ COLUMNS = (
     "cp",
     "vp",
     "ep",
+    "etp",
     "recompute",
     "gradients",
     "states",
@@ -63,8 +63,9 @@ COLUMNS = (
 NEEDED = ("system", "model", "gpus", "gbs", "tokens_per_s_per_gpu")
 SIZES = ("mbs", "tp", "pp", "cp", "vp", "ep")
 PRECISIONS = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-EXCHANGES = ("", "exposed", "hidden")
-"""How experts exchanged tokens: not stated, one after the other with compute, or behind it."""
+EXCHANGES = ("", "exposed", "paired", "hidden")
+"""How experts exchanged tokens: not stated; one after the other with compute; beside the other direction's compute in
+Megatron's combined schedule, which hides a part of it (priced like "exposed"); or all of it behind compute."""
 MOST_RUNS = 10_000
 
 
@@ -83,7 +84,7 @@ class Run:
     """none, selective, full, or auto where nobody says: as little as fits."""
     exchange: str
     balanced: bool
-    """Layers were dealt to stages by their times (a layout of one's own), not by their number."""
+    """Layers were distributed over stages by their times (a custom layout), not by their number."""
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float | None = None
     """As published, by the publisher's own count."""
@@ -101,7 +102,7 @@ def read_runs(
         text = read_bytes(path).decode("utf-8-sig")
         lines = list(csv.reader(text.splitlines(), strict=True))
     except (ValueError, csv.Error) as error:
-        raise OctoPipeError(f"{where}: no table with commas ({' '.join(str(error).split())[:100]})") from None
+        raise OctoPipeError(f"{where}: not a table with commas ({' '.join(str(error).split())[:100]})") from None
     lines = [line for line in lines if any(cell.strip() for cell in line)]
     header = [cell.strip() for cell in lines[0]] if lines else []
     missing = [name for name in NEEDED if name not in header]
@@ -110,8 +111,8 @@ def read_runs(
     unknown = [name for name in header if name not in COLUMNS]
     twice = [name for i, name in enumerate(header) if name in header[:i]]
     if unknown or twice:
-        what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} stands twice"
-        raise OctoPipeError(f"{where}: {what}; known are {', '.join(COLUMNS)}")
+        what = f"unknown column {brief(unknown[0])}" if unknown else f"column {twice[0]} appears twice"
+        raise OctoPipeError(f"{where}: {what}; known columns: {', '.join(COLUMNS)}")
     if not 1 <= len(lines) - 1 <= MOST_RUNS:
         raise OctoPipeError(f"{where}: {len(lines) - 1} runs; give 1 to {MOST_RUNS}, one per line")
     out = []
@@ -130,7 +131,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
     number = {name: _whole(name, cells.get(name, ""), 1) for name in SIZES}
     count, batch = _whole("gpus", cells["gpus"]), _whole("gbs", cells["gbs"])
     if count > MAX_GPUS:
-        raise OctoPipeError(f"gpus is {count}; at most {MAX_GPUS} are taken")
+        raise OctoPipeError(f"gpus is {count}; at most {MAX_GPUS} are allowed")
     per_pipeline = number["tp"] * number["pp"] * number["cp"]
     if count % per_pipeline:
         raise OctoPipeError(f"tp x pp x cp = {per_pipeline} does not divide {count} GPUs")
@@ -157,6 +158,7 @@ def _run(cells: Mapping[str, str], model: Callable[[str], ModelSpec | None], gpu
         tp=number["tp"],
         cp=number["cp"],
         ep=number["ep"],
+        etp=_whole("etp", cells["etp"]) if cells.get("etp") else None,
         pp=number["pp"],
         dp=dp,
         micro_batch_size=number["mbs"],

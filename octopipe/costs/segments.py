@@ -1,18 +1,18 @@
 """Segments: which parts of a layer's ops compute, and which exchange tokens between ranks of an expert group.
 
 Knows: the two lanes of a rank (compute and exchange), an op of a layer as a sequence of segments on them, how much the
-lanes slow each other down, and what an op takes alone. Does not know: stages, pairs of ops (`plans/two_lanes.py`) or
-how long anything takes in milliseconds: a segment is a share of its layer's own time in the cost table, so that
-whatever scales a layer's time (a slower rank, a longer micro-batch) scales its segments with it.
+lanes slow each other down, and the time of an op that runs alone. Does not know: stages, pairs of ops
+(`plans/two_lanes.py`), or times in milliseconds: a segment is a share of its layer's time in the cost table, so that
+whatever scales a layer's time (a slower rank, a longer micro-batch) scales its segments as well.
 
 Lanes of a segment:
 
 - `compute`: the multiprocessors (attention, router, experts);
 - `exchange`: the network between the ranks that share the experts (dispatch, combine);
-- `beside`: compute that does not need the exchange directly before it (shared experts). An op that runs alone runs it
-  beside that exchange; within a pair the other op computes there, and it takes its turn on the compute lane.
+- `beside`: compute that does not depend on the exchange directly before it (shared experts). In an op that runs alone,
+  it overlaps with that exchange; within a pair the other op computes there, and it uses the compute lane in turn.
 
-A weight gradient (W) has no exchange: it is compute, and can be cut anywhere.
+A weight gradient (W) has no exchange: it is compute and can be divided anywhere.
 
 >>> forward = [("compute", 2.0), ("exchange", 1.0), ("beside", 0.5), ("compute", 1.0), ("exchange", 1.0)]
 >>> alone_ms(forward)
@@ -152,10 +152,10 @@ def _wrong(row: object) -> str:
     before = ""
     for part in row:
         if not isinstance(part, tuple) or len(part) != 2 or part[0] not in LANES:
-            return f"{brief(part)} is no segment; give a lane ({', '.join(LANES)}) and an amount"
+            return f"{brief(part)} is not a segment; give a lane ({', '.join(LANES)}) and an amount"
         amount = finite(part[1])
         if amount is None or amount < 0:
-            return f"{brief(part[1])} is no amount; give a number >= 0"
+            return f"{brief(part[1])} is not an amount; give a number >= 0"
         if part[0] == "beside" and before != "exchange":
             return '"beside" must stand directly after the "exchange" that it may run beside'
         before = part[0]

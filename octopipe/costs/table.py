@@ -1,9 +1,9 @@
-"""CostTable: what every layer costs in time and memory, and what moving a tensor costs.
+"""CostTable: the time and memory of every layer, and the cost of moving a tensor.
 
 Knows: per-layer F / I / W / R times, bytes held until I and until W, static bytes, boundary tensors, links,
-per-rank speed and per-micro-batch size. Does not know: plans; it answers questions about layer ranges.
+per-rank speed and per-micro-batch size. Does not know: plans; it only sums costs over ranges of layers.
 
-The table is the only thing the planner, the simulator, the systems and the tuner know of a model.
+The table is all that the planner, the simulator, the systems and the tuner know about a model.
 
 >>> table = CostTable.uniform(num_layers=4, forward_ms=1.0, input_ms=1.0, weight_ms=1.0)
 >>> table.range_ms("F", 0, 4), table.range_ms("B", 0, 2)
@@ -62,7 +62,7 @@ class CostTable:
     activation_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Held from F until I."""
     stash_bytes: Array = field(default_factory=lambda: np.zeros(0))
-    """The part of activation_bytes that is still held from I until W."""
+    """Held from I until W: a part of activation_bytes, or more where I runs the layer's forward again."""
     static_bytes: Array = field(default_factory=lambda: np.zeros(0))
     """Weights, gradients and optimizer state."""
     gradient_bytes: Array = field(default_factory=lambda: np.zeros(0))
@@ -77,6 +77,8 @@ class CostTable:
     """Static bytes that the first and the last layer have in common (a head tied to the embedding): both count them,
     and a rank that holds both layers has them once."""
     network: Network = field(default_factory=lambda: Network.constant(0.0))
+    host_link: Link | None = None
+    """Between a rank and its host's memory, each way; None: not known, and nothing can be offloaded."""
     rank_slowdown: tuple[float, ...] = ()
     """Compute-time factor per rank; empty means 1 everywhere, 2.0 is a rank of half the speed."""
     rank_memory_bytes: tuple[float, ...] = ()
@@ -125,7 +127,8 @@ class CostTable:
             raise OctoPipeError(f"{self.model}: segments of {self.segments.num_layers} layers for {layers} layers")
         if not 0 <= self.tied_bytes <= min(self.static_bytes[0], self.static_bytes[-1]) * (1 + 1e-9):
             raise OctoPipeError(f"{self.model}: tied_bytes is {self.tied_bytes}; both end layers' static bytes hold it")
-        larger = np.flatnonzero(self.stash_bytes > self.activation_bytes)
+        # Only a layer whose forward runs again inside I, which takes workspace, has more for W than it kept.
+        larger = np.flatnonzero((self.stash_bytes > self.activation_bytes) & (self.workspace_bytes == 0))
         if larger.size:
             i = int(larger[0])
             raise OctoPipeError(
@@ -285,12 +288,13 @@ class CostTable:
         return out
 
     def digest(self) -> str:
-        """Short hash of everything that changes a prediction; plans carry it as provenance."""
+        """Short hash of everything that changes a prediction; plans carry it as provenance. The link to the host's
+        memory is left out: it changes nothing for plans that do not offload, and those kept their digests."""
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
             optional = f.name in ("tied_bytes", "segments", "repeatable")
-            if f.name in ("setup", "model_flops", "mode") or (optional and not value):
+            if f.name in ("setup", "model_flops", "mode", "host_link") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

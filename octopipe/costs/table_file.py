@@ -1,7 +1,7 @@
-"""A CostTable as a plain JSON object and back, exactly: what a plan carries whose costs have no name.
+"""A CostTable as a JSON object and back, without loss: stored in a plan whose costs have no name.
 
-Knows: every field of a cost table, by its type, and that the digest of what is read equals the digest of what was
-written. Does not know: files that people write (`layer_times.py`, `profile_file.py`).
+Knows: every field of a cost table by its type, and that reading restores the digest of what was written. Does not know:
+files that people write (`layer_times.py`, `profile_file.py`).
 
 >>> table = CostTable.uniform(num_layers=2, p2p_ms=0.5)
 >>> costs_from_record(record_of(table)).digest() == table.digest()
@@ -36,7 +36,7 @@ def costs_from_record(record: Mapping[str, Any], where: str = "costs") -> CostTa
         raise OctoPipeError(f"{where}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         why = " ".join(str(error).split())[:120]
-        raise OctoPipeError(f"{where}: the costs beside the plan cannot be read ({why}); name the model") from None
+        raise OctoPipeError(f"{where}: the costs stored in the plan cannot be read ({why}); name the model") from None
 
 
 def _plain(value: Any) -> Any:

@@ -26,7 +26,7 @@ from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.walk import Walk
 from octopipe.megatron.weights import Split
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import lowering_costs
+from octopipe.plans.setting import lowering_costs, priced_recomputation
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
@@ -145,12 +145,34 @@ class PlanDriver:
                 f"rank {rank} holds {len(stages)} stages of the plan but {len(models)} model chunks; make them with "
                 "octopipe.megatron.build_chunks"
             )
+        self._check_recomputation(models)
         self._models = list(models)
         self._splits = {}
         for number, model in zip(stages, models):
             if any(op.stage == number and op.kind == "I" for op in self.plan.orders[rank]):
                 self._splits[number] = split = Split(model)
                 self._check_engine(split, number, rank)
+
+    def _check_recomputation(self, models: Sequence[Any]) -> None:
+        """What the plan's prices recompute is Megatron's to do: without its flags a run holds more than was planned."""
+        from megatron.core.utils import get_model_config
+
+        wanted = priced_recomputation(self.plan)
+        if wanted == "none" or not models:
+            return
+        config = get_model_config(models[0])
+        found = getattr(config, "recompute_granularity", None)
+        if found == "full" or found == wanted:
+            return
+        flags = {
+            "full": "recompute_granularity='full', recompute_method='uniform', recompute_num_layers=1",
+            "selective": "recompute_granularity='selective'",
+        }[wanted]
+        raise OctoPipeError(
+            f"the plan was priced with --recompute {wanted}, and this model's recompute_granularity is {found}, so it "
+            f"needs more memory than the plan says: set {flags} (`octopipe export PLAN --to megatron` prints the "
+            "flags), or tune with --recompute none"
+        )
 
     def _check_engine(self, split: Split, number: int, rank: int) -> None:
         """Transformer Engine lets weight gradients out in the order they went in."""

@@ -8,6 +8,7 @@ GPU.
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ def use_cpu() -> None:
         return
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         raise OctoPipeError("this process uses a GPU already; call octopipe.megatron.use_cpu() first, or not at all")
+    if importlib.util.find_spec("megatron") is None:
+        raise OctoPipeError("Megatron-Core is not installed: pip install megatron-core")
     _DONE.append(True)
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]

@@ -26,6 +26,11 @@ def for_megatron(plan: Plan) -> Plan:
     plan.check()
     if plan.forks:
         raise OctoPipeError("Megatron-Core's chunks form one chain; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "activations of Megatron-Core's chunks are not moved to host memory here, which this plan needs to fit; "
+            "plan without --offload"
+        )
     if len(plan.routes) > 1:
         raise OctoPipeError(
             f"Megatron-Core's chunks form one chain; this plan has {len(plan.routes)} routes: use `octopipe train`"

@@ -1,1 +1,1 @@
-"""Plans: what a plan decides, what makes one wrong, its file, and what its parts cost."""
+"""Plans: their decisions, their validity rules, their file format, and the costs of their stages and ops."""

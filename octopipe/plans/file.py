@@ -1,6 +1,6 @@
 """Plans as files and as JSON text, as functions (docs/plan-format.md).
 
-Knows: names that callers use. Does not know: the format (`written`), or what makes a plan wrong (`rules`).
+Knows: the function names that callers use. Does not know: the format (`written`), or when a plan is valid (`rules`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the plan; an interrupted write leaves the old file whole."""
+    """Write the plan; an interrupted write leaves the old file intact."""
     plan.save(path)
 
 

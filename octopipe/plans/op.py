@@ -1,6 +1,6 @@
-"""Ops, stages and orders: what a plan is made of, and orders as text and as arrays.
+"""Ops, stages and orders: the components of a plan, and orders as text and as arrays.
 
-Knows: how an op is written, which ops a rank runs one after the other. Does not know: a plan, or what its ops depend on
+Knows: the notation of an op, and the sequence of ops of each rank. Does not know: plans, or the dependencies of ops
 (`plan`).
 
 >>> op = Op.parse("2F0"); op.stage, op.kind, op.micro_batch, str(op)
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from octopipe.base.errors import OctoPipeError, PlanError
 
 KINDS = "FRIWB"
-"""Forward, recompute, input gradient, weight gradient, fused backward; the position is the array code."""
+"""Forward, recompute, input gradient, weight gradient, fused backward; the index in this tuple is the array code."""
 F, R, I, W, B = range(5)
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 _OP = re.compile(r"([0-9]{1,9})([FRIWB])([0-9]{1,9})")
@@ -50,12 +50,14 @@ class Stage:
 
     first: int
     stop: int
-    """Half-open: layers first .. stop-1. A stage without layers behind the last one is the loss of a cut head."""
+    """Half-open: layers first .. stop-1. A stage without layers after the last layer is the loss of a split head."""
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""
+    offload: bool = False
+    """Whether its activations go to host memory between F and the backward, where the link has time for it."""
     shard: tuple[int, int] | None = None
-    """(k, n): the k-th of n equal parts of its layers, each a stage of its own (a head cut by its vocabulary)."""
+    """(k, n): the k-th of n equal parts of its layers, each a separate stage (a head split by vocabulary)."""
 
     @property
     def num_layers(self) -> int:
@@ -69,7 +71,7 @@ class Stage:
 
 
 class OpTable(NamedTuple):
-    """A plan's orders as integer arrays, rank after rank: what check, lowering and simulation compute on."""
+    """A plan's orders as integer arrays, rank after rank, used by validation, lowering and simulation."""
 
     stage: NDArray[np.int32]
     kind: NDArray[np.int8]
@@ -80,7 +82,7 @@ class OpTable(NamedTuple):
     index: NDArray[np.int32]  # type: ignore[assignment]  # shadows tuple.index, which nobody needs here
     """index[kind, stage, micro_batch]: the op's number, or -1."""
     lead: NDArray[np.int32] | None = None
-    """The first op of the pair that the op is part of, itself where it is part of none; None in plans without pairs."""
+    """The first op of the op's pair, or the op itself if it has none; None in plans without pairs."""
 
 
 def slot_text(slot: Sequence[Op]) -> str:
@@ -93,14 +95,14 @@ def slot_text(slot: Sequence[Op]) -> str:
 
 
 def parse_orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Op, ...], ...]:
-    """Orders from text ops; the error names rank and position."""
+    """Orders from ops as text; errors name the rank and the position."""
     return parse_slots(rows, pairs=False)[0]
 
 
 def parse_slots(
     rows: Sequence[Sequence[str]], *, pairs: bool = True
 ) -> tuple[tuple[tuple[Op, ...], ...], frozenset[tuple[Op, Op]]]:
-    """Orders and the pairs in them from text, where a pair is two ops joined by a plus sign.
+    """Orders and their pairs from text, in which a pair is two ops joined by a plus sign.
 
     >>> parse_slots([["0F1+0B0"]])[0]
     ((Op(stage=0, kind='F', micro_batch=1), Op(stage=0, kind='B', micro_batch=0)),)
@@ -124,9 +126,9 @@ def parse_slots(
 
 
 def with_rank_order(t: OpTable, preds: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The data dependencies plus, as one more column, the op before on the same rank.
+    """The data dependencies plus, as an additional column, the preceding op on the same rank.
 
-    A pair is one node: its first op waits for what either of the two needs, and its second op, which takes no time of
+    A pair is one node: its first op waits for the inputs of both, and its second op, which takes no time of
     its own, for the first. `preds` may name other nodes (transfers) as well.
     """
     previous = np.arange(-1, t.stage.size - 1, dtype=np.int32)

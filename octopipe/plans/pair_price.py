@@ -1,9 +1,10 @@
-"""What ops cost, pairs included: the sequences of segments of a stage's ops, and the time of two that run together.
+"""Costs of ops, including pairs: the segments of a stage's ops, and the time of two ops that run together.
 
-Knows: how layers' segments line up in a stage (backward: the last layer first), which op of a pair has W to put into
-what the other leaves exposed. Does not know: how two sequences are interleaved (`two_lanes`), when anything happens.
+Knows: how the segments of layers are concatenated in a stage (backward: the last layer first), and which op of a pair
+has W that can fill exposed exchange time. Does not know: how two sequences are interleaved (`two_lanes`), or when
+anything happens.
 
-Ops of costs without segments are one compute segment each, and a pair of them takes as long as the two one by one.
+Without segments in the costs, every op is one compute segment, and a pair takes as long as its two ops one by one.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ class Together(NamedTuple):
     ms: float
     walk: Walk
     filler_ms: float
-    """W that is put into what the walk leaves exposed."""
+    """W that fills the exposed exchange time."""
     one_by_one: bool
-    """Whether they run one after the other after all, that being shorter."""
+    """Whether they run one after the other, because that is shorter."""
 
 
 def op_durations(plan: Plan, costs: CostTable) -> Array:
-    """Time of every op, in the op table's numbering; a pair's time stands at its first op, its second op has none."""
+    """Time of every op, in the op table's numbering; the first op of a pair has its time, the second op has zero."""
     t = plan.table()
     alone = np.ascontiguousarray(stage_times(plan, costs)[t.kind, t.stage, t.micro_batch])
     return alone if t.lead is None else paired(plan, costs, alone)
 
 
 def paired(plan: Plan, costs: CostTable, alone: Array) -> Array:
-    """The ops' own times with every pair's time at its first op, and none at its second."""
+    """The times of single ops, with the time of every pair at its first op and zero at its second."""
     t = plan.table()
     assert t.lead is not None
     out = alone.copy()
@@ -53,7 +54,7 @@ def paired(plan: Plan, costs: CostTable, alone: Array) -> Array:
 
 
 class PairPrices:
-    """Pairs of one plan, each price found once."""
+    """Prices of the pairs of one plan; each price is computed once."""
 
     def __init__(self, plan: Plan, costs: CostTable):
         self.plan, self.costs = plan, costs
@@ -75,11 +76,11 @@ class PairPrices:
         return float(self.times[KINDS.index(op.kind), op.stage, op.micro_batch])
 
     def kind_of(self, op: Op) -> tuple[object, ...]:
-        """Ops of which this is equal cost the same."""
+        """A key that is equal for ops with equal costs."""
         return op.kind, op.stage, self._size[op.micro_batch]
 
     def sequence(self, op: Op) -> Sequence:
-        """The segments of an op; a W has none of its own, and B's are those of its I."""
+        """The segments of an op; W has none, and those of B are those of its I."""
         key = self.kind_of(op)
         if key not in self._sequences:
             self._sequences[key] = self._sequence(op)
@@ -95,11 +96,11 @@ class PairPrices:
         return stage_sequence(self.segments, self.costs, stage, kind, op.micro_batch)
 
     def filler_ms(self, op: Op) -> float:
-        """The W of an op, which can be put anywhere."""
+        """The W part of an op, which can be placed anywhere."""
         return float(self.times[W, op.stage, op.micro_batch]) if op.kind in "WB" else 0.0
 
     def together(self, first: Op, second: Op) -> Together:
-        """What two ops take that run together."""
+        """The time of two ops that run together."""
         key = (self.kind_of(first), self.kind_of(second))
         found = self._known.get(key)
         if found is None:
@@ -119,7 +120,7 @@ def stage_sequence(segments: Segments, costs: CostTable, stage: Stage, kind: str
 def stage_parts(
     segments: Segments, costs: CostTable, stage: Stage, kind: str, micro_batch: int = 0
 ) -> list[tuple[str, float]]:
-    """The same before merging: every layer's own segments, with what may run beside an exchange when alone."""
+    """The same before merging: every layer's segments, including those that may overlap an exchange when alone."""
     layers = stage.recomputed_layers if kind == "R" else range(stage.first, stage.stop)
     times = costs.layer_times(kind) * costs.factor(micro_batch) * costs.slowdown(stage.rank)
     if stage.shard is not None:

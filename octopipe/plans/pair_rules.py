@@ -1,8 +1,9 @@
-"""What makes a plan's pairs wrong, a line for each thing that names the pair and the mend.
+"""Validity rules for pairs; each problem is one line that names the pair and the remedy.
 
-Knows: which two ops may run together. Does not know: whether it is worth it (costs do), the rest of a plan's rules.
+Knows: which two ops may run together. Does not know: whether that is faster (costs do), or the other rules for plans.
 
-At most one of a pair is a backward (I or B): a device has one autograd thread. W runs beside anything with an exchange.
+At most one op of a pair is a backward (I or B), because a device has one autograd thread. W can be paired with any op
+that contains an exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_PAIR_PROBLEMS = 20
 
 
 def pair_problems(plan: Plan) -> list[str]:
-    """Everything wrong with the pairs as such; whether orders wait for each other is looked at with the orders."""
+    """All problems of the pairs themselves; cyclic waits are checked together with the orders."""
     if not plan.pairs:
         return []
     place: dict[Op, tuple[int, int]] = {}
@@ -38,9 +39,9 @@ def pair_problems(plan: Plan) -> list[str]:
         (rank, at), (other, after) = place[pair[0]], place[pair[1]]
         shared = next((op for op in pair if op in taken), None)
         if shared is not None:
-            out.append(f"pair {words}: {shared} is part of another pair already; an op is part of one at most")
+            out.append(f"pair {words}: {shared} is already part of another pair; an op belongs to at most one")
         elif rank != other or after != at + 1:
-            out.append(f"pair {words}: its ops must stand side by side in one rank's order, in this sequence")
+            out.append(f"pair {words}: its ops must be adjacent in one rank's order, in this sequence")
         elif wrong := _kinds_wrong(pair):
             out.append(f"pair {words}: {wrong}")
         taken |= dict.fromkeys(pair, pair)
@@ -55,7 +56,7 @@ def _kinds_wrong(pair: tuple[Op, Op]) -> str:
     if len(backward) == 2:
         return f"{first} and {second} are both backward; only one of a pair may be"
     if first.kind == second.kind == "W":
-        return "two weight gradients hide nothing of each other; write them as single ops"
+        return "two weight gradients cannot hide anything; write them as single ops"
     if first[::2] == second[::2]:
         return "both are of one stage and micro-batch; each needs the other's result"
     return ""

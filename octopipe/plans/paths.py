@@ -1,11 +1,11 @@
 """Paths of micro-batches over stages: chains, and graphs that fork and join.
 
-Knows: the arrows of a path, who stands before and after a stage on it, and what is wrong with one. Does not know: ops,
+Knows: the edges ("arrows") of a path, the neighbours of a stage on it, and when a path is valid. Does not know: ops,
 orders, costs.
 
-A path is a list of stages and arrows between them. A path that was given no arrows is the chain of its stages. At a
-fork several stages take a stage's output, and their gradients are added; at a join a stage takes several outputs
-together and hands a gradient back to each.
+A path is a list of stages and edges between them. A path without edges is the chain of its stages. At a fork, several
+stages take a stage's output, and their gradients are added. At a join, a stage takes several outputs together and
+returns a gradient to each.
 
 >>> before, after = neighbours(((0, 1, 2, 3),), (((0, 2), (1, 2), (2, 3)),), 4)
 >>> before[0, 2].tolist(), after[0, 1].tolist()
@@ -22,20 +22,20 @@ from numpy.typing import NDArray
 
 Arrow = tuple[int, int]
 MAX_ARROWS = 1 << 20
-"""Arrows of all paths together."""
+"""Maximum number of edges of all paths together."""
 MAX_DEGREE = 64
-"""The most stages that one stage takes its input from, or hands its output to."""
+"""Maximum number of stages that one stage takes its input from, or sends its output to."""
 
 
 def arrows_of(routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Arrow]], number: int) -> Sequence[Arrow]:
-    """The arrows of one path: those it was given, or those of the chain of its stages."""
+    """The edges of one path: the given ones, or those of the chain of its stages."""
     return edges[number] if edges else tuple(itertools.pairwise(routes[number]))
 
 
 def neighbours(
     routes: Sequence[Sequence[int]], edges: Sequence[Sequence[Arrow]], num_stages: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[path, stage, k] and after[path, stage, k]: the k-th stage before and after, -1 where there is none."""
+    """before[path, stage, k] and after[path, stage, k]: the k-th preceding and following stage, or -1."""
     lists: list[list[dict[int, list[int]]]] = [[], []]
     for number in range(len(routes)):
         before: dict[int, list[int]] = {}
@@ -62,7 +62,7 @@ def only_chains(
     stages: Sequence[tuple[int, int, Arrow | None]],
     num_layers: int,
 ) -> bool:
-    """Whether the arrows say nothing that a list of stages does not: chains through all layers, none of them cut."""
+    """Whether the edges are equivalent to lists of stages: chains through all layers, without shards."""
     if len(edges) != len(routes):
         return False
     for route, arrows in zip(routes, edges, strict=True):
@@ -78,10 +78,10 @@ def only_chains(
 
 
 def too_many_arrows(edges: Sequence[Sequence[Arrow]]) -> list[str]:
-    """The line about more arrows than are taken, or nothing: asked before tables are made of them."""
+    """The error if there are too many edges, if any; checked before tables are allocated."""
     total = sum(map(len, edges))
     if total > MAX_ARROWS:
-        return [f"{total} arrows of paths; at most {MAX_ARROWS} are taken"]
+        return [f"{total} edges of paths; at most {MAX_ARROWS} are allowed"]
     for number, arrows in enumerate(edges):
         for side, word in ((0, "hands its output to"), (1, "takes its input from")):
             counts: dict[int, int] = {}
@@ -95,7 +95,7 @@ def too_many_arrows(edges: Sequence[Sequence[Arrow]]) -> list[str]:
 def path_problems(
     number: int, route: Sequence[int], arrows: Sequence[Arrow], stages: Sequence[tuple[int, int, Arrow | None]]
 ) -> list[str]:
-    """What is wrong with a path that was given arrows; `stages` are (first layer, stop, shard) of all stages."""
+    """The problems of a path with edges; `stages` are (first layer, stop, shard) of all stages."""
     return list(itertools.islice(_problems(number, route, arrows, stages), 4))
 
 
@@ -117,22 +117,22 @@ def _problems(
     seen = set()
     for a, b in arrows:
         if a not in members or b not in members:
-            yield f"path {number}: arrow [{a}, {b}] leads to a stage that is not on the path; list it under stages"
+            yield f"path {number}: edge [{a}, {b}] leads to a stage that is not on the path; list it under stages"
             return
         if place[a] >= place[b]:
-            yield f"path {number}: arrow [{a}, {b}] leads back; list the stages so that every arrow leads forward"
+            yield f"path {number}: edge [{a}, {b}] leads backward; list the stages so that every edge leads forward"
         if (a, b) in seen:
-            yield f"path {number} has the arrow [{a}, {b}] twice; keep one"
+            yield f"path {number} has the edge [{a}, {b}] twice; keep one"
         seen.add((a, b))
     touched = {s for arrow in arrows for s in arrow}
     for s in route:
         if len(route) > 1 and s not in touched:
-            yield f"path {number}: stage {s} is joined to nothing; add an arrow or leave it out"
+            yield f"path {number}: stage {s} is not connected; add an edge or leave it out"
     yield from _layers_once(number, route, stages)
 
 
 def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, int, Arrow | None]]) -> Iterator[str]:
-    """Every layer of a path stands in one stage, or in all shards of one."""
+    """Every layer of a path must be in one stage, or once in each of its shards."""
     whole: dict[int, int] = {}
     parts: dict[tuple[int, int], list[Arrow]] = {}
     for s in route:
@@ -143,7 +143,7 @@ def _layers_once(number: int, route: Sequence[int], stages: Sequence[tuple[int, 
                 continue
         for layer in range(first, stop):
             if layer in whole:
-                yield f"path {number}: layer {layer} stands in stage {whole[layer]} and in stage {s}; keep one"
+                yield f"path {number}: layer {layer} is in stage {whole[layer]} and in stage {s}; keep one"
                 return
             whole[layer] = s
     for (first, stop), held in parts.items():

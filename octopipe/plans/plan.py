@@ -1,7 +1,7 @@
-"""Plan: every decision about a pipeline and nothing else, with the one rule for what an op depends on.
+"""Plan: every decision about a pipeline and nothing else, and the single rule for what an op depends on.
 
-Knows: stages, ranks, paths, orders, pairs. Does not know: times, transfers, memory, what makes a plan wrong (`rules`),
-how plans are written down (`written`; docs/plan-format.md).
+Knows: stages, ranks, paths, orders, pairs. Does not know: times, transfers, memory, when a plan is valid (`rules`), or
+the file format (`written`; docs/plan-format.md).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Plan:
     orders: tuple[tuple[Op, ...], ...]
     """One row per rank: its compute ops in sequence."""
     routes: tuple[tuple[int, ...], ...] = ()
-    """The stages a micro-batch passes, in order; left out: one route over all stages."""
+    """The stages that a micro-batch passes, in order; default: one route over all stages."""
     route_of_micro_batch: tuple[int, ...] = ()
     edges: tuple[tuple[Arrow, ...], ...] = ()
-    """Where paths fork or join: for each route the arrows (from, to) between its stages, which then stand in any order
-    in which arrows lead forward. Empty: every route is the chain of its stages."""
+    """If paths fork or join: for each route the edges (from, to) between its stages, which are then listed in any
+    topological order. Empty: every route is the chain of its stages."""
     pairs: frozenset[tuple[Op, Op]] = frozenset()
-    """Ops that run together: each is two ops that stand side by side in one rank's order, the first one first."""
+    """Ops that run together: each pair is two adjacent ops of one rank's order, in this sequence."""
     model: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Provenance that never changes what the plan means (system, predicted numbers, cost digest)."""
@@ -107,11 +107,11 @@ class Plan:
     def predecessor_table(self) -> NDArray[np.int32]:
         """Data dependencies of every op as rows of op numbers padded with -1.
 
-        This is the one rule that check, lowering, simulation and execution share:
-        F needs the forwards of all stages before; R its own F; I (or B) its own F, its R where there is one,
-        and the I (or B) of all stages after; W its own I.
-        Columns: an F has the stages before it in column 0 and from column 3 on; I and B have F, R and the first
-        stage after in columns 0 to 2 and further stages after from column 3 on. Chains have three columns.
+        This is the single rule that validation, lowering, simulation and execution share:
+        F depends on the F of all preceding stages; R on its own F; I (or B) on its own F, on its R if there is one,
+        and on the I (or B) of all following stages; W on its own I.
+        Columns: an F has its preceding stages in column 0 and from column 3 on; I and B have F, R and the first
+        following stage in columns 0 to 2, and further following stages from column 3 on. Chains have three columns.
         """
         if self._preds is None:
             object.__setattr__(self, "_preds", _predecessors(self))
@@ -144,9 +144,9 @@ class Plan:
         return tuple(s.num_layers for s in self.stages)
 
     def replicas(self) -> dict[int, tuple[int, ...]]:
-        """Layers that more than one rank holds, with those ranks: their gradients must be reduced.
+        """Layers that more than one rank holds, with these ranks; their gradients must be reduced.
 
-        Shards of a layer are different parts of it, so a layer that is cut is no replica.
+        Shards of a layer are different parts of it, so a layer that is split into shards is not a replica.
         """
         holders: dict[int, set[int]] = {}
         for stage in self.stages:
@@ -155,7 +155,7 @@ class Plan:
         return {layer: tuple(sorted(ranks)) for layer, ranks in holders.items() if len(ranks) > 1}
 
     def shards(self) -> dict[int, tuple[int, ...]]:
-        """Layers that are cut into shards, with the ranks of their shards, the first shard's first."""
+        """Layers that are split into shards, with the ranks of their shards in the order of the shards."""
         parts: dict[int, dict[int, int]] = {}
         for stage in self.stages:
             if stage.shard is not None:
@@ -164,16 +164,21 @@ class Plan:
         return {layer: tuple(rank for _, rank in sorted(held.items())) for layer, held in parts.items()}
 
     def with_extra(self, **extra: Any) -> Plan:
-        """The same plan with more provenance beside it."""
+        """The same plan with additional provenance."""
         return replace(self, extra={**self.extra, **extra})
 
     @property
     def forks(self) -> bool:
-        """Whether some path is more than a chain, or some layer is cut into shards."""
+        """Whether some path is not a chain, or some layer is split into shards."""
         return bool(self.edges) or any(s.shard is not None for s in self.stages)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether some stage's activations may go to host memory."""
+        return any(s.offload for s in self.stages)
+
     def slots(self, rank: int) -> tuple[tuple[Op, ...], ...]:
-        """What the rank runs one after the other: single ops, and pairs as two ops."""
+        """The rank's sequence: single ops, and pairs as two ops."""
         out: list[tuple[Op, ...]] = []
         for op in self.orders[rank]:
             if self.pairs and out and len(out[-1]) == 1 and (out[-1][0], op) in self.pairs:
@@ -213,13 +218,13 @@ class Plan:
         return cls.from_json(read_bytes(path, most_bytes=MAX_PLAN_BYTES), shown(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan with what is known about it; an interrupted write leaves the old file whole."""
+        """Write the plan with its provenance; an interrupted write leaves the old file intact."""
         write_whole(path, plan_to_json(self))
 
     # -- being right -----------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """Everything wrong with the plan, a line each that names op, rank and mend; empty when it can run."""
+        """All problems of the plan, one line each with op, rank and remedy; empty if the plan can run."""
         return problems(self)
 
     def check(self, where: str = "") -> Plan:
@@ -256,9 +261,9 @@ def _leads(plan: Plan, index: NDArray[np.int32]) -> NDArray[np.int32] | None:
 
 
 def route_neighbours(plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """before[route, stage] and after[route, stage] of chains, -1 where there is none."""
+    """before[route, stage] and after[route, stage] of chains, or -1."""
     if plan.edges:
-        raise OctoPipeError("this plan's paths fork or join; what was asked knows chains of stages only")
+        raise OctoPipeError("this plan's paths fork or join; the requested operation supports chains of stages only")
     before, after = neighbours(plan.routes, plan.edges, len(plan.stages))
     return np.ascontiguousarray(before[:, :, 0]), np.ascontiguousarray(after[:, :, 0])
 

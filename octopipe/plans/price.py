@@ -1,8 +1,8 @@
-"""What the parts of a plan cost: op times, transfer bytes and times, bytes a stage holds.
+"""Costs of the stages of a plan: op times, sizes and times of transfers, memory held by a stage.
 
-Knows: how layer costs add up over a stage, a rank's speed, a micro-batch's size, recomputation, shards. Does not
-know: when anything happens, what two ops cost together (`pair_price`). Lowering, simulation and the tuner all take
-their prices from here.
+Knows: how layer costs add up over a stage, and the effects of rank speed, micro-batch size, recomputation and shards.
+Does not know: when anything happens, or what two ops cost together (`pair_price`). Lowering, simulation and the tuner
+all take their costs from here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class StageMemory(NamedTuple):
     """Bytes per stage and micro-batch, each an array [stages, micro_batches]."""
 
     kept: Array
-    """Held from F on when the stage recomputes."""
+    """Held from F on if the stage recomputes."""
     activation: Array
     """Held from F (or R) until I."""
     stash: Array
-    """The part of it held until W."""
+    """The part of the activation that is held until W."""
 
 
 _KEPT: ContextVar[dict[str, tuple[tuple[Any, ...], Any]] | None] = ContextVar("kept prices", default=None)
@@ -40,9 +40,9 @@ _KEPT: ContextVar[dict[str, tuple[tuple[Any, ...], Any]] | None] = ContextVar("k
 
 @contextlib.contextmanager
 def prices_kept() -> Iterator[None]:
-    """Meanwhile, stages that were priced last are not priced again: for a walk that changes nothing but orders.
+    """Cache the prices of the last stages while this context is active, for searches that change only orders.
 
-    What a price is for is compared by identity, so nothing that is priced may be changed in place within.
+    Cached objects are compared by identity, so nothing that is priced may be modified in place meanwhile.
     """
     token = _KEPT.set({})
     try:
@@ -70,7 +70,7 @@ def _kept(price: Callable[[Plan, CostTable], Priced]) -> Callable[[Plan, CostTab
 
 
 def match(plan: Plan, costs: CostTable) -> None:
-    """Raise unless the plan is about this model on these ranks."""
+    """Raise unless the plan is for this model and these ranks."""
     if plan.num_layers != costs.num_layers:
         raise OctoPipeError(
             f"the plan has {plan.num_layers} layers, {costs.model} has {costs.num_layers}; use the plan's own model"
@@ -80,6 +80,11 @@ def match(plan: Plan, costs: CostTable) -> None:
     if len(costs.rank_memory_bytes) > 1 and len(costs.rank_memory_bytes) < plan.num_ranks:
         raise OctoPipeError(
             f"{len(costs.rank_memory_bytes)} memory sizes for {plan.num_ranks} ranks; give one per rank"
+        )
+    if plan.offloads and costs.host_link is None:
+        raise OctoPipeError(
+            "the plan offloads activations, and nothing is known of the link to host memory; give --host-gb-per-s "
+            "(host_gb_per_s), or costs with a host_link"
         )
     factor = costs.micro_batch_factor
     if factor is not None and factor.shape[0] < plan.num_micro_batches:
@@ -104,12 +109,12 @@ def _layers(stage: Stage) -> NDArray[np.int64]:
 
 
 def part_of(stage: Stage) -> float:
-    """The share of its layers' work, activations and weights that a stage has."""
+    """The share of its layers' work, activations and weights that a stage holds (1, or 1/n for a shard)."""
     return 1.0 if stage.shard is None else 1.0 / stage.shard[1]
 
 
 def _parts(plan: Plan) -> Array | float:
-    """That share for all stages, as a column; plain 1 where no layer is cut."""
+    """That share for all stages, as a column; 1 if no layer is split."""
     if all(s.shard is None for s in plan.stages):
         return 1.0
     return np.array([part_of(s) for s in plan.stages])[:, None]
@@ -117,7 +122,7 @@ def _parts(plan: Plan) -> Array | float:
 
 @_kept
 def stage_times(plan: Plan, costs: CostTable) -> Array:
-    """Time of every op: [kind, stage, micro_batch], with the speed of the stage's rank."""
+    """Time of every op as [kind, stage, micro_batch], including the speed of the stage's rank."""
     whole = [_layers(s) for s in plan.stages]
     again = [np.asarray(s.recomputed_layers, dtype=np.int64) for s in plan.stages]
     slow = np.array([costs.slowdown(s.rank) for s in plan.stages])[:, None] * _parts(plan)
@@ -128,15 +133,14 @@ def stage_times(plan: Plan, costs: CostTable) -> Array:
 
 
 PARTIAL_BYTES = 8.0
-"""What a shard of the head hands on per token: the logarithm of its part of the softmax's sum and the target's logit,
-each in 32 bits."""
+"""What a shard of the head sends per token: the log-sum-exp of its logits and the target's logit, each in 32 bits."""
 
 
 @_kept
 def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Bytes of each stage's output and of its input gradient, in a chain: two arrays [stages, micro_batches].
 
-    A shard of the last layer hands on partial sums of the softmax, not the layer's output.
+    A shard of the last layer sends partial sums of the softmax instead of the layer's output.
     """
     last = [np.array([s.stop - 1]) for s in plan.stages]
     before = [np.array([s.first - 1] if s.first > 0 else [], dtype=np.int64) for s in plan.stages]
@@ -152,7 +156,7 @@ def boundary_bytes(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
 def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
     """Transfer time of each stage's output to the next stage's rank, and of its input gradient back.
 
-    Zero where the neighbour is on the same rank or there is none: two arrays [stages, micro_batches].
+    Zero if the neighbour is on the same rank or does not exist: two arrays [stages, micro_batches].
     """
     out_bytes, gradient_bytes = boundary_bytes(plan, costs)
     before, after = route_neighbours(plan)
@@ -173,7 +177,8 @@ def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
 def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     """Bytes every stage holds per micro-batch, with and without recomputation.
 
-    A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation.
+    A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation. A stage that
+    offloads keeps its input on the device: that is the buffer in which it came.
     """
     whole = [_layers(s) for s in plan.stages]
     parts = _parts(plan)
@@ -181,7 +186,7 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     stash = _per_micro_batch(plan, costs, costs.stash_bytes, whole) * parts
     kept = activation.copy()
     for s, stage in enumerate(plan.stages):
-        again = set(stage.recomputed_layers)
+        again = set(range(stage.first, stage.stop)) if stage.offload else set(stage.recomputed_layers)
         if not again:
             continue
         stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
@@ -193,9 +198,15 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     return StageMemory(np.minimum(kept, activation), activation, stash)
 
 
+def offload_bytes(plan: Plan, costs: CostTable) -> Array:
+    """What a stage that offloads moves to host memory, and back, per micro-batch; zero for the others."""
+    memory = stage_memory(plan, costs)
+    return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.kept, 0.0)
+
+
 def static_bytes(plan: Plan, costs: CostTable) -> Array:
-    """Weights, gradients and optimizer state per rank; a replicated stage counts on each of its ranks, what a tied head
-    shares with the embedding once on a rank that holds both."""
+    """Weights, gradients and optimizer state per rank. A replicated stage counts on each of its ranks; weights that a
+    tied head shares with the embedding count once on a rank that holds both."""
     out = np.zeros(plan.num_ranks)
     for stage in plan.stages:
         out[stage.rank] += costs.static_bytes[stage.first : stage.stop].sum() * part_of(stage)
@@ -211,5 +222,5 @@ def static_bytes(plan: Plan, costs: CostTable) -> Array:
 
 
 def workspace_bytes(plan: Plan, costs: CostTable) -> Array:
-    """Extra bytes while an op of the stage runs: the hungriest layer's."""
+    """Additional bytes while an op of the stage runs: those of the layer that needs most."""
     return np.array([costs.workspace_bytes[s.first : s.stop].max(initial=0.0) * part_of(s) for s in plan.stages])

@@ -1,9 +1,9 @@
-"""What makes a plan wrong, a line for each thing that names op, rank and mend.
+"""Validity rules for plans; each problem is one line that names the op, the rank and the remedy.
 
-Knows: stages, routes and orders that belong together. Does not know: files, costs, transfers.
+Knows: how stages, routes and orders must fit together. Does not know: files, costs, transfers.
 
-Sound plans are recognised by whole arrays, as searches check plans of 100,000 ops; only where something is wrong is it
-looked for op by op.
+Valid plans are recognised by array operations, because searches check plans of 100,000 ops. Only if that check fails is
+the problem located op by op.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_PROBLEMS = 20
 
 
 def problems(plan: Plan) -> list[str]:
-    """Everything wrong with the plan; empty when it can run."""
+    """All problems of the plan; empty if it can run."""
     return _structure_problems(plan) or pair_problems(plan) or _op_problems(plan) or _order_problems(plan)
 
 
@@ -50,6 +50,9 @@ def _structure_problems(plan: Plan) -> list[str]:
         again = () if isinstance(s.recompute, bool) else s.recompute
         if any(not s.first <= k < s.stop for k in again) or len(set(again)) != len(again):
             out.append(f"stage {i} recomputes layers {list(again)[:8]}; name some of [{s.first}, {s.stop}) once")
+        if s.offload and (s.recompute or s.first == s.stop):
+            why = "recomputes as well" if s.recompute else "has no layers"
+            out.append(f"stage {i} offloads its activations and {why}; set its offload to false")
         if s.shard is not None and not 0 <= s.shard[0] < s.shard[1]:
             out.append(f"stage {i} is shard {list(s.shard)}; give [k, n] with 0 <= k < n")
     if out:
@@ -98,7 +101,7 @@ def _route_problems(plan: Plan, number: int, route: tuple[int, ...]) -> list[str
 
 
 def _ops_are_right(plan: Plan) -> bool:
-    """Whether `_op_problems` has nothing to say, asked of whole arrays: plans of 100,000 ops are checked often."""
+    """Whether `_op_problems` would be empty, computed on arrays, because plans of 100,000 ops are checked often."""
     count = sum(map(len, plan.orders))
     try:
         columns = [np.fromiter((op[i] for order in plan.orders for op in order), np.int64, count) for i in (0, 2)]
@@ -158,7 +161,7 @@ def _op_problems(plan: Plan) -> list[str]:
 
 
 def _cell_problems(plan: Plan, s: int, m: int, seen: Mapping[Op, int]) -> list[str]:
-    """Is the set of ops of one stage and micro-batch complete?"""
+    """Whether the set of ops of one stage and micro-batch is complete."""
     rank = plan.stages[s].rank
     has = {kind for kind in KINDS if Op(s, kind, m) in seen}
     out = []
@@ -198,7 +201,7 @@ def _order_problems(plan: Plan) -> list[str]:
     if cycle:
         words = [f"{_slot_words(plan, n)} (rank {t.rank[n]})" for n in cycle]
         out.append(
-            "the orders wait for each other in a circle: "
+            "the orders wait for each other in a cycle: "
             + " needs ".join([*words[:12], "..." if len(words) > 12 else words[0]])
             + "; reorder one of these ranks"
         )
@@ -206,7 +209,7 @@ def _order_problems(plan: Plan) -> list[str]:
 
 
 def _slot_words(plan: Plan, number: int) -> str:
-    """An op, or the whole pair that it opens."""
+    """An op, or the pair that it begins."""
     t = plan.table()
     if t.lead is None:
         return str(plan.op(number))
@@ -214,7 +217,7 @@ def _slot_words(plan: Plan, number: int) -> str:
 
 
 def _missing_recompute(plan: Plan) -> list[str]:
-    """A recomputing stage runs R between F and backward, except where the backward follows F at once."""
+    """A stage that recomputes runs R between F and backward, unless the backward directly follows F."""
     t = plan.table()
     out = []
     for s, stage in enumerate(plan.stages):

@@ -1,11 +1,11 @@
-"""What a plan was made for: the costs behind a plan, from what it carries beside itself.
+"""What a plan was made for: recovers the costs of a plan from the entries stored in it.
 
-Knows: a plan's `extra`: "setting" (a model's name and the numbers around it), "cost_table" (the costs themselves,
-where the setting names a file or there is no setting), "costs" (their digest) and "mode" (how the layers ran when
-they were measured). Does not know: the command line, or how costs are resolved.
+Knows: a plan's `extra`: "setting" (the model's name and the numbers that go with it), "cost_table" (the costs
+themselves, if the setting names a file or there is no setting), "costs" (their digest) and "mode" (the precision and
+the use of CUDA graphs when layers were measured). Does not know: the command line, or how costs are resolved.
 
-A file is not where the plan will be read, or holds something else by then: a plan made from one carries the costs.
-A plan that carries none of these was made for nobody knows what: it is never priced with default costs in silence.
+A file may be missing or different where the plan is read, so a plan made from a file stores the costs themselves. A
+plan without any of these entries is never silently priced with default costs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import stack_names
-from octopipe.costs.cluster.hardware import GPUS
-from octopipe.costs.cluster.setup import checkpointed_layers, keywords
+from octopipe.costs.cluster.asking import keywords
+from octopipe.costs.cluster.hardware import GPUS, Link
+from octopipe.costs.cluster.setup import checkpointed_layers
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
 from octopipe.models.zoo import PRESETS
@@ -29,10 +30,10 @@ log = logging.getLogger("octopipe.plan")
 
 
 def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a plan made with these costs has to carry, as entries of its `extra`.
+    """What a plan made with these costs must store, as entries of its `extra`.
 
-    `setting`: the model's name and the numbers around it, where there is a name. Presets are priced again from it
-    anywhere; whatever was read from a file travels with the plan.
+    `setting`: the model's name and the numbers that go with it, if there is a name. Presets can be priced again from it
+    anywhere; costs that were read from a file are stored in the plan.
     """
     out: dict[str, Any] = {COSTS: costs.digest()}
     if setting is not None:
@@ -44,20 +45,26 @@ def carried(costs: CostTable, setting: Mapping[str, Any] | None = None) -> dict[
     return out
 
 
-def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
-    """Layers that the plan's prices run again inside the backward, one at a time (`--recompute full`).
-
-    No op of the plan says so: whoever runs it has to checkpoint these layers, or it holds more than was priced.
-    """
+def priced_recomputation(plan: Plan) -> str:
+    """What the plan's prices recompute inside the backward, beside its R ops: none, selective or full."""
     setting = plan.extra.get(SETTING)
-    if not isinstance(setting, Mapping) or setting.get("recompute") != "full":
+    found = setting.get("recompute") if isinstance(setting, Mapping) else None
+    return found if found in ("selective", "full") else "none"
+
+
+def checkpointed_by_prices(plan: Plan) -> tuple[int, ...]:
+    """Layers that the plan's costs recompute in the backward, one at a time (`--recompute full`).
+
+    The plan has no op for this: the runtime must checkpoint these layers, or more memory is used than was priced.
+    """
+    if priced_recomputation(plan) != "full":
         return ()
-    count = setting.get("recompute_layers")
+    count = plan.extra[SETTING].get("recompute_layers")
     return checkpointed_layers(plan.num_layers, count if isinstance(count, int) else None)
 
 
 def _names_files(setting: Mapping[str, Any]) -> bool:
-    """Whether a setting can only be priced where some file is."""
+    """Whether a setting refers to a file, so that it can only be priced where that file exists."""
     gpu, stack = setting.get("gpu"), setting.get("stack")
     own = isinstance(gpu, str) and gpu not in GPUS, isinstance(stack, str) and stack not in stack_names()
     files = any(own) or any(isinstance(setting.get(name), os.PathLike) for name in ("gpu", "stack", "nodes"))
@@ -65,10 +72,10 @@ def _names_files(setting: Mapping[str, Any]) -> bool:
 
 
 def lowering_costs(plan: Plan) -> CostTable:
-    """The costs that time a plan's sends and receives where the caller gives none: its own.
+    """The costs used to order a plan's sends and receives if the caller gives none: those of the plan.
 
-    They order the instructions, so every rank must find the same ones: no file is read for them. A plan that carries
-    no costs is ordered as if its layers took equally long; one whose costs lie in a file says so.
+    They determine the order of instructions, so every rank must use the same ones: no file is read. A plan that stores
+    no costs is ordered as if its layers took equally long; if its costs are in a file, a warning says so.
     """
     table, setting = plan.extra.get(COST_TABLE), plan.extra.get(SETTING)
     if table is not None or (isinstance(setting, Mapping) and not _names_files({"model": plan.model, **setting})):
@@ -82,15 +89,15 @@ def lowering_costs(plan: Plan) -> CostTable:
             "layers took equally long; give costs=, or make the plan again, which then carries them",
             setting.get("model"),
         )
-    return CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
+    return CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05).replace(host_link=Link(latency_ms=0.05))
 
 
 def costs_of_plan(
     plan: Plan, given: Mapping[str, Any] | None = None, where: str = "plan", *, naming: str = "--model"
 ) -> CostTable:
-    """The costs behind a plan: its own, or its setting overruled by what `given` says (None says nothing).
+    """The costs of a plan: its own, or its setting overridden by `given` (None: not given).
 
-    `naming`: how the caller's user names a model, for the error where the plan names none.
+    `naming`: how the user can name a model, for the error if the plan names none.
     """
     asked = {key: value for key, value in (given or {}).items() if value is not None}
     table = plan.extra.get(COST_TABLE)
@@ -100,22 +107,23 @@ def costs_of_plan(
     own = plan.extra.get(SETTING)
     if not isinstance(own, Mapping) and not asked.get("model"):
         raise OctoPipeError(
-            f"{where}: does not say for which model and set-up it was made; give {naming} (and the GPU, the sizes, ...)"
+            f"{where}: does not state for which model and set-up it was made; give {naming} (and the "
+            f"GPU, the sizes, ...)"
         )
     own = own if isinstance(own, Mapping) else {}
     model = asked.get("model") or own.get("model") or plan.model
     if not model:
-        raise OctoPipeError(f"{where}: does not say which model it is about; give {naming}")
+        raise OctoPipeError(f"{where}: does not state its model; give {naming}")
     try:
         costs = _fitting(plan, _resolved(str(model), plan, own, asked, where), where)
     except OctoPipeError as error:
         if table is None or asked.get("model"):
             raise
-        raise OctoPipeError(f"{error}; the plan carries its costs: leave {', '.join(asked)} out to use them") from None
+        raise OctoPipeError(f"{error}; the plan stores its costs: leave {', '.join(asked)} out to use them") from None
     made_with = plan.extra.get(COSTS)
     if not asked and isinstance(made_with, str) and made_with != costs.digest():
         log.warning(
-            "%s: %s costs something else now than when the plan was made; numbers are those of today's costs",
+            "%s: %s has different costs now than when the plan was made; the numbers use today's costs",
             where,
             model,
         )
@@ -123,7 +131,7 @@ def costs_of_plan(
 
 
 def _resolved(model: str, plan: Plan, own: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> CostTable:
-    """The costs of a plan's own setting, overruled by what is asked for; keys that are no field's are ignored."""
+    """The costs of a plan's own setting, overridden by the given values; unknown keys are ignored."""
     from octopipe.costs.resolve import resolve_costs
 
     try:

@@ -1,18 +1,18 @@
 """Two ops at once on the two lanes of a rank: the shortest way to interleave their segments.
 
-Knows: two sequences of segments on the compute and the exchange lane, and compute that may be put anywhere (W). Does
-not know: plans, stages, layers; `pair_price` makes the sequences.
+Knows: two sequences of segments on the compute and the exchange lane, and compute that may be placed anywhere (W). Does
+not know: plans, stages, layers; `pair_price` builds the sequences.
 
-**The rule.** Neighbouring segments of one lane are merged, so that the lanes of either sequence alternate. Whenever
-both ops run, they are on different lanes, and the one that ends first next needs the lane that the other still holds:
-it waits. So both always stand at borders of segments together, and every schedule that never takes a lane away from a
-running segment is a walk over the grid of borders (i, j) in three kinds of steps: the first op alone runs its next
-segment, the second op alone does, or, where their lanes differ, both do, and the step takes as long as the longer one
-(slowed by the other while it runs). The shortest walk is a table of (n + 1) x (m + 1) entries, filled in order; this is
-exact. Ties go to the step that both take, then to the first op.
+**The rule.** Adjacent segments on the same lane are merged, so the lanes of each sequence alternate. Whenever both ops
+run, they are on different lanes, and the one that ends first next needs the lane that the other still occupies, so it
+waits. Both ops are therefore always at segment boundaries at the same time, and every schedule that does not preempt a
+segment is a walk over the grid of boundaries (i, j) in three kinds of steps: the first op alone runs its next segment;
+the second op alone does; or, if their lanes differ, both do, and the step takes as long as the longer segment (slowed
+by the other while both run). The shortest walk is found by dynamic programming over (n + 1) x (m + 1) entries; this is
+exact. Ties are resolved in favour of the step that both take, then of the first op.
 
-What a step leaves of the exchange lane without compute beside it is *exposed*; W (of the pair's B, or a W that is one
-of the pair) is put there. A pair that would take longer than its two ops one after the other is run so instead.
+Exchange time without concurrent compute is *exposed*; W (of the pair's B, or a W that is itself part of the pair) fills
+it. If a pair would take longer than its two ops one after the other, they run one after the other.
 
 >>> import numpy as np
 >>> first = sequence([("compute", 2.0), ("exchange", 1.0), ("compute", 2.0), ("exchange", 1.0)])
@@ -38,7 +38,7 @@ FIRST, SECOND, BOTH = range(3)
 
 
 class Sequence(NamedTuple):
-    """Segments of one op: lanes alternate, so the first lane says all; no segment is empty."""
+    """Segments of one op. Lanes alternate, so the first lane determines the others; no segment is empty."""
 
     lane: int
     """Lane of the first segment."""
@@ -46,17 +46,17 @@ class Sequence(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How two ops run together, W left out."""
+    """How two ops run together, without W."""
 
     ms: float
     exposed_ms: float
-    """Of the exchanges, what ran while nothing was computed."""
+    """Exchange time during which nothing was computed."""
     steps: tuple[int, ...]
-    """Who runs its next segment: the first op, the second, or both."""
+    """For each step, which op runs its next segment: 0 the first, 1 the second, 2 both."""
 
 
 def sequence(parts: Iterable[tuple[str, float]]) -> Sequence:
-    """Segments with neighbours on one lane merged; `beside` is compute here."""
+    """Segments with adjacent ones on the same lane merged; `beside` counts as compute."""
     first, last = COMPUTE, -1
     out: list[float] = []
     for name, ms in parts:
@@ -75,7 +75,7 @@ def sequence(parts: Iterable[tuple[str, float]]) -> Sequence:
 
 @njit
 def pair_table(lane_a, a, lane_b, b, slows_compute, slows_exchange):  # type: ignore[no-untyped-def]
-    """Shortest time, exposed exchange on the way and last step at every point of the grid of borders."""
+    """Shortest time, exposed exchange and last step at every point of the grid of segment boundaries."""
     n, m = a.size, b.size
     took = np.zeros((n + 1, m + 1))
     bare = np.zeros((n + 1, m + 1))
@@ -130,14 +130,14 @@ def interleave(first: Sequence, second: Sequence, slows_compute: float = 0.0, sl
 
 
 def with_filler(walk: Walk, filler_ms: float, slows_compute: float = 0.0, slows_exchange: float = 0.0) -> float:
-    """Time of the walk with so much W put into what is exposed of the exchanges, the rest of W after it."""
+    """Time of the walk when this much W fills the exposed exchange time and the rest of W follows."""
     return walk.ms - walk.exposed_ms + together_ms(filler_ms, walk.exposed_ms, slows_compute, slows_exchange)
 
 
 def trace(
     first: Sequence, second: Sequence, steps: Iterable[int], slows_compute: float = 0.0, slows_exchange: float = 0.0
 ) -> list[tuple[int, int, float, float]]:
-    """(op, lane, start, end) of every segment of a walk, from time 0 on; the longer of two is slowed for a part."""
+    """(op, lane, start, end) of every segment of a walk, from time 0; the longer of two is slowed for part of it."""
     out = []
     at = [0, 0]
     ops = (first, second)

@@ -1,9 +1,9 @@
-"""Plans written down: `octopipe.plan/1` or `/2` JSON in, the same JSON out (docs/plan-format.md).
+"""The plan file format: reads and writes `octopipe.plan/1` and `/2` JSON (docs/plan-format.md).
 
-Knows: the file format and how files go wrong. Does not know: what a good plan is (`rules` does).
+Knows: the file format and its errors. Does not know: when a plan is valid (`rules`).
 
-Version 2 is written only for plans that version 1 has no words for: pairs, paths that fork or join, shards. Every
-other plan is written as version 1, byte for byte as ever.
+Version 2 is written only for plans that version 1 cannot express: pairs, paths that fork or join, shards, offload.
+Every other plan is written as version 1, byte for byte as before.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class _StageFile(msgspec.Struct):
     layers: tuple[int, int]
     rank: int
     recompute: bool | tuple[int, ...] = False
+    offload: bool = False
     shard: tuple[int, int] | None = None
 
 
@@ -67,7 +68,7 @@ class _PlanFile(msgspec.Struct):
 
 
 def plan_fields(data: bytes | str, where: str) -> dict[str, Any]:
-    """The fields of the plan in a JSON text, not checked yet; `where` names the source in errors."""
+    """The fields of the plan in a JSON text, not yet validated; `where` names the source in errors."""
     raw: Any = decode_json(data, where, most_values=2 * MAX_OPS)
     if not isinstance(raw, dict):
         raise OctoPipeError(f'{where}: not a plan; expected a JSON object with "format": "{FORMAT}"')
@@ -104,6 +105,7 @@ def plan_fields(data: bytes | str, where: str) -> dict[str, Any]:
                 rank=s.rank,
                 recompute=s.recompute,
                 shard=s.shard if second else None,
+                offload=s.offload and second,
             )
             for s in file.stages
         ),
@@ -119,7 +121,7 @@ def plan_fields(data: bytes | str, where: str) -> dict[str, Any]:
 def _paths(
     file: _PlanFile,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, int], ...], ...], tuple[int, ...]]:
-    """Routes, their arrows where any of them is more than a chain, and which one each micro-batch takes."""
+    """Routes, their edges if any route is not a chain, and the route of each micro-batch."""
     if not file.paths:
         return tuple(file.routes), (), file.route_of_micro_batch
     if file.routes:
@@ -137,7 +139,7 @@ def _paths(
 
 
 def _forward_order(number: int, arrows: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """The stages that the arrows name, in the smallest order in which every arrow leads forward."""
+    """The stages of the edges in the lexicographically smallest topological order."""
     left = {s: 0 for arrow in arrows for s in arrow}
     after: dict[int, list[int]] = {}
     for a, b in arrows:
@@ -152,12 +154,12 @@ def _forward_order(number: int, arrows: tuple[tuple[int, int], ...]) -> tuple[in
             if left[b] == 0:
                 heapq.heappush(ready, b)
     if len(out) < len(left):
-        raise PlanError([f"path {number}: its arrows lead in a circle; remove one"])
+        raise PlanError([f"path {number}: its edges form a cycle; remove one"])
     return tuple(out)
 
 
 def plan_to_json(plan: Plan) -> bytes:
-    """The plan in the oldest version that can say it, a line per stage and per rank so that it reads and diffs well."""
+    """The plan in the oldest version that can express it, one line per stage and per rank for readable diffs."""
 
     def encode(value: Any) -> str:
         # msgspec has a form of its own for dataclasses; the costs' one keeps arrays and pairs of ranks.
@@ -173,10 +175,11 @@ def plan_to_json(plan: Plan) -> bytes:
             "rank": s.rank,
             "recompute": s.recompute if isinstance(s.recompute, bool) else list(s.recompute),
         }
+        | ({"offload": True} if s.offload else {})
         | ({} if s.shard is None else {"shard": list(s.shard)})
         for s in plan.stages
     ]
-    second = bool(plan.pairs) or plan.forks
+    second = bool(plan.pairs) or plan.forks or plan.offloads
     parts = {
         "format": encode(FORMAT_2 if second else FORMAT),
         "model": encode(plan.model),

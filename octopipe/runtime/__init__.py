@@ -1,4 +1,4 @@
-"""Running plans for real: the rooms that may import torch (with `octopipe.runtime.nn`)."""
+"""Execution of plans: the packages that may import torch (with `octopipe.runtime.nn`)."""
 
 from __future__ import annotations
 

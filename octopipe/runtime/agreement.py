@@ -1,11 +1,11 @@
-"""What all ranks must have in common before the first step: one plan, one channel model, one program.
+"""Checks before the first step that all ranks have the same plan, channel model and program.
 
-Knows: how to compare what ranks would run, and to name the first difference. Does not know: how any of it runs.
+Knows: how to compare what ranks would run, and how to report the first difference. Does not know: how any of it runs.
 
-A rank's instructions depend on the costs it lowered with, and two ranks whose costs differ by a few per cent (each has
-measured its own) would queue their transfers in different orders and wait for each other for ever. So a pipeline that
-lowers its plan itself runs rank 0's instructions on every rank; programs that were lowered elsewhere must be equal.
-Data-parallel pipelines may lower differently: nothing travels between them but gradients (see `replicas`).
+A rank's instructions depend on the costs used for lowering. Two ranks whose costs differ by a few per cent (because
+each measured its own) would queue their transfers in different orders and wait for each other forever. A pipeline that
+lowers its plan itself therefore runs rank 0's instructions on every rank; programs that were lowered elsewhere must be
+equal. Data-parallel pipelines may be lowered differently, because they exchange only gradients (see `replicas`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def _plan_parts(plan: Plan) -> dict[str, str]:
 
 def _digest(program: Program) -> str:
     """Equal for programs that execute alike: transfers, and every rank's instructions."""
-    arrays = (program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id)
+    arrays = [program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id]
+    if program.moves is not None:
+        arrays += [program.moves.forward, program.moves.release, program.moves.fetch]
     return _short(b"".join(np.ascontiguousarray(a, np.int32).tobytes() + b"|" for a in arrays))
 
 

@@ -1,6 +1,6 @@
-"""The batch's own gradient: where a module outside the pipeline has computed the batch.
+"""Gradients with respect to the batch, for batches computed by a module outside the pipeline.
 
-Knows: which parts of a batch take a gradient, and how it gets back into the graph they come from. Does not know: how
+Knows: which parts of a batch require a gradient, and how it enters the graph that produced them. Does not know: how
 stages run.
 """
 

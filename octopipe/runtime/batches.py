@@ -1,9 +1,9 @@
-"""A batch cut into micro-batches, and outputs put together again.
+"""Splitting a batch into micro-batches, and joining outputs.
 
-Knows: any container that `values` opens; rows that do not divide evenly. Does not know: plans, ranks or losses.
+Knows: any container that `values` supports; rows that do not divide evenly. Does not know: plans, ranks or losses.
 
-`rows` rows become `count` micro-batches of rows // count or one more. Where there are fewer rows than micro-batches,
-the empty ones get a copy of the first row and the weight 0: they run, and count for nothing.
+`rows` rows become `count` micro-batches of rows // count rows or one more. If there are fewer rows than micro-batches,
+the empty ones get a copy of the first row with weight 0: they run but do not contribute.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The executor: walks one rank's program, instruction by instruction, in the order lowering gave.
+"""The executor: runs one rank's program, instruction by instruction, in the order given by lowering.
 
-Knows: which stage method an op is, where an op's input comes from and where its result goes, when things are
-let go. Does not know: plans' meaning, devices' transports, optimizers.
+Knows: which method of a stage implements an op, where an op's input comes from and where its result goes, and when
+tensors are released. Does not know: the meaning of plans, transports of devices, optimizers.
 
-Gradients are those of the mean over micro-batches of `loss_fn`: every micro-batch's backward starts from
-1/M (times `loss_scale`), nothing is rescaled afterwards. Gradients add up in the order the plan runs W (or B,
-and I for what is not a weight product), so two plans that run them in the same micro-batch order, whatever their
-partition and placement, give bitwise equal results; other orders differ by rounding.
+Gradients are those of the mean of `loss_fn` over micro-batches: the backward of every micro-batch starts from 1/M
+(times `loss_scale`), and nothing is rescaled afterwards. Gradients accumulate in the order in which the plan runs W
+(or B, and I for everything that is not a weight product). Two plans that run these ops in the same micro-batch order
+therefore give bitwise equal results, whatever their partition and placement; other orders differ by rounding.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Plac
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
+from octopipe.runtime.stages.offload import HostStore
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.wire.telling import PeerError
@@ -61,12 +62,17 @@ class Executor:
         """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self._timeout_s, self.layers_done = timeout_s, layers_done
+        self.timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
         firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
         self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
-        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast)
+        moves = any(step.moves is not None for step in program.steps)
+        if moves and cuda_graphs is not None:
+            raise OctoPipeError("CUDA graphs are not made of plans that offload activations; leave cuda_graphs out")
+        self._device = recorder.device
+        host = HostStore(self._device) if moves else None
+        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast, host)
         self.at: Step | None = None
         """The instruction that runs now."""
         self.steps_run = 0
@@ -199,6 +205,10 @@ class Executor:
         except TransferError as error:
             self._give_up()
             raise PeerError(self._hang_report(error)) from None
+        except PeerError as error:  # somebody else's failure: it must not be taken for this rank's
+            self.board.write(f"{self._place()}: {' '.join(str(error).split())[:200]}", last=True)
+            self._give_up()
+            raise
         except BaseException as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             note_op(error, self.program, self.at)
@@ -255,6 +265,8 @@ class Executor:
                     transport.send_gradient(slot, gradients)
                 continue
             k = ins.number
+            if ins.moves is not None:
+                ops.move(ins.moves, self._device)
             if code == F:
                 if slot is None:
                     value, needs = self.own_input(cell, micro_batches)
@@ -348,6 +360,8 @@ class Executor:
 
     def _give_up(self) -> None:
         self.ops.end_step(whole=False)
+        if self.ops.host is not None:
+            self.ops.host.give_up()
         for cell in self.program.cells:
             cell.clear()
         for slot in self.program.slots:
@@ -397,14 +411,14 @@ class Executor:
             return ""
         self.board.write(" ".join(str(error).split())[:200], last=True)
         elsewhere = self.board.failed_elsewhere()
-        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
+        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
         return f"{PENDING}{'; '.join(lines)}"
 
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
         self.board.write(line, last=True)
-        lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
-        waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
+        lines = self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
+        waited = f" within {self.timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
 
 

@@ -1,7 +1,7 @@
-"""A step that broke off: it leaves the ranks at different places, and nothing may follow it unnoticed.
+"""Interrupted steps: they leave the ranks out of step, and no further step may run without notice.
 
-Knows: whether a pipeline's last step was whole, what to say where it was not, and which op and layer an error came
-from, and which parameters a first step has left out. Does not know: how to recover.
+Knows: whether the last step of a pipeline was complete, the error if it was not, which op and layer an error came from,
+and which parameters got no gradient in the first step. Does not know: how to recover.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Failures:
         """Raise unless every step so far was whole."""
         if self._broken:
             raise OctoPipeError(
-                f"{self._broken}, and its ranks stand at different places since: call recover() on all ranks and then "
+                f"{self._broken}, and its ranks have been out of step since: call recover() on all ranks and then "
                 "zero_grad(), or build a new Pipeline"
             )
 
@@ -60,7 +60,7 @@ class Failures:
                 raise
             others = last_words(error)
             why = " ".join(str(error).split())[:160] or type(error).__name__
-            self._broken = f"step {step} broke off ({why})"
+            self._broken = f"step {step} was interrupted ({why})"
             for one in give_up:
                 one()
             if others:

@@ -1,12 +1,12 @@
 """The executor of plans whose paths fork and join.
 
-Knows: how a stage's inputs are put together at a join and its gradients added at a fork, and that a shard of the head
-makes a part of the loss. Does not know: how stages run (`stages/`), how tensors travel (`wire/`).
+Knows: how a stage's inputs are combined at a join and its gradients are added at a fork, and that a shard of the head
+computes a part of the loss. Does not know: how stages run (`stages/`), how tensors are transferred (`wire/`).
 
-A stage behind a join gets its inputs as one tuple, in the order of the path's arrows, so that a first layer whose
-forward takes several arguments gets them one by one. Inputs that are outputs of the shards of one layer are added
-instead. A stage in front of which nothing stands takes the batch: all of it, or, where the batch is a dictionary and
-the first layer's forward names only some of its keys, those.
+A stage after a join receives its inputs as one tuple, in the order of the path's edges, so a first layer whose forward
+takes several arguments receives them one by one. Outputs of the shards of one layer are added instead. A stage without
+predecessors takes the batch: all of it, or, if the batch is a dictionary and the first layer's forward names only some
+of its keys, those.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GraphExecutor(Executor):
 
     def __init__(self, program: Any, layers: dict[int, nn.Module], loss_fn: Any, *args: Any, **options: Any):
         if options.get("cuda_graphs") is not None:
-            raise OctoPipeError("CUDA graphs are not made of plans whose paths fork; leave cuda_graphs out")
+            raise OctoPipeError("CUDA graphs do not support plans whose paths fork; leave cuda_graphs out")
         self._cut: CutLoss | None = None
         if program.plan.shards().get(program.plan.num_layers - 1):
             self._cut = cut_loss(loss_fn)
@@ -112,7 +112,8 @@ class GraphExecutor(Executor):
         now = [t._version for t in _leaves(giver.value) if isinstance(t, Tensor)]
         if giver.versions and now != giver.versions:
             raise OctoPipeError(
-                f"a stage has changed in place what it got from stage {giver.stage}, which other stages take, too; "
+                f"a stage modified in place the tensor that it got from stage {giver.stage}, which "
+                f"other stages take, too; "
                 "let its first layer work on a copy (`.clone()`)"
             )
         giver.left -= 1
@@ -135,7 +136,7 @@ class GraphExecutor(Executor):
         if not cell.is_shard and not cell.last:
             return None
         if targets is None:
-            raise OctoPipeError("a head that is cut needs the target of every micro-batch: step(batch, target)")
+            raise OctoPipeError("a split head needs the target of every micro-batch: step(batch, target)")
         target = targets[cell.micro_batch]
         if cell.last:
             return Loss(self._cut.of_tokens, target)
@@ -195,6 +196,8 @@ class GraphExecutor(Executor):
                 continue
             value = needs = None
             given: Any = None
+            if ins.moves is not None:
+                ops.move(ins.moves, self._device)
             if code == F:
                 value, needs = self._inputs(cell, micro_batches)
                 given = self._then(cell, targets)
@@ -263,7 +266,9 @@ class GraphExecutor(Executor):
         loss: bool = True,
     ) -> dict[int, Any]:
         if not loss and self._cut is not None:
-            raise OctoPipeError("the head is cut, so no rank has whole logits; use a plan with a whole head for them")
+            raise OctoPipeError(
+                "the head is split, so no rank has complete logits; use a plan with an unsplit head for them"
+            )
         losses: dict[int, Any] = {}
         sent: list[Any] = []
         transport, autocast = self.transport, self._autocast or nullcontext

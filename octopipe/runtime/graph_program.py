@@ -1,10 +1,10 @@
-"""A rank's program where paths fork and join: cells with several inputs and takers, and a port for every arrow.
+"""A rank's program for paths that fork and join: cells with several inputs and consumers, and a port for every edge.
 
-Knows: which arrows of which micro-batch begin or end on this rank, and which transfers carry them. Does not know:
-tensors, or how anything travels.
+Knows: which edges of which micro-batch begin or end on this rank, and which transfers carry them. Does not know:
+tensors, or how they are transferred.
 
-A *port* is one end of one arrow (both ends where its two stages are on this rank). To a transport it is what a cell is
-in a chain: it keeps the form of the message that went along the arrow, which its gradient has, too.
+A *port* is one end of one edge (both ends if its two stages are on this rank). For a transport it plays the role of a
+cell in a chain: it stores the form of the message that was sent along the edge, which its gradient shares.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octopipe.runtime.slots import (
     layers_done,
     proven_releases,
     queue_of,
+    set_moves,
 )
 from octopipe.simulation.lowering import Program
 
@@ -68,7 +69,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
     """The steps of one rank of a plan whose paths fork or join."""
     plan = program.plan
     if plan.pairs:
-        raise OctoPipeError("the plan has pairs and paths that fork; the executor runs one or the other")
+        raise OctoPipeError("the plan has both pairs and paths that fork; the executor supports only one of the two")
     cells, ports = _cells(plan, rank)
     transfers: dict[tuple[int, bool], Slot] = {}
     steps: list[Step] = []
@@ -94,6 +95,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
         step.number = k
         step.layers_done = done.get(k, ())
         step.release = tuple(released.get(k, ()))
+    set_moves(program, rank, computes)
     return RankProgram(
         program=program,
         rank=rank,

@@ -1,6 +1,6 @@
-"""The losses of a step on every rank: exchanged inside the pipeline, averaged over its data-parallel twins.
+"""The losses of a step on every rank: exchanged within the pipeline and averaged over data-parallel pipelines.
 
-Knows: whose losses they are, and that ranks must agree on how a batch was cut. Does not know: how a step runs.
+Knows: which rank has which losses, and that ranks must agree on how a batch was split. Does not know: how a step runs.
 """
 
 from __future__ import annotations

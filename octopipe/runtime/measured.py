@@ -1,10 +1,10 @@
-"""The measured Timeline: the times of one training step on every rank, on one clock.
+"""The measured Timeline: the times of one training step on all ranks, with a common clock.
 
-Knows: how ranks record op times (host clock, or CUDA events on a GPU) and how they become the `Timeline` that
-the simulator predicts. Does not know: how ops run.
+Knows: how ranks record op times (host clock, or CUDA events on a GPU) and how they become the same `Timeline` type that
+the simulator produces. Does not know: how ops run.
 
-A transfer starts when its send was issued and ends when its receiver knew it was complete: exact where the
-receiver waited for it, an upper bound where the tensor was there before it was needed.
+A transfer starts when its send is issued and ends when its receiver knows that it is complete. This is exact if the
+receiver waited for it, and an upper bound if the tensor arrived before it was needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Recorder:
     def __init__(self, num_ops: int, device: torch.device):
         self.started, self.ended = [0.0] * num_ops, [0.0] * num_ops
         self.extras: list[tuple[str, float, float]] = []
-        self._cuda, self._device = device.type == "cuda", device
+        self.device = device
+        self._cuda = device.type == "cuda"
         self._stream: Any = None
         """The one that a step's ops run on; asked for once a step, since asking costs as much as recording."""
         self.events: list[Any] = []
@@ -47,7 +48,7 @@ class Recorder:
     def begin_step(self) -> None:
         self.extras.clear()
         if self._cuda:
-            self._stream = torch.cuda.current_stream(self._device)
+            self._stream = torch.cuda.current_stream(self.device)
 
     def _mark_event(self, op: int, end: int) -> None:
         self.events[2 * op + end].record(self._stream)

@@ -1,7 +1,7 @@
-"""Several losses along one path: heads that leave the backbone on the way, each with a loss of its own.
+"""Several losses along one path: heads that branch off the backbone, each with its own loss.
 
-Knows: which loss belongs to which layer. Does not know: how losses are computed or added; a micro-batch's loss is the
-sum of all losses on its path, and the gradients are those of that sum.
+Knows: which loss belongs to which layer. Does not know: how losses are computed or added; the loss of a micro-batch is
+the sum of all losses on its path, and the gradients are those of that sum.
 
     losses = octopipe.PathLosses({5: cross_entropy, 8: lambda out, target: 0.3 * cross_entropy(*shifted(out, target))})
     octopipe.Pipeline(layers, plan, losses)       # layers 5 and 8 end stages that no arrow leaves

@@ -1,7 +1,7 @@
 """Pipeline: train any list of layers under any plan.
 
-Knows: how a user's layers, plan, loss and process groups become an executor, and what a training script asks of
-it. Does not know: how a step runs (`executor`), what a plan should be.
+Knows: how a user's layers, plan, loss and process groups become an executor, and the interface for training scripts.
+Does not know: how a step runs (`executor`), or how plans are chosen.
 
     pipe = octopipe.Pipeline(layers, plan, loss_fn)        # under torchrun; layers: modules or factories
     optimizer = torch.optim.AdamW(pipe.parameters())
@@ -54,10 +54,10 @@ from octopipe.simulation.timeline import Timeline
 
 
 class Pipeline:
-    """One rank's part of a pipeline, with the face of a whole model.
+    """One rank's part of a pipeline, with the interface of a whole model.
 
-    Collective calls (every rank of the pipeline makes them together): the constructor, `step`, `evaluate`,
-    `forward`, `predict`, `clip_grad_norm_`, `timeline`.
+    Collective methods, which every rank of the pipeline must call: the constructor, `step`, `evaluate`, `forward`,
+    `predict`, `clip_grad_norm_`, `timeline`.
     """
 
     def __init__(
@@ -86,27 +86,27 @@ class Pipeline:
         verify: bool = False,
         cuda_graphs: bool = False,
     ):
-        """`layers` has one entry per layer of the plan; factories are called on the ranks that need them only,
-        under a seed of their own. `loss_fn(output, target)` gives the scalar loss of one micro-batch.
+        """`layers` has one entry per layer of the plan: a module, or a factory, which is called only on the ranks that
+        need it, with its own seed. `loss_fn(output, target)` returns the scalar loss of one micro-batch.
 
-        `costs` times the lowering (default: those that the plan carries, else equal layers). `mesh` has the pipeline's
-        dimension (`pp_dim`), others whose ranks take different batches (`dp_dims`; names such as dp, dp_replicate,
-        dp_shard, cp and ep are known) and others whose ranks share one (`model_dims`; tp is known); or give the groups.
-        Gradients and losses are averaged over the former, but for what `fully_shard` averages itself; `sharded` names
-        parameters with other values on every rank of such a dimension: `{"ep": ["*.experts.*"]}`. `tied` lists
-        parameters that are one, as `layer.name`: `[("0.weight", "9.weight")]`; modules may say so themselves
-        (`tied_to`), and shared Parameter objects in `layers` are found. `autocast`: a dtype or a context for forwards.
-        `main_grads`: gradients of bfloat16 and float16 parameters are kept and added up in float32, over micro-batches,
-        copies and pipelines (`MixedPrecisionOptimizer` takes them).
-        `seed=None` leaves random numbers to the global generators. `transport`: "gloo", "nccl", "cuda_ipc" or "strict"
-        (default: by backend). `timeout_s` bounds every wait.
+        `costs` determine the order of sends and receives (default: those stored in the plan, or equal layers). `mesh`
+        contains the pipeline dimension (`pp_dim`), dimensions whose ranks take different batches (`dp_dims`; dp,
+        dp_replicate, dp_shard, cp and ep are recognised) and dimensions whose ranks share a batch (`model_dims`; tp is
+        recognised); alternatively pass the groups. Gradients and losses are averaged over `dp_dims`, except for what
+        `fully_shard` averages itself. `sharded` names parameters whose values differ along such a dimension:
+        `{"ep": ["*.experts.*"]}`. `tied` lists tied parameters as `layer.name`: `[("0.weight", "9.weight")]`; modules
+        may also declare them (`tied_to`), and shared Parameter objects in `layers` are detected. `autocast`: a dtype or
+        a context for forwards. `main_grads`: gradients of bfloat16 and float16 parameters are accumulated in float32,
+        over micro-batches, copies and pipelines (for `MixedPrecisionOptimizer`). `seed=None` uses the global random
+        generators. `transport`: "gloo", "nccl", "cuda_ipc" or "strict" (default: by backend). `timeout_s` limits every
+        wait.
 
-        `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` gives to every layer
-        that has an argument of the name. `verify` compares, in the first step, one micro-batch's gradients and loss
-        with plain autograd on the same layers, on every rank; what differs is an error naming the parameter. Layers
-        that are recomputed are compared with their first forward in the first two steps, under `verify` in all.
+        `side_inputs` names arguments of layers' forwards (masks, positions) that `step(side=...)` passes to every layer
+        with an argument of that name. `verify` compares, in the first step and on every rank, the gradients and loss of
+        one micro-batch with plain autograd on the same layers, and raises an error that names a differing parameter.
+        Recomputed layers are compared with their first forward in the first two steps, with `verify` in all.
 
-        `cuda_graphs`: on a GPU, ops are replayed from the fifth step on, where they can be (log `octopipe.graphs`).
+        `cuda_graphs`: on a GPU, ops that support it are replayed from the fifth step on (log `octopipe.graphs`).
         """
         if timeout_s <= 0:
             raise OctoPipeError(f"timeout_s is {timeout_s}; give a number of seconds > 0")
@@ -130,13 +130,13 @@ class Pipeline:
         self.rank = world.rank
         self.timeout_s = timeout_s
         self.loss_scale = 1.0
-        """Multiplies the loss's gradient (for float16); divide it out of the gradients before the optimizer."""
+        """Factor on the gradient of the loss (for float16); divide the gradients by it before the optimizer."""
         self.step_number = 0
-        """Steps made; random numbers depend on it. Set it when resuming."""
+        """Number of completed steps; random numbers depend on it. Set it when resuming."""
         self.resumed_from: tuple[Path, int] | None = None
-        """Folder and step of the checkpoint that was loaded, until one is saved: later ones are another branch's."""
+        """Folder and step of the loaded checkpoint, until one is saved: later ones belong to another branch."""
         self.losses: Tensor | None = None
-        """The last step's losses, one per micro-batch, on every rank."""
+        """The losses of the last step, one per micro-batch, on every rank."""
         self.layers = Layers(layers, plan, world, self.device, tied=tied, seed=seed, loss_fn=loss_fn)
         if main_grads:
             keep_main_gradients(self.parameters())
@@ -158,7 +158,7 @@ class Pipeline:
         self._first_step = True
 
     def _assemble(self) -> None:
-        """What a step runs on, apart from the layers (collective over the pipeline's ranks)."""
+        """Creates everything that a step needs besides the layers (collective over the pipeline's ranks)."""
         world, timeout_s = self.world, self.timeout_s
         groups = {h: world.subgroup(h) for h in self.layers.holder_sets()}
         self.reducer = Reducer(
@@ -218,19 +218,19 @@ class Pipeline:
     ) -> Tensor | None:
         """Forward and backward of all micro-batches; gradients are added into `.grad`.
 
-        `batch`: a tensor (or any container of tensors) split along dimension 0 into the plan's micro-batches, or
-        a list of one value per micro-batch, of any shapes; only ranks with a first stage look at it. `target`:
-        the same for the loss; only ranks with a last stage look at it. `side`: the side inputs by name, split like
-        the batch (a list has one value per micro-batch: `[x] * M` is the same for all); ranks whose layers name one
-        need it. Returns the mean loss (float64, on every rank; the micro-batches' own are in `losses`), or None with
-        `reduce_loss=False`.
+        `batch`: a tensor (or any container of tensors) that is split along dimension 0 into the plan's micro-batches,
+        or a list with one value per micro-batch, of any shapes; only ranks with a first stage use it. `target`: the
+        same for the loss; only ranks with a last stage use it. `side`: the side inputs by name, split like the batch (a
+        list has one value per micro-batch; `[x] * M` passes the same value to all); ranks whose layers take one need
+        it. Returns the mean loss (float64, on every rank; the losses of the micro-batches are in `losses`), or None
+        with `reduce_loss=False`.
 
-        Rows that do not divide evenly (a last, partial batch) are cut into unequal micro-batches, each weighed by its
-        rows: the loss is the mean over rows where `loss_fn` is one. Ranks with a last stage know the rows from
-        `target`, or `batch` where there is no target. Micro-batches of a list count the same each.
+        If the rows do not divide evenly (a partial last batch), micro-batches are unequal and weighted by their rows,
+        so the loss is the mean over rows if `loss_fn` is a mean. Ranks with a last stage take the number of rows from
+        `target`, or from `batch` if there is no target. Micro-batches given as a list have equal weights.
 
-        A batch that requires grad gets its gradient on the ranks with a first stage, and with it the module that has
-        computed it (of this pipeline's mean loss: average over data-parallel pipelines yourself).
+        A batch that requires grad receives its gradient on the ranks with a first stage, and so does the module that
+        computed it (for the mean loss of this pipeline: average over data-parallel pipelines yourself).
         """
         if torch.is_inference_mode_enabled():
             raise OctoPipeError("step inside torch.inference_mode() cannot make gradients; call it outside")
@@ -276,7 +276,7 @@ class Pipeline:
         return self.losses.mean()
 
     def _finish_step(self) -> None:
-        """What ranks owe each other beside gradients."""
+        """Synchronises everything besides gradients that ranks share."""
         if self._leaves is not None and self._leaves.finish(self.world):
             self._leaves = None
         self._buffers.keep_alike()
@@ -284,13 +284,13 @@ class Pipeline:
             share_overflow(self.layers.named.values(), self.world, self.device, self.timeout_s)
 
     def _scales_loss(self) -> bool:
-        """Whether gradients may overflow on purpose: a scaled loss, or float16."""
+        """Whether gradients may overflow: with a scaled loss or float16."""
         if self.world.size == 1 and not self.world.axes and not self.world.model_axes:
             return False
         return self.loss_scale != 1.0 or self._half
 
     def _take_replaced(self) -> None:
-        """Parameters that were put in the place of others since the last look."""
+        """Takes over parameters that have been replaced since the last check."""
         replaced = self.layers.refresh()
         if replaced:
             self.reducer.renew(self.layers.shared())
@@ -337,7 +337,7 @@ class Pipeline:
             return found if listed else join(found)
 
     def predict(self, batch: Any = None, *, side: Mapping[str, Any] | None = None, to: str = "last") -> Any:
-        """`forward` with all layers in eval mode, which are left as they were."""
+        """`forward` with all layers in eval mode; their previous mode is restored."""
         flags = [(m, m.training) for module in self.layers.modules.values() for m in module.modules()]
         try:
             return self.eval().forward(batch, side=side, to=to)
@@ -355,11 +355,11 @@ class Pipeline:
     def recover(self) -> None:
         """Make the pipeline usable again after a step that raised (collective over all pipelines' ranks).
 
-        Parameters and optimizer stay as they are; call `zero_grad`: gradients of the step that broke off are partial.
+        Parameters and optimizer are unchanged; call `zero_grad`, because the gradients of the failed step are partial.
         """
         if self.device.type == "cuda":
             # It may wait for ever for what was never sent.
-            raise OctoPipeError("a failed step cannot be recovered from on a GPU; start the ranks again")
+            raise OctoPipeError("recovery from a failed step is not supported on a GPU; restart the ranks")
         self.close()
         self.world.renew(self.timeout_s)
         self._assemble()
@@ -375,14 +375,14 @@ class Pipeline:
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The global norm of all ranks' gradients, a parameter that several ranks hold counted once, in layer order."""
+        """The global norm of all ranks' gradients, summed in layer order; a parameter on several ranks counts once."""
         self._take_replaced()
         return self.replicas.norm(norm_type)
 
     def grad_scaler(self, **options: Any) -> PipelineGradScaler:
         """A `torch.amp.GradScaler` with these options that skips a step on all ranks or on none, and sets `loss_scale`.
 
-        torch's own does as well, with `loss_scale = scaler.get_scale()` before every step (see `ranks/overflow.py`).
+        torch's own works as well, with `loss_scale = scaler.get_scale()` before every step (see `ranks/overflow.py`).
         """
         return PipelineGradScaler(self, **options)
 
@@ -401,12 +401,12 @@ class Pipeline:
         return (p for _, p in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters as `layer.name`, each once, in layer order; the loss's count as a last layer's."""
+        """This rank's parameters as `layer.name`, each once, in layer order; those of the loss form a last layer."""
         self._take_replaced()
         return iter(self.layers.named.items())
 
     def modules(self) -> dict[int, nn.Module]:
-        """This rank's layers by number; a loss with parameters has the number after the last layer's."""
+        """This rank's layers by number; a loss with parameters has the number after the last layer."""
         return self.layers.modules
 
     def train(self, mode: bool = True) -> Pipeline:
@@ -426,12 +426,12 @@ class Pipeline:
         self.layers.load_state_dict(state)
 
     def timeline(self, label: str = "") -> Timeline:
-        """What the last step did on every rank, on one clock."""
+        """The measured timeline of the last step on all ranks, with a common clock."""
         label = label or str(self.plan.extra.get("system", "")) or "measured"
         return measured_timeline(self.executor.program, self.recorder, self.world.control, self.costs, label)
 
     def close(self) -> None:
-        """Stop the watchdog and give shared buffers back."""
+        """Stop the watchdog and release shared buffers."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None

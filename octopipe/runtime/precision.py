@@ -12,11 +12,11 @@ or what a precision costs (`costs/mode.py`).
         optimizer.step()                                                  # masters updated, weights rounded from them
         optimizer.zero_grad()
 
-With `shard=True` every data-parallel pipeline keeps masters and optimizer state of its share of the parameters only. It
-updates those and gives the others the new values (ZeRO-1); `step` is then collective over the pipelines.
+With `shard=True`, every data-parallel pipeline keeps master weights and optimizer state only for its share of the
+parameters. It updates those and broadcasts the new values (ZeRO-1); `step` is then collective over the pipelines.
 
-bfloat16 has float32's range, so no loss scaling is needed. A checkpoint holds the master weights in the place of the
-rounded ones: it resumes exactly, in this precision or another one.
+bfloat16 has the range of float32, so no loss scaling is needed. A checkpoint stores the master weights instead of the
+rounded ones, so a run resumes exactly, in this precision or another one.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ class Trained(Protocol):
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Any torch optimizer, run on float32 master copies of low-precision parameters.
 
-    `make` gets the list of what is to be updated: a float32 master for every trainable low-precision parameter of
-    `model` (a `Pipeline` or a module), the parameter itself where it is float32 already. Each has `.layer_name`, for
-    groups by name. Learning-rate schedulers, hooks and `param_groups` are the inner optimizer's. `state` is by the
-    model's own parameters.
+    `make` receives the list of tensors to update: a float32 master weight for every trainable low-precision parameter
+    of `model` (a `Pipeline` or a module), or the parameter itself if it is float32. Each has a `.layer_name`, for
+    building groups by name. Learning-rate schedulers, hooks and `param_groups` are those of the inner optimizer.
+    `state` is keyed by the model's parameters.
 
-    `shard`: divide masters and state over the data-parallel twins of `model`, which must be a `Pipeline`; `make` then
-    gets this replica's share. Float32 parameters are divided just so.
+    `shard`: shard master weights and state over the data-parallel replicas of `model`, which must be a `Pipeline`;
+    `make` then receives this replica's share. Float32 parameters are sharded in the same way.
 
-    Weights that somebody changes between two steps (loads, resets) are taken over: a master follows its parameter where
-    the parameter is not the master's rounded value any more.
+    Weights that are changed between two steps (loaded, reset) are taken over: a master weight is updated from its
+    parameter whenever the parameter is no longer the rounded master weight.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """The optimizer that `make` made."""
         known = {id(m) for m in updated}
         if any(id(p) not in known for group in self.inner.param_groups for p in group["params"]):
-            raise OctoPipeError("the optimizer has parameters that it was not given; build it on what it is passed")
+            raise OctoPipeError("the optimizer has parameters other than those it was given; build it on its argument")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("inner", "_masters"):
@@ -219,7 +219,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         names = {m.layer_name: p for p, m in self._pairs}  # type: ignore[attr-defined]
         if set(state_dict.get("masters", ())) != set(names):
-            raise OctoPipeError("the optimizer's state is of other parameters; load it under the plan that saved it")
+            raise OctoPipeError("the optimizer state belongs to other parameters; load it under the plan that saved it")
         self.inner.load_state_dict(state_dict["inner"])
         for name, values in state_dict["masters"].items():
             self.set_master(names[name], values)

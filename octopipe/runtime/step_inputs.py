@@ -1,7 +1,7 @@
-"""What a step is given: the batch, the target and the side inputs, cut into micro-batches for one rank.
+"""The inputs of a step: the batch, the target and the side inputs, split into micro-batches for one rank.
 
-Knows: which of them this rank's stages look at, and what is wrong with what was given. Does not know: how a step runs,
-or how a value is cut (`batches`).
+Knows: which of them this rank's stages use, and the errors for invalid inputs. Does not know: how a step runs, or how a
+value is split (`batches`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What of torch works on this machine, found by using it: run in a process of its own, so that a crash is a finding.
+"""Checks of torch on this machine by using it, in a separate process, so that a crash is reported as a finding.
 
-Knows: devices, libraries of collectives, kernels that other packages bring, and that two ranks meet. Does not know:
-how findings are shown (`octopipe doctor`).
+Knows: devices, communication libraries, kernels of other packages, and whether two ranks can communicate. Does not
+know: how findings are shown (`octopipe doctor`).
 
     python -m octopipe.runtime.torch_check        # one JSON list of [name, state, found, mend]
 """

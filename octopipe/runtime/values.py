@@ -1,11 +1,11 @@
-"""Values that are more than one tensor: taken apart into leaves, and put together again.
+"""Nested values: flattens containers into leaves (tensors and constants) and rebuilds them.
 
 Knows: tuples, lists, dicts and their subclasses, whatever `torch.utils._pytree` has registered (Hugging Face's
 `ModelOutput`, torch's own return types), dataclasses registered or not, mappings such as `BatchEncoding`. Does not
 know: what leaves are for, or how they travel.
 
-What is left when all containers are open is a leaf: a tensor, or a constant. An object that holds tensors and cannot
-be taken apart would carry them past autograd and past the split into micro-batches: `check_leaves` refuses it.
+A leaf is a tensor or a constant. An object that contains tensors but cannot be flattened would bypass autograd and the
+split into micro-batches, so `check_leaves` rejects it.
 
 >>> leaves = []
 >>> form = flatten({"a": 1, "b": (2, [3])}, leaves)

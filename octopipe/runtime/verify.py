@@ -1,12 +1,12 @@
-"""The first step's self-check: one micro-batch's gradients against plain autograd on the same layers.
+"""The self-check of the first step: compares the gradients of one micro-batch with plain autograd on the same layers.
 
-Knows: how a stage's ops are watched while a step runs, and how its layers run again without any of our machinery: same
-inputs, same buffers, same random numbers, same output gradients. Does not know: plans or transports; every rank checks
-its own stages alone, so what arrives from another rank counts as given.
+Knows: how the ops of a stage are recorded while a step runs, and how its layers run again in plain PyTorch with the
+same inputs, buffers, random numbers and output gradients. Does not know: plans or transports; every rank checks only
+its own stages, so values received from another rank are taken as given.
 
-The plain run comes after the step, before any optimizer changes a weight. Layers run forward once more for it, from
-what the watched forward found (`stages/replay.py`), and what they keep between forwards is put back afterwards. Stages
-with sharded parameters (DTensor) are not checked.
+The plain run takes place after the step, before an optimizer changes a weight. Layers run forward once more from the
+state of the recorded forward (`stages/replay.py`), and their state is restored afterwards. Stages with sharded
+parameters (DTensor) are not checked.
 """
 
 from __future__ import annotations

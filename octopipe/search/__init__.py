@@ -1,1 +1,1 @@
-"""Decisions: published systems, the tuner, the exact solver, the planner of whole clusters."""
+"""Searches for plans: published systems, the tuner, the exact solver, the planner for whole clusters."""

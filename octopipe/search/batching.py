@@ -1,7 +1,7 @@
-"""DynaPipe's micro-batches for a model: sequences of different length, grouped by what they would cost.
+"""DynaPipe's micro-batches for a model: groups sequences of different length by their cost.
 
-Knows: a formula for the time of so many sequences of a length, fitted to the model's own prices, and how many tokens
-fit. Does not know: DynaPipe's programme (`systems/dynapipe.py`) or how lengths are read (`lengths.py`).
+Knows: a formula for the time of a number of sequences of one length, fitted to the model's costs, and how many tokens
+fit. Does not know: DynaPipe's dynamic program (`systems/dynapipe.py`) or how lengths are read (`lengths.py`).
 """
 
 from __future__ import annotations

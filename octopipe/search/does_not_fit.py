@@ -1,6 +1,6 @@
-"""When nothing fits: which rank lacks how much, and what would help.
+"""The error when no plan fits in memory: which rank lacks how much, and what would help.
 
-Knows: the least memory any plan needs. Does not know: how plans are searched.
+Knows: the minimum memory that any plan needs. Does not know: how plans are searched.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitE
     missing = max(float(lack[rank]) / GIB, 0.0)
     most = f"about {missing:.1f} GiB" if missing > 0.05 else "a little memory"
     helps = ["more ranks (--pp)", "a larger --memory-gib", "a larger --tp", "shorter sequences (--seq)"]
+    if finite.any() and costs.host_link is not None and static / num_ranks < capacity[rank]:
+        helps.insert(0, "activations in host memory (tune --offload)")
     if not may_recompute and finite.any():
         helps.insert(0, "recomputation")
     return DoesNotFitError(

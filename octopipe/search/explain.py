@@ -1,4 +1,4 @@
-"""What bounds a result, in one sentence: the busiest rank, a layer that cannot be split, where ranks idle.
+"""One sentence about what limits a result: the busiest rank, a layer that cannot be split, the causes of idle time.
 
 Knows: timelines and costs. Does not know: how the plan was found.
 """

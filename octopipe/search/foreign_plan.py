@@ -1,8 +1,7 @@
-"""What other tools run today, as plans: Megatron's texts with its own orders, and PyTorch's schedule CSVs.
+"""Plans of other tools: Megatron's layout strings with its own orders, and PyTorch's schedule CSVs.
 
-Knows: Megatron's placement (stage i on rank i mod pp) and its two orders, 1F1B and interleaved, micro-batch
-groups included; how a schedule CSV's stages get layers. Does not know: the texts themselves (`readers/`),
-times, files.
+Knows: Megatron's placement (stage i on rank i mod pp) and its two orders, 1F1B and interleaved 1F1B with micro-batch
+groups; how layers are assigned to the stages of a schedule CSV. Does not know: the formats (`readers/`), times, files.
 
 >>> from octopipe.plans.readers.megatron_text import read_megatron
 >>> found = megatron_plan(read_megatron("Et|tt|tt|tL"), pp=2, num_micro_batches=2)
@@ -66,7 +65,9 @@ def megatron_plan(
     """
     pieces, notes = _with_ends(text, pp)
     if len(pieces) % pp:
-        raise OctoPipeError(f"{len(pieces)} stages on {pp} ranks; Megatron wants as many on every rank: change --pp")
+        raise OctoPipeError(
+            f"{len(pieces)} stages on {pp} ranks; Megatron requires the same number on every rank: change --pp"
+        )
     chunks = len(pieces) // pp
     if vp is not None and vp != chunks:
         raise OctoPipeError(f"the text has {len(pieces)} stages, {chunks} per rank of {pp}; --vp {vp} does not fit it")
@@ -113,7 +114,7 @@ def _check_predictions(text: MegatronText, pieces: Sequence[str], pp: int) -> No
     if text.kind == "layout" and text.depths:
         at = next(k for k, piece in enumerate(pieces) if "m" in piece)
         if at < len(pieces) - pp:
-            raise OctoPipeError(f"multi-token prediction in stage {at}; Megatron wants it in its rank's last stage")
+            raise OctoPipeError(f"multi-token prediction in stage {at}; Megatron requires it in its rank's last stage")
 
 
 def _check_model(kind: str, pieces: Sequence[str], costs: CostTable) -> None:

@@ -1,7 +1,7 @@
-"""How much must be recomputed: in the prices of a set-up, or as R ops in a finished plan.
+"""How much must be recomputed to fit: in the costs of a set-up, or as R ops in a finished plan.
 
-Knows: how many layers must be recomputed until memory suffices, and how R ops are put into orders. Does not know: what
-recomputation costs (`analytic.py`, `price.py`), or systems that decide it themselves.
+Knows: how many layers must be recomputed to fit in memory, and how R ops are inserted into orders. Does not know: what
+recomputation costs (`analytic/`, `price.py`), or systems that decide it themselves.
 """
 
 from __future__ import annotations

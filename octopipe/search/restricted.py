@@ -1,13 +1,13 @@
-"""Searches over what another runtime can run.
+"""Searches restricted to what another runtime can run.
 
-Knows: what `--for` names allow. Does not know: how their files are written (`export/`).
+Knows: what each value of `--for` allows. Does not know: how the runtimes' files are written (`export/`).
 
 - `octopipe`: everything.
 - `torch`: any partition, placement and order, but every layer on one rank, and no recomputation per stage.
 - `megatron`: stage i on rank i mod pp, a multiple of pp stages, 1F1B or interleaved 1F1B with a fused backward. There
-  the order follows from the number of stages, so only the partition is searched: boundaries annealed on the step time.
-  Stages between the first and the last may be empty, as long as every rank holds layers. A plan leaves them out; that
-  Megatron passes micro-batches through their ranks, one more transfer each way, is not counted.
+  the order is determined by the number of stages, so only the partition is searched, by annealing stage boundaries.
+  Stages between the first and the last may be empty, as long as every rank holds layers. A plan omits them; the
+  additional transfer in each direction that Megatron needs for an empty stage is not counted.
 """
 
 from __future__ import annotations

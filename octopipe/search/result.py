@@ -1,6 +1,6 @@
-"""What a search returns and what it reports on the way.
+"""What a search returns and what it reports while it runs.
 
-Knows: the records. Does not know: how any of them came about.
+Knows: the records. Does not know: how their values are obtained.
 """
 
 from __future__ import annotations

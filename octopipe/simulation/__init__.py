@@ -1,1 +1,1 @@
-"""Programs, their exact times and memory, timelines and bounds."""
+"""Lowering of plans to programs, simulation of their time and memory, timelines, and lower bounds."""

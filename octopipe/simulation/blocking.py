@@ -1,10 +1,12 @@
-"""Where transfers stand in a blocking program: a rank stands still while it sends or receives.
+"""Positions of transfers in a blocking program, in which a rank does not compute while it sends or receives.
 
-Knows: two ways to give every transfer its place, by the least loss inside its window and as ranks would meet if they
-served each other whenever they stand idle. Does not know: programs; `lowering` makes one of each and keeps the faster.
+Knows: two ways to position every transfer: with the least loss inside its window, or where the two ranks would meet if
+each served transfers whenever it is idle. Does not know: programs; `lowering` builds one of each and keeps the faster.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +22,9 @@ def cheapest_positions(  # type: ignore[no-untyped-def]
 ):
     """For blocking programs: the key in each transfer's window at which the two ranks lose least.
 
-    Candidates are the op ends of either rank inside [ready, need]. Both ranks meet when the later one has
-    arrived; the transfer's span then costs each of them what reaches beyond the start of its next op (idle
-    time before that op is overlap for free).
+    Candidates are the op ends of either rank inside [ready, need]. The transfer starts when the later rank has
+    arrived. It costs each rank the part that extends beyond the start of its next op (idle time before that op
+    is overlap at no cost).
     """
     out = ready.copy()
     for i in range(source.size):
@@ -53,14 +55,33 @@ def cheapest_positions(  # type: ignore[no-untyped-def]
     return out
 
 
+class Standing(NamedTuple):
+    """Where every rank stands while programs come about, and the instructions so far."""
+
+    clock: Any
+    waiting: Any
+    head: Any
+    """The op that is next."""
+    running: Any
+    """The op that runs, or -1."""
+    pending: Any
+    """[rank, k]: finished transfers that the rank has a part in, oldest first;"""
+    count: Any
+    """how many of them."""
+    kinds: Any
+    ids: Any
+    fill: Any
+    """[rank]: where its next instruction is written."""
+
+
 @njit
 def meetings(  # type: ignore[no-untyped-def]
     rank, offsets, data, transfer_of, source, target, duration, took, ranks
 ):
-    """Blocking programs as they would come about: a transfer happens when both its ranks stand idle.
+    """Blocking programs by simulation: a transfer happens when both its ranks are idle.
 
-    A rank between two ops first serves a finished tensor whose other end is waiting, else runs its next op,
-    else waits. Every transfer and op gets its place at the moment it happens, so the order is feasible.
+    A rank between two ops first serves a finished tensor whose other end is waiting; otherwise it runs its next
+    op; otherwise it waits. Every transfer and op is placed at the moment it happens, so the order is feasible.
     """
     computes, transfers = rank.size, source.size
     first_out = np.full(computes, -1, np.int32)
@@ -70,66 +91,42 @@ def meetings(  # type: ignore[no-untyped-def]
         first_out[source[i]] = i
     moved = np.zeros(transfers, np.bool_)
     done = np.zeros(computes, np.bool_)
-    clock = np.zeros(ranks)
-    waiting = np.zeros(ranks, np.bool_)
-    head = offsets[:-1].copy()
-    running = np.full(ranks, -1, np.int32)
-    room = transfers + 1
-    pending = np.empty((ranks, room), np.int32)
-    count = np.zeros(ranks, np.int32)
     sizes = np.zeros(ranks + 1, np.int32)
-    for c in range(computes):
-        sizes[rank[c] + 1] += 1
-    for i in range(transfers):
-        sizes[rank[source[i]] + 1] += 1
-        sizes[rank[target[i]] + 1] += 1
-    for r in range(ranks):
-        sizes[r + 1] += sizes[r]
-    kinds = np.empty(sizes[ranks], np.int32)
-    ids = np.empty(sizes[ranks], np.int32)
-    fill = sizes[:-1].copy()
+    _count(rank, source, target, sizes)
+    at = Standing(
+        clock=np.zeros(ranks),
+        waiting=np.zeros(ranks, np.bool_),
+        head=offsets[:-1].copy(),
+        running=np.full(ranks, -1, np.int32),
+        pending=np.empty((ranks, transfers + 1), np.int32),
+        count=np.zeros(ranks, np.int32),
+        kinds=np.empty(sizes[ranks], np.int32),
+        ids=np.empty(sizes[ranks], np.int32),
+        fill=sizes[:-1].copy(),
+    )
     while True:
         r = -1
         for k in range(ranks):
-            active = running[k] >= 0 or head[k] < offsets[k + 1] or count[k] > 0
-            if active and not waiting[k] and (r < 0 or clock[k] < clock[r]):
+            active = at.running[k] >= 0 or at.head[k] < offsets[k + 1] or at.count[k] > 0
+            if active and not at.waiting[k] and (r < 0 or at.clock[k] < at.clock[r]):
                 r = k
         if r < 0:
             break
-        now = clock[r]
-        if running[r] >= 0:
-            done[running[r]] = True
-            i = first_out[running[r]]
+        if at.running[r] >= 0:
+            done[at.running[r]] = True
+            i = first_out[at.running[r]]
             while i >= 0:
                 for one in (rank[source[i]], rank[target[i]]):
-                    pending[one, count[one]] = i
-                    count[one] += 1
+                    at.pending[one, at.count[one]] = i
+                    at.count[one] += 1
                 i = next_out[i]
-            running[r] = -1
-        # The oldest finished tensor whose other end stands waiting, or has nothing left to run.
-        served = -1
-        for k in range(count[r]):
-            i = pending[r, k]
-            peer = rank[source[i]] if rank[target[i]] == r else rank[target[i]]
-            if waiting[peer] or (running[peer] < 0 and head[peer] == offsets[peer + 1] and clock[peer] <= now):
-                served = i
-                break
+            at.running[r] = -1
+        served = _next_served(at, r, rank, source, target, offsets)
         if served >= 0:
-            for one in (rank[source[served]], rank[target[served]]):
-                k = 0
-                while pending[one, k] != served:
-                    k += 1
-                for j in range(k, count[one] - 1):
-                    pending[one, j] = pending[one, j + 1]
-                count[one] -= 1
-                kinds[fill[one]] = 1 if rank[source[served]] == one else 2
-                ids[fill[one]] = served
-                fill[one] += 1
-                clock[one] = now + took[served]
-                waiting[one] = False
+            _serve(at, served, rank[source[served]], rank[target[served]], at.clock[r] + took[served])
             moved[served] = True
             continue
-        c = head[r]
+        c = at.head[r]
         ready = c < offsets[r + 1]
         if ready:
             for k in range(data.shape[1]):
@@ -138,12 +135,57 @@ def meetings(  # type: ignore[no-untyped-def]
                     if (i >= 0 and not moved[i]) or (i < 0 and not done[data[c, k]]):
                         ready = False
         if ready:
-            kinds[fill[r]] = 0
-            ids[fill[r]] = c
-            fill[r] += 1
-            running[r] = c
-            head[r] += 1
-            clock[r] = now + duration[c]
+            _write(at, r, 0, c)
+            at.running[r] = c
+            at.head[r] += 1
+            at.clock[r] += duration[c]
         else:
-            waiting[r] = True
-    return kinds, ids, sizes
+            at.waiting[r] = True
+    return at.kinds, at.ids, sizes
+
+
+@njit
+def _count(rank, source, target, sizes):  # type: ignore[no-untyped-def]
+    """Where every rank's instructions begin: an op is one, and a transfer is one of both its ranks."""
+    for c in range(rank.size):
+        sizes[rank[c] + 1] += 1
+    for i in range(source.size):
+        sizes[rank[source[i]] + 1] += 1
+        sizes[rank[target[i]] + 1] += 1
+    for r in range(sizes.size - 1):
+        sizes[r + 1] += sizes[r]
+
+
+@njit
+def _next_served(at, r, rank, source, target, offsets):  # type: ignore[no-untyped-def]
+    """The oldest finished tensor whose other end stands waiting, or has nothing left to run; -1: none."""
+    for k in range(at.count[r]):
+        i = at.pending[r, k]
+        peer = rank[source[i]] if rank[target[i]] == r else rank[target[i]]
+        idle = at.running[peer] < 0 and at.head[peer] == offsets[peer + 1] and at.clock[peer] <= at.clock[r]
+        if at.waiting[peer] or idle:
+            return i
+    return -1
+
+
+@njit
+def _serve(at, served, sender, receiver, end):  # type: ignore[no-untyped-def]
+    """Both ranks of a transfer are busy with it until `end`."""
+    for one in (sender, receiver):
+        k = 0
+        while at.pending[one, k] != served:
+            k += 1
+        for j in range(k, at.count[one] - 1):
+            at.pending[one, j] = at.pending[one, j + 1]
+        at.count[one] -= 1
+        _write(at, one, 1 if sender == one else 2, served)
+        at.clock[one] = end
+        at.waiting[one] = False
+
+
+@njit
+def _write(at, r, kind, number):  # type: ignore[no-untyped-def]
+    """The next instruction of a rank: an op (0), a send (1) or a receive (2)."""
+    at.kinds[at.fill[r]] = kind
+    at.ids[at.fill[r]] = number
+    at.fill[r] += 1

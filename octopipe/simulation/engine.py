@@ -1,7 +1,7 @@
 """The simulator's hot loops, compiled.
 
-Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or words; simulator.py and
-lowering.py build the arrays and give the results their names.
+Knows: arrays of ops, transfers and predecessors. Does not know: plans, costs or messages; simulator.py and lowering.py
+build the arrays and interpret the results.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octopipe.base.compile import njit
+from octopipe.plans.op import R
+from octopipe.simulation.timing import NEVER, begin_paths, note_run, pass_on, start_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -150,64 +152,31 @@ def evaluate(  # type: ignore[no-untyped-def]
     its input gradient to the stage before. Equals lowering and simulating the plan, without building either.
     """
     ranks = offsets.size - 1
-    stages = stage_rank.size
-    micro_batches = route.size
-    forward_at = np.full((stages, micro_batches), -1.0)
-    gradient_at = np.full((stages, micro_batches), -1.0)
+    arrived = np.empty((2, stage_rank.size, route.size))
+    begin_paths(arrived, before, route)
     channel = np.zeros((ranks, ranks))
     clock = np.zeros(ranks)
     head = offsets[:-1].copy()
     left = stage.size
+    again = np.zeros((stage_rank.size, route.size), np.bool_)
+    for i in range(left):
+        if kind[i] == R:
+            again[stage[i], micro_batch[i]] = True
     while left > 0:
         moved = False
         for r in range(ranks):
             now = clock[r]
             i = head[r]
-            stop = offsets[r + 1]
-            while i < stop:
-                s = stage[i]
-                m = micro_batch[i]
-                k = kind[i]
-                if k == 0:
-                    b = before[route[m], s]
-                    if b >= 0:
-                        ready = forward_at[b, m]
-                        if ready < 0.0:
-                            break
-                        if ready > now:
-                            now = ready
-                    now += duration[i]
-                    a = after[route[m], s]
-                    arrived = now
-                    if a >= 0:
-                        to = stage_rank[a]
-                        if to != r:
-                            if channel[r, to] > arrived:
-                                arrived = channel[r, to]
-                            arrived += forward_ms[s, m]
-                            channel[r, to] = arrived
-                    forward_at[s, m] = arrived
-                elif k == 2 or k == 4:
-                    a = after[route[m], s]
-                    if a >= 0:
-                        ready = gradient_at[a, m]
-                        if ready < 0.0:
-                            break
-                        if ready > now:
-                            now = ready
-                    now += duration[i]
-                    b = before[route[m], s]
-                    arrived = now
-                    if b >= 0:
-                        to = stage_rank[b]
-                        if to != r:
-                            if channel[r, to] > arrived:
-                                arrived = channel[r, to]
-                            arrived += gradient_ms[s, m]
-                            channel[r, to] = arrived
-                    gradient_at[s, m] = arrived
-                else:
-                    now += duration[i]
+            while i < offsets[r + 1]:
+                s, k, m = stage[i], kind[i], micro_batch[i]
+                at = start_of(arrived, k, s, m, now)
+                if at == NEVER:
+                    return -1.0
+                if at == np.inf:
+                    break
+                now = at + duration[i]
+                note_run(arrived, k, s, m, again[s, m])
+                pass_on(arrived, k, s, m, before, after, route, stage_rank, channel, now, forward_ms, gradient_ms)
                 i += 1
                 moved = True
             left -= i - head[r]

@@ -1,6 +1,6 @@
 """Fidelity: a predicted and a measured Timeline of one plan, compared op by op.
 
-Knows: what is compared and how errors are named. Does not know: how either timeline came to be.
+Knows: what is compared and how errors are defined. Does not know: how either timeline was obtained.
 
 Errors are relative to the measurement: (predicted - measured) / measured; mean errors are means of absolute values.
 """

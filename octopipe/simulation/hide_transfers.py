@@ -1,9 +1,9 @@
-"""Hiding transfers: of plans that take the same time, one whose ranks compute while their tensors travel.
+"""Hiding transfers: among plans with equal step time, prefers those whose ranks compute during transfers.
 
-Knows: small changes of a rank's order, and that none may cost memory, or time beyond what is allowed. Does not know:
-how plans are searched (`tuner/`). A search that minimises the step leaves the order open wherever there is slack; a
-transfer that happens to lie in a gap there costs nothing as predicted, and is the first to cost something on a link
-that is slower.
+Knows: small changes of a rank's order, none of which may exceed the memory or the allowed time. Does not know: how
+plans are searched (`tuner/`). A search that minimises the step time leaves the order arbitrary wherever there is slack.
+A transfer in an idle gap costs nothing according to the prediction, but would be the first to cost time if the link
+were slower.
 
 >>> from octopipe.search.systems import build_plan
 >>> costs = CostTable.uniform(num_layers=8, p2p_ms=0.2)

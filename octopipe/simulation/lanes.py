@@ -1,7 +1,7 @@
 """The two lanes of every rank within a timeline: when it computed and when it exchanged tokens.
 
-Knows: the segments of single ops and of pairs, laid into the spans of a simulation. Does not know: how spans come about
-(`simulator`), what the lanes are drawn with (`views/`).
+Knows: how the segments of single ops and of pairs are positioned within the spans of a simulation. Does not know: how
+spans are computed (`simulator`), or how lanes are drawn (`views/`).
 """
 
 from __future__ import annotations

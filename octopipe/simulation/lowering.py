@@ -1,6 +1,6 @@
 """Lowering: Plan -> Program, the exact instruction list the simulator times and the executor runs.
 
-Knows: where sends and receives go so that no channel model can deadlock and transfers hide behind compute.
+Knows: where to place sends and receives so that no channel model can deadlock and transfers overlap with compute.
 Does not know: what happens on a device. The plan's compute order is never changed.
 
 How it works (paper, section VII). An unconstrained simulation gives every op an interval, and so every
@@ -10,9 +10,9 @@ its window; each rank's program is its ops (keyed by their end) and its sends an
 transfer -> consumer, instruction before a posted send or receive) leads from a smaller key to a larger one,
 so there is no cycle. `prove_deadlock_free` checks the finished program again, from its instructions alone.
 
-A pair is one instruction: what either of its ops receives stands before it, what either sends after it.
+A pair is one instruction: the receives of both ops come before it, the sends of both after it.
 
-Near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
+The cost is near-linear: one topological pass, one sort, at most `blocking.CANDIDATES` positions per transfer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from octopipe.plans.plan import F, Op, OpTable, Plan, joined, with_rank_order
 from octopipe.plans.price import boundary_bytes, match
 from octopipe.simulation import engine as _engine
 from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
+from octopipe.simulation.host_moves import HostMoves, moves_of, with_moves
 
 Channel = Literal["directed", "pair", "single", "blocking"]
 CHANNELS: tuple[Channel, ...] = ("directed", "pair", "single", "blocking")
@@ -83,7 +84,9 @@ class Program:
     instr_id: Ints
     """The op of a compute instruction (of a pair its first), the transfer of a send or receive."""
     preds: Ints
-    """The rendezvous graph: ops first, then transfers."""
+    """The rendezvous graph: ops first, then transfers, then moves to host memory and those back."""
+    moves: HostMoves | None = None
+    """What goes to host memory and comes back; None where no stage offloads."""
     mismatched: int
     """Transfers whose naive position (receive right before use) disagrees between the two ends."""
 
@@ -95,6 +98,11 @@ class Program:
     @property
     def num_transfers(self) -> int:
         return int(self.source.size)
+
+    def node_ms(self, op_ms: Floats) -> Floats:
+        """The time of every node of the rendezvous graph, given those of the ops."""
+        lanes = () if self.moves is None else (self.moves.ms, self.moves.ms)
+        return np.concatenate((op_ms, self.transfer_ms, *lanes))
 
     def instructions(self, rank: int) -> tuple[Instruction, ...]:
         return tuple(self._walk(rank))
@@ -118,6 +126,11 @@ class Program:
         if node < t.stage.size:
             return f"{self.plan.op(node)} (rank {t.rank[node]})"
         k = node - t.stage.size
+        if k >= self.num_transfers and self.moves is not None:
+            k -= self.num_transfers
+            way = "to" if k < self.moves.count else "from"
+            op = int(self.moves.forward[k % self.moves.count])
+            return f"activations of {self.plan.op(op)} {way} host memory (rank {t.rank[op]})"
         a, b = int(self.source[k]), int(self.target[k])
         return f"transfer of {self.plan.op(a)} (rank {t.rank[a]} -> {t.rank[b]})"
 
@@ -125,11 +138,11 @@ class Program:
 def lower(
     plan: Plan, costs: CostTable, *, channel: Channel = "directed", naive: bool = False, check: bool = True
 ) -> Program:
-    """The deadlock-free, overlap-aware program of a plan; the proof is part of making it.
+    """The deadlock-free, overlap-aware program of a plan; constructing it includes the proof.
 
-    `check` looks at the plan first; leave it out where that was done before. `naive` places every receive right
-    before its use and every send right after its producer, whatever deadlocks that brings: what the paper's
-    figure 4 warns of, kept for comparison and tests. Only there does `check=False` leave out the proof, too.
+    `check` validates the plan first; pass False if that was done before. `naive` places every receive directly before
+    its use and every send directly after its producer, which may deadlock: this is what figure 4 of the paper warns
+    about, kept for comparison and tests. Only with `naive` does `check=False` also skip the proof.
     """
     if channel not in CHANNELS:
         raise OctoPipeError(f"unknown channel model {channel!r}; one of {', '.join(CHANNELS)}")
@@ -147,19 +160,7 @@ def lower(
     nbytes, transfer_ms = _transfer_prices(plan, costs, source, target)
     duration = op_durations(plan, costs)
 
-    # Times when only a rank pair's own direction queues: the windows come from here.
-    nodes = data.copy()
-    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
-    graph = with_rank_order(t, nodes)
-    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
-    free[:computes] = graph
-    free[computes:, 0] = source
-    free[computes:, 1] = _before_in_direction(t, source, target)
-    order = topological_order(free)
-    place = np.empty(order.size, np.int64)
-    place[order] = np.arange(order.size)
-    start, end, _ = _engine.longest_path(order, free, np.concatenate((duration, transfer_ms)))
-    start = pairs_start_together(t, start)
+    start, end, place = _uncrowded_times(t, data, source, target, column, np.concatenate((duration, transfer_ms)))
 
     def program(sorting: tuple[NDArray[np.float64], ...]) -> Program:
         return program_of(*_instructions(t, source, target, sorting))
@@ -203,9 +204,34 @@ def lower(
         delayed = _simulate_nodes(first, duration)[1][source]
         second = by_key(np.clip(delayed, ready, np.maximum(need, ready)))
         best = min((first, second), key=lambda p: _makespan(p, duration))
+    if plan.offloads:
+        if not naive:
+            start, end, _ = _simulate_nodes(best, duration)
+        moves = moves_of(plan, costs, pairs_start_together(t, start)[:computes], end[:computes])
+        best = replace(best, moves=moves, preds=with_moves(best.preds, moves, t.offsets))
     if check or not naive:
         prove_deadlock_free(best)
     return best
+
+
+def _uncrowded_times(
+    t: OpTable, data: Ints, source: Ints, target: Ints, column: Ints, took: Floats
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Starts and ends of ops and transfers when only a rank pair's own direction queues, and their places in an order
+    of all of them: the windows of transfers come from these."""
+    computes = t.stage.size
+    nodes = data.copy()
+    nodes[target, column] = computes + np.arange(source.size, dtype=np.int32)
+    graph = with_rank_order(t, nodes)
+    free = np.full((computes + source.size, graph.shape[1]), -1, np.int32)
+    free[:computes] = graph
+    free[computes:, 0] = source
+    free[computes:, 1] = _before_in_direction(t, source, target)
+    order = topological_order(free)
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size)
+    start, end, _ = _engine.longest_path(order, free, took)
+    return pairs_start_together(t, start), end, place
 
 
 _MODES: dict[str, int] = {"directed": 0, "pair": 1, "single": 2, "blocking": 3}
@@ -271,6 +297,8 @@ def with_instructions(program: Program, kinds: Ints, ids: Ints, offsets: Ints) -
     graph = _rendezvous(
         program.plan, program.channel, program.source, program.target, program.transfer_of, offsets, kinds, ids
     )
+    if program.moves is not None:
+        graph = with_moves(graph, program.moves, program.plan.table().offsets)
     return replace(program, instr_kind=kinds, instr_id=ids, instr_offsets=offsets, preds=graph)
 
 
@@ -281,9 +309,10 @@ def prove_deadlock_free(program: Program) -> None:
     dependencies, all read off the finished instruction lists.
     """
     p = program
-    cycle = find_cycle(
-        _rendezvous(p.plan, p.channel, p.source, p.target, p.transfer_of, p.instr_offsets, p.instr_kind, p.instr_id)
-    )
+    graph = _rendezvous(p.plan, p.channel, p.source, p.target, p.transfer_of, p.instr_offsets, p.instr_kind, p.instr_id)
+    if p.moves is not None:
+        graph = with_moves(graph, p.moves, p.plan.table().offsets)
+    cycle = find_cycle(graph)
     if cycle:
         words = tuple(program.describe(n) for n in cycle)
         shown = " waits for ".join([*words[:12], "..." if len(words) > 12 else words[0]])
@@ -318,7 +347,7 @@ def _sharing(t: OpTable, maker: Ints, other: Ints, forward: NDArray[np.bool_]) -
 
 def _simulate_nodes(program: Program, duration: Floats) -> tuple[Floats, Floats, Ints]:
     order = topological_order(program.preds)
-    return _engine.longest_path(order, program.preds, np.concatenate((duration, program.transfer_ms)))
+    return _engine.longest_path(order, program.preds, program.node_ms(duration))
 
 
 def _makespan(program: Program, duration: Floats) -> float:

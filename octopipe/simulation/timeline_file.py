@@ -1,7 +1,7 @@
-"""Timeline files as checked records: `octopipe.timeline/1`, every number in it pointing at something.
+"""Timeline files as validated records: `octopipe.timeline/1`, with all references checked.
 
-Knows: the columns of the file, their types, their bounds and what must hold between them. Does not know: what a
-timeline is for (`timeline.py` builds one from the record).
+Knows: the columns of the file, their types, their limits and the relations between them. Does not know: timelines
+(`timeline.py` builds one from the record).
 """
 
 from __future__ import annotations
@@ -58,6 +58,19 @@ class LaneColumns(msgspec.Struct):
     end_ms: list[Time]
 
 
+class HostColumns(msgspec.Struct):
+    """Activations on their way to host memory and back."""
+
+    rank: list[Rank]
+    stage: list[Annotated[int, Meta(ge=0, lt=MAX_STAGES)]]
+    micro_batch: list[Annotated[int, Meta(ge=0, lt=MAX_MICRO_BATCHES)]]
+    down_start_ms: list[Time]
+    down_end_ms: list[Time]
+    up_start_ms: list[Time]
+    up_end_ms: list[Time]
+    nbytes: list[Bytes]
+
+
 class CurveRecord(msgspec.Struct):
     """Memory of one rank."""
 
@@ -90,6 +103,7 @@ class TimelineRecord(msgspec.Struct):
     model: str
     setting: dict[str, Any] | None = None
     lanes: LaneColumns | None = None
+    host: HostColumns | None = None
 
 
 def read_record(data: bytes, where: str) -> TimelineRecord:
@@ -113,7 +127,8 @@ def _problem(record: TimelineRecord) -> str:
     """What cannot be true in the record, or nothing."""
     spans, transfers, ranks = record.spans, record.transfers, record.num_ranks
     lanes = record.lanes or LaneColumns([], [], [], [])
-    for name, columns in (("spans", spans), ("transfers", transfers), ("lanes", lanes)):
+    host = record.host or HostColumns(*([] for _ in range(8)))
+    for name, columns in (("spans", spans), ("transfers", transfers), ("lanes", lanes), ("host", host)):
         lengths = {field: len(getattr(columns, field)) for field in columns.__struct_fields__}
         if len(set(lengths.values())) > 1:
             return f"columns of {name} differ in length ({', '.join(f'{k} {n}' for k, n in lengths.items())})"
@@ -127,13 +142,14 @@ def _problem(record: TimelineRecord) -> str:
         ("consumer of a transfer", transfers.consumer, ops),
         ("binding node", record.binding, nodes),
         ("span of a lane", lanes.span, ops),
+        ("rank of a move to host memory", host.rank, ranks),
     ):
         if numbers and max(numbers) >= stop:
             return f"{what} is {max(numbers)}; they go from 0 to {stop - 1}"
     if len(record.binding) not in (0, nodes):
         return f"binding has {len(record.binding)} entries for {nodes} ops and transfers"
     if not _ends(np.array(record.binding, np.int32)):
-        return "binding leads in a circle: nothing there was first"
+        return "binding forms a cycle: no op there is first"
     for what, part in (("op", spans), ("transfer", transfers), ("part of a lane", lanes)):
         late = np.flatnonzero(np.array(part.end_ms, float) < np.array(part.start_ms, float))
         if late.size:

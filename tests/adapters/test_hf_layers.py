@@ -361,7 +361,7 @@ def test_train_says_what_it_cannot_do(folder: Path, capsys: pytest.CaptureFixtur
     from octopipe.cli import main
 
     assert main(["train", str(folder), "--scale", "0.5"]) == 2
-    assert "--scale shrinks octopipe's own layers" in capsys.readouterr().err
+    assert "--scale applies to octopipe's own layers" in capsys.readouterr().err
     assert main(["train", "llama3-8b", "--own-layers"]) == 2
     (folder / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
     for verb in (["train"], ["profile"], ["simulate", "--pp", "2"], ["tune", "--pp", "2"]):

@@ -18,7 +18,8 @@ import octopipe
 from octopipe.base.compile import Kernel, njit
 from octopipe.costs.table import CostTable
 from octopipe.plans.two_lanes import pair_table
-from octopipe.search.algorithm1.replay import _stashed
+from octopipe.search.algorithm1.arrange import Desk, _stashed
+from octopipe.search.algorithm1.prices import Prices
 from octopipe.search.systems import build_plan, systems
 from octopipe.search.tuner import tune
 from octopipe.search.tuner.core.anneal import write_line
@@ -76,7 +77,11 @@ def _work() -> None:
     pair_table(0, np.array([1.0, 2.0, 0.5]), 1, np.array([0.7, 1.1]), 0.1, 0.2)
     write_line(np.zeros((2, 4)), 1, 5, 2, 3.5, 3.25)
     write_line(np.zeros((1, 4)), 1, 5, 2, 3.5, 3.25)
-    _stashed(np.arange(6.0).reshape(2, 3), np.array([0, 1, 1]), np.array([2, 0, 1]), 0, 3)
+    nothing = np.zeros(1)
+    prices = Prices(*[nothing] * len(Prices._fields))._replace(stash=np.arange(6.0).reshape(2, 3))
+    waiting = np.array([[[0, 2], [1, 0], [1, 1]]])
+    desk = Desk(*[nothing] * len(Desk._fields))._replace(waiting=waiting, queue=np.array([[0], [3]]))
+    _stashed(prices, desk, 0)
 
 
 @pytest.fixture(scope="module")

@@ -106,8 +106,8 @@ def _column(part: str, name: str, values: object) -> bytes:
 
 SPANS, NODES = len(TIMELINE["spans"]["rank"]), len(TIMELINE["binding"])
 BAD_TIMELINES = {
-    "a circle": (_timeline(binding=[1, 0, *TIMELINE["binding"][2:]]), "circle"),
-    "its own predecessor": (_timeline(binding=[0] * NODES), "circle"),
+    "a circle": (_timeline(binding=[1, 0, *TIMELINE["binding"][2:]]), "cycle"),
+    "its own predecessor": (_timeline(binding=[0] * NODES), "cycle"),
     "unequal columns": (_column("spans", "stage", [0]), "differ in length"),
     "a rank that is not there": (_column("spans", "rank", [0] * (SPANS - 1) + [7]), "rank of an op is 7"),
     "a negative time": (_column("spans", "start_ms", [-1.0] * SPANS), "start_ms"),
@@ -189,7 +189,7 @@ def test_a_plan_above_a_cap_is_refused_before_memory_is_taken(name: str) -> None
 
 def test_more_ops_than_the_cap_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octopipe.plans.written.MAX_OPS", 100)
-    with pytest.raises(OctoPipeError, match="130 ops in orders; at most 100 are taken"):
+    with pytest.raises(OctoPipeError, match="130 ops in orders; at most 100 are allowed"):
         plan_from_json(_plan_text(orders=[["not an op"] * 130]))
 
 
@@ -340,7 +340,7 @@ def test_a_key_that_stands_twice_is_refused(name: str, tmp_path: Path) -> None:
     assert old in valid
     path = tmp_path / "case.json"
     path.write_bytes(valid.replace(old, new, 1))
-    with pytest.raises(OctoPipeError, match="stands twice"):
+    with pytest.raises(OctoPipeError, match="appears twice"):
         ALL[name].use(path)
 
 
@@ -348,7 +348,7 @@ def test_colons_escapes_and_brackets_in_text_are_no_keys() -> None:
     value = {"a:b": ':"x"\\', 'c"d': [{"e": "\\u003a: {"}], "::": {"::": ":"}}
     assert decode_json(json.dumps(value), "x.json") == value
     assert decode_json('{"\\u003a": 1, ":b": "\\u003a"}', "x.json") == {":": 1, ":b": ":"}
-    with pytest.raises(OctoPipeError, match="stands twice"):
+    with pytest.raises(OctoPipeError, match="appears twice"):
         decode_json('{"a": "\\u003a", "\\u0061": 2}', "x.json")
 
 

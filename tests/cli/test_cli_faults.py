@@ -350,3 +350,32 @@ def test_no_flag_is_ever_taken_away() -> None:
 
 def write_flags() -> None:
     FLAGS.write_text("\n".join(_flags()) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("train", "nemotron-h-4b", "--scale", "0.02", "--layers", "4", "--data", "none.jsonl"), 2, "no such file"),
+        (("train", "nemotron-h-4b", "--scale", "0"), 2, "above 0 and at most 1"),
+        (("profile", "nemotron-h-4b", "--scale", "0"), 2, "above 0 and at most 1"),
+        (("profile", "llama3.1-405b", "--nproc", "64"), 3, "its largest layer with gradients on 64 ranks"),
+        (("train", "llama3.1-405b", "--nproc", "2"), 3, "does not fit in memory: the run needs about"),
+        (("simulate", "my.csv"), 2, "my.csv: no such file"),
+        (("tune", "times.sqlite", "--pp", "2"), 2, "times.sqlite: no such file"),
+        (("import", "empty.csv", "--pp", "2"), 2, "empty.csv is empty"),
+    ],
+)
+def test_beginners_mistakes_are_found_before_any_work(
+    words: tuple[str, ...],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if words[0] in ("train", "profile"):
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    Path("empty.csv").touch()
+    found, out, error = run(capsys, *words)
+    assert (found, out) == (code, "") and said in error and error.count("\n") == 1, error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.costs.cluster.hardware import GPUS, INTER_LATENCY_MS, Cluster, Link, Network, gpu
+from octopipe.costs.cluster.hardware import GPUS, INTER_LATENCY_MS, Cluster, Link, Network, busiest_uplink, gpu
 
 H800 = gpu("h800")
 
@@ -95,3 +98,33 @@ def test_bad_numbers_are_one_line(build, words):
     with pytest.raises(OctoPipeError) as caught:
         build()
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ratio", "flows"), [(32, 1.0, 1), (32, 1.0, 16), (32, 2.0, 4), (8, 1.0, 4), (64, 4.0, 8)]
+)
+def test_the_busiest_uplink_is_that_of_flows_dealt_at_random(nodes, ratio, flows):
+    dice, uplinks, draws = random.Random(nodes * flows), int(nodes / ratio), 200
+    total = 0.0
+    for _ in range(draws):
+        loads = [0] * uplinks
+        for _ in range(nodes * flows):
+            loads[dice.randrange(uplinks)] += 1
+        total += max(loads) / flows
+    assert busiest_uplink(nodes, ratio, flows) == pytest.approx(total / draws, rel=0.05)
+
+
+def test_more_flows_come_nearer_to_even_uplinks_and_never_below():
+    loads = [busiest_uplink(32, 2.0, flows) for flows in (1, 4, 16, 64, 256, 349, 351, 1024, 65536)]
+    assert loads == sorted(loads, reverse=True) and 2.0 < loads[-1] < 2.02
+
+
+def test_links_are_slower_beyond_a_pod_alone():
+    pods = replace(gpu("h100"), pod_gpus=64, oversubscription=2.0, flows=4)
+    cluster = Cluster(gpu=pods, tp=8, dp=32)
+    assert cluster.link_across(64) == cluster.inter_link
+    assert cluster.link_across(65).ms_per_byte == pytest.approx(
+        busiest_uplink(8, 2.0, 4) * cluster.inter_link.ms_per_byte
+    )
+    evenly = Cluster(gpu=replace(pods, flows=None), tp=8, dp=32)
+    assert evenly.link_across(65).ms_per_byte == pytest.approx(2 * cluster.inter_link.ms_per_byte)

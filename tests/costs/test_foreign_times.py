@@ -286,7 +286,7 @@ def test_an_export_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: 
         load_profile(path)
     monkeypatch.setattr(reader, "MAX_SECONDS", 60.0)
     monkeypatch.setattr(reader, "MAX_ROWS", 100)
-    with pytest.raises(OctoPipeError, match="at most 100 are taken"):
+    with pytest.raises(OctoPipeError, match="at most 100 are allowed"):
         load_profile(path)
 
 
@@ -381,7 +381,7 @@ BAD = {
     "no layers": (json.dumps({"traceEvents": [x("cpu_op", "aten::add", 0, 1)]}), "neither ranges named after layers"),
     "no backward": (
         json.dumps({"traceEvents": [x("user_annotation", f"layer {k}", 10 * k, 5) for k in range(3)]}),
-        "no backward pass is in it",
+        "it contains no backward pass",
     ),
     "a layer without": (
         json.dumps({"traceEvents": [
@@ -394,13 +394,13 @@ BAD = {
             x("user_annotation", f"layer {k} {p}", 10 * k, 5) for k in range(2) for p in ("fwd", "dgrad")]}),
         "a range for input and none for weight",
     ),
-    "wrong type": ('{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "no trace of torch.profiler"),
-    "cut off": ('{"traceEvents": [{"ph": "X", ', "no trace of torch.profiler"),
-    "unknown place": (SUMMARY.replace("lm_head", "the end"), "where does 'the end' stand"),
+    "wrong type": ('{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "not a trace of torch.profiler"),
+    "cut off": ('{"traceEvents": [{"ph": "X", ', "not a trace of torch.profiler"),
+    "unknown place": (SUMMARY.replace("lm_head", "the end"), "the position of 'the end' is not known"),
     "no time": (SUMMARY.replace("1500000.0", "fast"), "'fast' is not a time"),
     "too few": ("a,b,c\n1,2\n", "2 times for 3 layers"),
     "negative": ("a,b\n1,-2\n", "give ms from 0 on"),
-    "twice": ("a,a\n1,2\n", "stands twice"),
+    "twice": ("a,a\n1,2\n", "appears twice"),
     "label": ("layer,a,b\nQ,1,2\n", "use F, B, I, W or total"),
     "missing": ("layer,a,b\nF,1,2\nI,1,2\n", "give total, or F"),
     "zero": ("a,b\n0,0\n", "all times are zero"),

@@ -43,7 +43,7 @@ def test_a_table_of_runs_is_read(runs: Path) -> None:
     [
         ("tokens_per_s_per_gpu", "speed", "no column tokens_per_s_per_gpu"),
         ("seq", "colour", "unknown column 'colour'"),
-        ("seq", "tp", "column tp stands twice"),
+        ("seq", "tp", "column tp appears twice"),
         ("h100,llama3-8b,16", "h1000,llama3-8b,16", "line 2: unknown GPU"),
         ("llama3-8b,16", "llama9,16", "line 2: unknown model"),
         ("llama3-8b,16,2,2", "llama3-8b,16,3,2", "line 2: tp x pp x cp = 6 does not divide 16 GPUs"),
@@ -180,11 +180,12 @@ def test_slower_hardware_is_slower_and_pods_count_only_beyond_them() -> None:
         ({"gpu": {"memory_gib": 80}}, "has no name, generation"),
         ({"gpu": {"like": "h100", "colour": 1}}, "unknown key 'colour'"),
         ({"gpu": {"like": "h100", "memory_gib": -1}}, "memory_gib is -1"),
-        ({"gpu": {"like": "h100", "name": "b200"}}, "is a preset's"),
+        ({"gpu": {"like": "h100", "name": "b200"}}, "is the name of a preset"),
         ({"gpu": {"like": "h100"}, "network": {"nics_per_node": 4}}, "without nic_gb_per_s"),
         ({"gpu": {"like": "h100"}, "network": {"oversubscription": 2}}, "belong together"),
         ({"gpu": {"like": "h100"}, "network": {"pod_nodes": 2, "oversubscription": 0.5}}, "give 1 or more"),
         ({"gpu": {"like": "h100"}, "network": {"gpus_per_node": 2.5}}, "gpus_per_node is 2.5"),
+        ({"gpu": {"like": "h100"}, "network": {"flows_per_connection": 4}}, "needs pods; give pod_nodes too"),
     ],
 )
 def test_a_wrong_hardware_file_is_refused(raw: dict[str, object], said: str) -> None:

@@ -205,7 +205,7 @@ def test_wrong_pairs_are_named() -> None:
     ops = good.orders[0]
     for pairs, words in (
         ({(ops[0], ops[1])}, "pairs 1F0 with 0F0, which it needs"),
-        ({(ops[0], ops[2])}, "side by side"),
+        ({(ops[0], ops[2])}, "must be adjacent"),
         ({(ops[1], ops[2]), (ops[2], ops[3])}, "part of another pair"),
         ({(Op(0, "F", 7), ops[1])}, "no rank runs 0F7"),
         ({(ops[6], ops[7])}, "both backward"),
@@ -221,7 +221,7 @@ def test_ranks_whose_pairs_wait_for_each_other_are_told() -> None:
     # Rank 0 pairs 0F1 with 0B0, which needs 1B0; rank 1 pairs 1F1, which needs 0F1, with 1B0.
     orders, pairs = parse_slots([["0F0", "0F1+0B0", "0B1"], ["1F0", "1F1+1B0", "1B1"]])
     plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders, pairs=pairs)
-    assert "circle" in plan.problems()[0] and "0F1+0B0" in plan.problems()[0]
+    assert "cycle" in plan.problems()[0] and "0F1+0B0" in plan.problems()[0]
     assert replace(plan, pairs=frozenset()).problems() == []
 
 

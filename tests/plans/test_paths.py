@@ -166,7 +166,7 @@ def test_a_chain_written_as_a_path_is_the_chain() -> None:
         (((0, 1), (0, 2), (1, 3), (3, 2)), "leads back"),
         (((0, 1), (0, 2), (1, 3), (2, 3), (2, 3)), "twice"),
         (((0, 1), (0, 2), (1, 9)), "not on the path"),
-        (((0, 1), (1, 3)), "joined to nothing"),
+        (((0, 1), (1, 3)), "is not connected"),
     ],
 )
 def test_wrong_paths_are_named(edges: tuple[tuple[int, int], ...], words: str) -> None:
@@ -179,7 +179,7 @@ def test_shards_must_be_complete_and_need_arrows() -> None:
     one = (plan.stages[0], plan.stages[1], replace(plan.stages[2], shard=(0, 2)), plan.stages[3])
     assert "each of the 2 must be there once" in replace(plan, stages=one).problems()[0]
     assert "is a chain" in replace(plan, edges=()).problems()[0]
-    with pytest.raises(PlanError, match="circle"):
+    with pytest.raises(PlanError, match="cycle"):
         text = msgspec.json.decode(plan_to_json(plan))
         text["paths"] = [{"edges": [[0, 1], [1, 0]]}]
         plan_from_json(msgspec.json.encode(text))

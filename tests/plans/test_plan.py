@@ -85,10 +85,10 @@ def test_recompute_may_be_left_out_where_backward_follows_at_once() -> None:
     assert small(stages=stages).problems() == []
 
 
-def test_ranks_that_wait_for_each_other_are_rejected_with_the_circle() -> None:
+def test_ranks_that_wait_for_each_other_are_rejected_with_the_cycle() -> None:
     crossed = small(orders=orders("0F0 0I0 0W0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     (problem,) = crossed.problems()
-    assert "wait for each other in a circle" in problem
+    assert "wait for each other in a cycle" in problem
     assert "1F1 (rank 1) needs" in problem and "0F1 (rank 0)" in problem
 
 
@@ -230,7 +230,7 @@ def test_at_most_twenty_problems_are_listed(missing: int) -> None:
     assert len(plan.problems()) == min(missing, MAX_PROBLEMS) and MAX_PROBLEMS == 20
 
 
-def test_a_circle_is_told_from_its_first_op_back_to_it() -> None:
+def test_a_cycle_is_told_from_its_first_op_back_to_it() -> None:
     stages = (Stage(first=0, stop=1, rank=0), Stage(first=1, stop=2, rank=1))
     orders = parse_orders([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
     plan = Plan(num_layers=2, num_ranks=2, num_micro_batches=2, stages=stages, orders=orders)

@@ -211,7 +211,7 @@ def test_at_most_twenty_ops_that_cannot_be_are_listed(wrong: int) -> None:
 
 
 @pytest.mark.parametrize(("there", "back"), [(6, 6), (6, 7)])
-def test_a_circle_of_more_than_twelve_ops_is_told_in_part(there: int, back: int) -> None:
+def test_a_cycle_of_more_than_twelve_ops_is_told_in_part(there: int, back: int) -> None:
     """Two routes meet on the first rank and on the last; there the one waits for the other, and here the other way."""
     layers, ranks = back, there + back - 2
     stages = [Stage(first=k, stop=k + 1 if k < there - 1 else layers, rank=k) for k in range(there)]
@@ -226,7 +226,7 @@ def test_a_circle_of_more_than_twelve_ops_is_told_in_part(there: int, back: int)
         routes=(tuple(range(there)), tuple(range(there, there + back))), route_of_micro_batch=(0, 1),
     )  # fmt: skip
     (problem,) = plan.problems()
-    words = problem.partition("circle: ")[2].partition(";")[0].split(" needs ")
+    words = problem.partition("cycle: ")[2].partition(";")[0].split(" needs ")
     assert len(words) == 13 and len(set(words)) == (12 if there + back == 12 else 13)
     assert (words[-1] == "...") is (there + back > 12) and (words[0] == words[-1]) is (there + back == 12)
     assert problem.endswith("; reorder one of these ranks")

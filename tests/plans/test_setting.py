@@ -99,7 +99,7 @@ def test_a_plan_made_from_a_file_is_whole_on_another_machine(
 def test_flags_that_need_the_file_again_say_what_else_there_is(times: Path) -> None:
     plan = octopipe.build_plan("1f1b", times, 2, 4)
     times.unlink()
-    with pytest.raises(OctoPipeError, match="carries its costs: leave p2p_ms out"):
+    with pytest.raises(OctoPipeError, match="stores its costs: leave p2p_ms out"):
         costs_of_plan(plan, {"p2p_ms": 1.0})
 
 

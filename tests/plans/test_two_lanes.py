@@ -132,8 +132,8 @@ def test_shared_experts_run_beside_their_exchange_when_alone() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ((("network", 1.0),), "no segment"),
-        ((("compute", -1.0),), "no amount"),
+        ((("network", 1.0),), "not a segment"),
+        ((("compute", -1.0),), "not an amount"),
         ((("compute", 0.5), ("beside", 0.5)), "directly after"),
         ((("compute", 0.5),), "must take 1"),
         (5, "give at most"),

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import octopipe
+from octopipe.costs.cluster.asking import keyword_fields
 from octopipe.costs.cluster.hardware import Link
-from octopipe.costs.cluster.setup import keyword_fields
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table_file import costs_from_record, record_of
 from octopipe.views.report.notebook import SCHEMATIC
@@ -255,7 +255,7 @@ def test_costs_that_changed_since_are_told(times: Path, caplog: pytest.LogCaptur
     assert not caplog.records
     times.write_text(json.dumps({**TIMES, "forward_ms": {"E": 0.1, "T": 9.0, "L": 2.0}}))
     octopipe.simulate(plan)
-    assert "costs something else now" in caplog.text
+    assert "has different costs now" in caplog.text
 
 
 # -- one line each -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ MODULES = {
 
 def rooms_of_the_page(page: str) -> dict[str, int]:
     """Every room that the first column of the page's table names, with the number of its row."""
-    lines = page.split("| room | holds |\n|---|---|\n", 1)[1].split("\n\n", 1)[0].split("\n")
+    lines = page.split("| package | contents |\n|---|---|\n", 1)[1].split("\n\n", 1)[0].split("\n")
     rooms = {}
     for row, line in enumerate(lines):
         for name in re.findall(r"`([\w/.]+)`", line.split("|")[1]):

@@ -15,6 +15,7 @@ import pytest
 import octopipe
 from octopipe.base.errors import OctoPipeError
 from octopipe.cli import main
+from octopipe.costs.cluster.asking import flag_fields, keyword_fields
 from octopipe.costs.cluster.fields import (
     Choice,
     GpuName,
@@ -28,7 +29,7 @@ from octopipe.costs.cluster.fields import (
     YesNo,
     fields_of,
 )
-from octopipe.costs.cluster.setup import Setup, flag_fields, keyword_fields, setup_from
+from octopipe.costs.cluster.setup import Setup, setup_from
 from octopipe.costs.resolve import resolve_costs
 from octopipe.plans.file import load_plan
 from octopipe.plans.setting import costs_of_plan
@@ -37,8 +38,12 @@ from octopipe.views.report.serve import page
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = [{"gpu": "h100", "count": 1, "gpus_per_node": 8}, {"gpu": "a100", "count": 1, "gpus_per_node": 8}]
+MODELS = {"etp": "qwen3-30b-a3b", "nodes_per_token": "qwen3-30b-a3b"}
+"""Fields that a model without experts has no use for."""
 OTHER: dict[str, Any] = {
     "ep": 1,
+    "frozen": "0-1",
+    "offload_optimizer": 0.5,
     "recompute_layers": 2,
     "speeds": [1.0, 0.5],
     "memory_gib": [70.0, 75.0],
@@ -46,6 +51,8 @@ OTHER: dict[str, Any] = {
 }
 """Values where one of the kind alone would not be a set-up of the model below."""
 BESIDE: dict[str, dict[str, Any]] = {
+    "hsdp": {"dp": 2},
+    "nodes_per_token": {"dp": 2, "ep": 2},
     "recompute_layers": {"recompute": "full"},
     "packed": {"micro_batch_lengths": [[512], [256, 256]]},
 }
@@ -82,6 +89,18 @@ def value_of(name: str) -> Any:
     raise AssertionError(f"no value for {name}: add its kind")
 
 
+RANKS = {"offload_layers": 1}
+"""Fields that a pipeline of several ranks has no use for."""
+
+
+def ranks_of(name: str) -> int:
+    return RANKS.get(name, 2)
+
+
+def model_of(name: str) -> str:
+    return MODELS.get(name, "llama3-8b")
+
+
 def asked_with(name: str) -> dict[str, Any]:
     beside = {"seq": 2048, "tp": 2} if name not in ("seq", "tp", "micro_batch_lengths", "packed") else {}
     return {**beside, **BESIDE.get(name, {}), name: value_of(name)}
@@ -91,12 +110,12 @@ def asked_with(name: str) -> dict[str, Any]:
 def test_every_field_is_a_keyword_that_a_plan_carries(name: str, tmp_path: Path) -> None:
     """Keyword, the plan's setting, the plan file and the JSON of the set-up all hold it."""
     asked = asked_with(name)
-    plan = octopipe.build_plan("1f1b", "llama3-8b", 2, 2, **asked)
+    plan = octopipe.build_plan("1f1b", model_of(name), ranks_of(name), 2, **asked)
     plan.save(tmp_path / "plan.json")
     costs = costs_of_plan(load_plan(tmp_path / "plan.json"))
     assert (
         costs.setup is not None
-        and costs.digest() == resolve_costs("llama3-8b", pp=2, micro_batches=2, **asked).digest()
+        and costs.digest() == resolve_costs(model_of(name), pp=ranks_of(name), micro_batches=2, **asked).digest()
     )
     how = fields_of(Setup)[name]
     held = getattr(costs.setup, name)
@@ -110,15 +129,19 @@ def test_every_field_is_a_keyword_that_a_plan_carries(name: str, tmp_path: Path)
 def test_every_field_can_be_asked_for_on_the_page(name: str) -> None:
     """As JSON has it and, where the form has an input, as the text that is typed there."""
     asked = asked_with(name)
-    request = parse_request(json.dumps({"model": "llama3-8b", "pp": 2, "micro_batches": 2, **asked}).encode())
-    job = Job(1, request, "llama3-8b", lambda *a, **k: None)
-    assert job.costs.digest() == resolve_costs("llama3-8b", pp=2, micro_batches=2, **asked).digest()
+    request = parse_request(
+        json.dumps({"model": model_of(name), "pp": ranks_of(name), "micro_batches": 2, **asked}).encode()
+    )
+    job = Job(1, request, model_of(name), lambda *a, **k: None)
+    assert job.costs.digest() == resolve_costs(model_of(name), pp=ranks_of(name), micro_batches=2, **asked).digest()
     if name not in flag_fields() or name == "nodes":
         return
     assert json.dumps(name) in page({"llama3-8b": "llama3-8b"})
     typed = {k: spelled(v) for k, v in asked.items()}
-    request = parse_request(json.dumps({"model": "llama3-8b", "pp": 2, "micro_batches": 2, **typed}).encode())
-    assert Job(1, request, "llama3-8b", lambda *a, **k: None).costs.digest() == job.costs.digest()
+    request = parse_request(
+        json.dumps({"model": model_of(name), "pp": ranks_of(name), "micro_batches": 2, **typed}).encode()
+    )
+    assert Job(1, request, model_of(name), lambda *a, **k: None).costs.digest() == job.costs.digest()
 
 
 @pytest.mark.parametrize(("name", "path"), [("gpu", "own.toml"), ("stack", "own.json"), ("nodes", "nodes.json")])
@@ -140,7 +163,17 @@ def spelled(value: Any) -> str:
 @pytest.mark.parametrize("name", sorted(set(flag_fields()) & set(keyword_fields())))
 def test_every_flag_is_the_keyword(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = asked_with(name)
-    words = ["simulate", "llama3-8b", "--pp", "2", "--micro-batches", "2", "--json", "-o", str(tmp_path / "plan.json")]
+    words = [
+        "simulate",
+        model_of(name),
+        "--pp",
+        str(ranks_of(name)),
+        "--micro-batches",
+        "2",
+        "--json",
+        "-o",
+        str(tmp_path / "plan.json"),
+    ]
     for field, value in asked.items():
         flag = "--" + field.replace("_", "-")
         if isinstance(value, bool):
@@ -153,7 +186,7 @@ def test_every_flag_is_the_keyword(name: str, tmp_path: Path, capsys: pytest.Cap
     assert main(words) in (0, 3), capsys.readouterr().err
     said = json.loads(capsys.readouterr().out)
     more = {"dp": 1} if name == "nodes" else {}
-    costs = resolve_costs("llama3-8b", pp=2, micro_batches=2, **asked, **more)
+    costs = resolve_costs(model_of(name), pp=ranks_of(name), micro_batches=2, **asked, **more)
     assert costs.setup is not None and said["setup"] == json.loads(json.dumps(costs.setup.as_dict()))
     assert costs_of_plan(load_plan(tmp_path / "plan.json")).digest() == costs.digest()
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_converted_is_one_line(
         ([str(behind), "--to", "huggingface", "-o", out], "needs --model"),
         ([str(behind), "--to", "huggingface", "--model", str(other), "-o", out], "not of MistralForCausalLM"),
         ([str(behind), "--to", "huggingface", "--model", str(short), "-o", out], "has 6 layers"),
-        ([str(behind), "--to", "dcp", "-o", str(full)], "is there already"),
+        ([str(behind), "--to", "dcp", "-o", str(full)], "already exists"),
         ([str(behind), "--to", "dcp", "--step", "9", "-o", out], "no checkpoint of step 9"),
         ([str(tmp_path), "--to", "dcp", "-o", out], "no checkpoint there"),
         ([str(behind), "--to", "dcp", "--dtype", "float32", "-o", out], "--dtype is for"),

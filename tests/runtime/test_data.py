@@ -319,12 +319,12 @@ def test_samples_without_a_target_that_counts_are_left_out() -> None:
     ("name", "content", "flags", "mend"),
     [
         ("t.bin", IDS.astype("<i4").tobytes(), (), "--data-dtype int32"),
-        ("t.txt", b"hello", (), "not a kind of data"),
+        ("t.txt", b"hello", (), "not a supported kind of data"),
         ("t.jsonl", b'{"text": "x"}\n', (), "--tokenizer PATH"),
         ("t.jsonl", b'{"text": "x"}\n', ("--tokenizer", "/no/such"), "no tokenizer.json"),
         ("t.bin", b"abc", (), "no whole number"),
         ("t.npy", b"abc", (), "cannot be read"),
-        ("t.bin", IDS.astype("<u2").tobytes(), ("--document-mask",), "does not say where documents begin"),
+        ("t.bin", IDS.astype("<u2").tobytes(), ("--document-mask",), "does not state where documents begin"),
     ],
 )
 def test_bad_data_is_one_line_before_any_rank_starts(

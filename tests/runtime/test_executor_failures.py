@@ -308,7 +308,7 @@ def test_a_step_that_raised_is_told_at_once_and_recovered_from(name, where, tran
     for texts in results:
         assert len(texts) == 4
         for text in (texts[1], texts[3]):
-            assert "broke off" in text and "call recover() on all ranks" in text
+            assert "was interrupted" in text and "call recover() on all ranks" in text
     assert any("a bad batch" in texts[0] for texts in results)
 
 

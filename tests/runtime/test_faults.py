@@ -190,7 +190,7 @@ def test_a_fault_is_told_with_rank_op_and_mend(
         run(Fault(act=act, when=when), tmp_path, monkeypatch, system=system)
     assert "gloo" not in str(caught.value) and "\n" not in str(caught.value)
     if when != "start":
-        assert "step-00000002 is good: --resume goes on from it" in str(caught.value)
+        assert "step-00000002 is valid: --resume continues from it" in str(caught.value)
 
 
 @pytest.mark.parametrize("when", ["F", "saving"])
@@ -219,7 +219,7 @@ def test_a_slow_rank_changes_nothing_and_a_broken_run_goes_on_as_if_it_had_not_b
 def test_a_save_that_is_killed_behind_a_step_never_was_and_the_next_run_goes_on_from_the_one_before(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = rf"^rank {rank} was killed by SIGKILL.*step-00000002 is good: --resume goes on from it"
+    said = rf"^rank {rank} was killed by SIGKILL.*step-00000002 is valid: --resume continues from it"
     with pytest.raises(OctoPipeError, match=said):
         run(Fault(act="kill", when="midway", rank=rank), tmp_path, monkeypatch, async_save=True)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]

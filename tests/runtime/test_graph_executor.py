@@ -316,7 +316,7 @@ def in_place(world):
 
 def test_a_stage_that_changes_what_others_take_is_refused_or_right():
     found = in_place(None)
-    assert isinstance(found, list) or "changed in place" in found
+    assert isinstance(found, list) or "modified in place" in found
 
 
 # -- Hugging Face heads ------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def lost_gradient(world):
     make_pipe = lambda plan: Pipeline(layers(), plan, loss_fn, group=world, timeout_s=30)  # noqa: E731
     pipe = make_pipe(plan("there"))
     pipe.step(data(), data())
-    with pytest.raises(OctoPipeError, match="has a gradient, which a switch would lose"):
+    with pytest.raises(OctoPipeError, match="has a gradient, which switching plans would lose"):
         switch(pipe, None, plan("here"), make_pipe=make_pipe)
     pipe.close()
 

@@ -190,7 +190,7 @@ def test_a_killed_rank_ends_the_run_with_what_the_others_waited_for(
     text = str(caught.value)
     assert caught.value.rank == 1
     assert text.startswith("rank 1 was killed by SIGKILL; rank 0 did not get the input gradient of 1B0 (micro-batch 0)")
-    assert "from rank 1" in text and "step-00000002 is good: --resume goes on from it" in text and "\n" not in text
+    assert "from rank 1" in text and "step-00000002 is valid: --resume continues from it" in text and "\n" not in text
     assert not {p.pid for p in multiprocessing.active_children()} - before
     whole = trainer.train(replace(asked, nproc=1, checkpoint=None, steps=4))
     rest = trainer.train(replace(asked, nproc=1, resume=True, steps=4))

@@ -54,7 +54,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(number: signal.Signals, n
     assert last is not None and damage(last) == ""
     line = errors.strip().splitlines()[-1]
     assert line.startswith(f"octopipe: {name} after step {int(last.name[5:])}; saved ")
-    assert "--resume goes on from it" in line and "Traceback" not in errors
+    assert "--resume continues from it" in line and "Traceback" not in errors
 
 
 def test_a_second_run_into_one_folder_is_refused(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_run_that_breaks_keeps_every_good_checkpoint(nproc: int, tmp_path: Pat
             state = torch.load(file, weights_only=True)["state"]
             assert all(bool(torch.isfinite(v).all()) for v in state.values())
     if checkpoints(tmp_path):
-        assert "is good: --resume goes on from it" in str(caught.value)
+        assert "is good: --resume continues from it" in str(caught.value)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
     rest = trainer.train(replace(asked, resume=True), lambda word: heard.append(getattr(word, "text", "")))
     assert rest is not None and rest.losses == whole.losses[2:]
     assert any("layer-0001.pt" in text for text in heard)
-    assert any("step-00000002, the newest good" in text for text in heard)
+    assert any("step-00000002, the newest valid" in text for text in heard)
 
 
 def test_a_run_goes_on_from_the_step_that_is_named(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_told_on_a_pipe_and_in_json(tmp_path: Path, caps
     assert "step-00000003/layer-0001.pt" in capsys.readouterr().err
     assert main([*words, "--resume", "--steps", "4", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert "step-00000003/layer-0001.pt" in err and "step-00000002, the newest good" in err
+    assert "step-00000003/layer-0001.pt" in err and "step-00000002, the newest valid" in err
     told = json.loads(out)
     assert told["first_step"] == 3 and any("layer-0001.pt" in text for text in told["notices"])
 

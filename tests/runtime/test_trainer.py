@@ -107,7 +107,7 @@ def test_the_rate_of_every_step_is_reported_and_a_resumed_run_says_that_it_chang
     assert rest.notices == () and all(r.grad_norm > 0 for r in rest.reports)
     longer = trainer.train(replace(asked, resume=True, steps=8))
     assert longer is not None and longer.notices == (
-        "the learning rate goes on by another schedule: schedule_steps 6 -> 8",
+        "the learning rate continues with a different schedule: schedule_steps 6 -> 8",
     )
 
 
@@ -215,7 +215,7 @@ def test_layers_that_carry_a_state_are_said_not_to_keep_documents_apart(
     assert "carries a state" in cannot_keep_apart(layers(tiny_config("nemotron_h")))
     flags = ["--data", str(words / "text.jsonl"), "--tokenizer", str(words), "--steps", "1", "--nproc", "1"]
     assert main(["train", *SMALL, *flags, "--no-measure"]) == 0
-    assert "documents of one sample see each other: octopipe's own layers" in capsys.readouterr().err
+    assert "documents of one sample attend to each other: octopipe's own layers" in capsys.readouterr().err
     assert main(["train", *SMALL, *flags, "--no-measure", "--document-mask"]) == 2
     assert "leave --document-mask out" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from octopipe.plans.file import plan_from_json, plan_to_json
 from octopipe.plans.plan import Plan, Stage, parse_orders
 from octopipe.search.graphs.cut_head import CutHeadSearch
 from octopipe.search.graphs.layout import Layout, Prices
-from octopipe.search.graphs.orders import follow
+from octopipe.search.graphs.orders import Waits, follow
 from octopipe.search.graphs.surrogate import chain_for
 from octopipe.search.tuner import tune
 from octopipe.simulation.bounds.bounds import lower_bound
@@ -189,9 +189,9 @@ def test_the_chain_that_stands_for_a_cut_model_has_all_its_work() -> None:
 
 def test_what_knows_no_cut_head_refuses_it() -> None:
     costs = costs_with_head(random.Random(0), 10)
-    with pytest.raises(OctoPipeError, match="knows no cut head"):
+    with pytest.raises(OctoPipeError, match="does not support a cut head"):
         tune(costs, 2, 2, method="octopipe", cut_head=True)
-    with pytest.raises(OctoPipeError, match="knows no cut head"):
+    with pytest.raises(OctoPipeError, match="does not support a cut head"):
         tune(costs, 2, 2, target="megatron", cut_head=True)
 
 
@@ -216,10 +216,6 @@ def test_orders_as_they_stand_take_as_long_as_the_simulator_says() -> None:
     needed[0] = (priced.before[0] >= 0).sum(axis=1)[:, None]
     needed[1] = 1 + (priced.after[0] >= 0).sum(axis=1)[:, None]
     seq, lengths = search._sequence(plan)
-    prices = search._prices
-    ms = follow(
-        seq, lengths, priced.ms, priced.held, priced.stash, priced.nbytes, priced.rank, priced.before, priced.after,
-        priced.share, np.zeros(3, np.int64), prices.latency, prices.per_byte, priced.room, np.zeros((2, size, 3)),
-        np.zeros((2, size, 3), np.int64), needed, float("inf"),
-    )  # fmt: skip
+    waits = Waits(needed, np.zeros_like(needed), np.zeros(needed.shape))
+    ms = follow(priced, seq, lengths, waits, float("inf"))
     assert ms == pytest.approx(made[1].makespan_ms)

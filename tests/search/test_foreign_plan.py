@@ -103,7 +103,7 @@ def test_layout_errors_name_the_character(text: str, place: int, why: str) -> No
         ("M-X", 3, "no such layer"),
         ("M*|+", 4, "one kind"),
         ("M|M/M|", 6, "bar behind /"),
-        ("M/M*/MM", 6, "alike"),
+        ("M/M*/MM", 6, "must be equal"),
         ("|/M", 1, "no layers"),
     ],
 )

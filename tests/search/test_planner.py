@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,20 @@ def test_a_runtime_limits_the_splits() -> None:
     assert {(s.tp, s.cp, s.ep, s.zero) for s in ours} == {(1, 1, 1, 0)}
     megatron = list(splits(spec, base(), runtime=RUNTIMES["megatron"], **SMALL))
     assert all(s.pp == 1 for s in megatron if s.zero == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("qwen3-30b-a3b", {}), ("llama3-70b", {"lora": 16}), ("nemotron-h-8b", {"frozen": "0-9"})],
+)
+def test_the_bound_is_below_what_any_order_may_come_to(name: str, more: dict[str, Any]) -> None:
+    """Experts whole and shared, sharded state in one copy and in several, frozen layers: 64 GPUs."""
+    spec, cluster = preset(name), replace(base(), **more)
+    every = list(splits(spec, cluster, gpus=64, global_batch=128))
+    pricer = Pricer(spec, cluster, 128, pairs=True)
+    dice = random.Random(5)
+    for split in [*dice.sample(every, 25), *dice.sample([s for s in every if s.zero >= 2], 15)]:
+        assert pricer.bound_ms(split) <= pricer.candidate(split, ("none",)).tuned_ms * (1 + 1e-9), split
 
 
 def test_the_bound_is_below_every_estimate_and_every_simulation() -> None:
@@ -258,8 +274,8 @@ def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "how many GPUs"),
-        (("plan", "llama3-8b", "--gpus", "8"), "how many sequences"),
+        (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "number of GPUs is missing"),
+        (("plan", "llama3-8b", "--gpus", "8"), "the number of sequences per step is missing"),
         ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
         ((*PLAN, "--today", "tp=3"), "today's split (tp 3) needs multiples of 3 GPUs, the cluster has"),
         (("scale", "llama3-8b", "--pp", "2", "--tp", "1", "--gpus", "7"), "does not make 7 GPUs"),
@@ -290,3 +306,31 @@ def test_scaling_weak_and_strong(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, *words, "64", "--jitter", "0", "--json")
     calm = json.loads(out)["weak"]
     assert calm[2]["step_ms"] == calm[2]["undisturbed_ms"] < weak[2]["step_ms"]
+
+
+def test_scaling_meets_the_network_beyond_a_pod(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("scale", "llama3-8b", "--pp", "1", "--tp", "1", "--gpu", "h100", "--gpus", "64,512", "--jitter", "0")
+    words = (*words, "--global-batch", "64", "--zero", "3", "--json")
+    pods = ("--pod-nodes", "8", "--oversubscription", "4")
+    found = [json.loads(run(capsys, *words, *more)[1]) for more in ((), pods, (*pods, "--flows", "2"))]
+    flat, even, hashed = ([row["step_ms"] for row in answer["weak"]] for answer in found)
+    assert flat[0] == even[0] == hashed[0], "eight nodes are one pod"
+    assert flat[1] < even[1] < hashed[1]
+    assert "flat network" in found[0]["network"] and "2 flows per connection" in found[2]["network"]
+    code, _, err = run(capsys, *words, "--flows", "2")
+    assert code == 2 and "give --pod-nodes too" in err
+
+
+def test_megatron_is_priced_by_its_newest_fitted_stack() -> None:
+    from octopipe.cli.verbs.plan import stack_for
+    from octopipe.costs.cluster.hardware import gpu
+
+    def named(*asked: Any) -> str | None:
+        found = stack_for(*asked)
+        return None if found is None else found.name
+
+    assert named(None, "megatron", gpu("gb200"), "mxfp8") == "megatron-2026-06"
+    assert named(None, "megatron", gpu("a100"), "bf16") == "megatron-2021"
+    assert named("megatron-2024", "megatron", gpu("gb200"), "mxfp8") == "megatron-2024"
+    assert named(None, "torchtitan", gpu("a100"), "bf16") == "torchtitan"
+    assert named(None, "any", gpu("h100"), "bf16") is None

@@ -19,10 +19,13 @@ from octopipe.costs.measured import PUBLISHED_RUNS
 from octopipe.models.zoo import PRESETS, preset
 from octopipe.search.planner.budget import Budget
 from octopipe.search.planner.choice import simplest
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import judge, modes_of, published_splits
 from octopipe.search.planner.pricing import Pricer
 from octopipe.search.planner.runtimes import RUNTIMES
+from octopipe.search.planner.search import search
 from octopipe.search.planner.splits import Split, splits
+from octopipe.search.planner.tuning import target_of
 
 SIZES = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "dp": 1, "vp": 1, "micro_batch_size": 1, "zero": 1}
 
@@ -103,6 +106,19 @@ def test_judging_that_has_no_time_sees_every_length_of_pipeline() -> None:
     assert len({c.split.pp for c in kept}) >= 4
 
 
+def test_tuning_returns_only_what_some_runtime_runs() -> None:
+    """Copies and R ops run in `octopipe train` alone, which divides no tensor and no state."""
+    alone, divided = Split(**SIZES | {"pp": 4}), Split(**SIZES | {"pp": 4, "tp": 2})
+    assert target_of(alone, RUNTIMES["any"]) == "octopipe" and target_of(divided, RUNTIMES["any"]) == "torch"
+    assert target_of(Split(**SIZES | {"pp": 4, "dp": 2}), RUNTIMES["any"]) == "torch"
+    assert target_of(divided, RUNTIMES["megatron"]) == "megatron"
+    spec, base = preset("llama3.1-405b"), Setup(gpu=gpu("gb200"), seq=8192, precision="fp8")
+    sizes = {"tp": 4, "pp": 16}
+    found = search(spec, base, gpus=256, global_batch=128, fixed=sizes, budget_s=4.0, clock=time.process_time)
+    for candidate in (found.best, *(c for c in found.ranked if c.how == "tuned")):
+        assert runs_on(candidate, spec), candidate.split
+
+
 def test_the_answer_is_never_slower_than_what_runs_today() -> None:
     pricer = Pricer(preset("llama3-8b"), Setup(gpu=gpu("h100"), seq=4096), 64)
 
@@ -146,6 +162,9 @@ def test_on_unequal_nodes_fast_ranks_hold_more_layers() -> None:
     for stage in by_speed.plan.stages:  # type: ignore[union-attr]
         held[stage.rank] += stage.num_layers
     assert min(held[:2]) > max(held[2:])
+    pricer = Pricer(preset("llama3-8b"), base, 64)
+    for other in splits(pricer.spec, base, gpus=32, global_batch=64, fixed={"tp": 2, "micro_batch_size": 1}):
+        assert pricer.bound_ms(other) <= pricer.candidate(other, ("none",)).step_ms * (1 + 1e-9), other
     # MFU is of the mix's own peak, not of the fastest card's.
     peak = (gpu("h100").bf16_tflops + gpu("a100").bf16_tflops) / 2
     per_gpu = by_speed.tokens_per_gpu_per_second * by_speed.costs.model_flops / by_speed.costs.tokens_per_micro_batch  # type: ignore[union-attr,operator]

@@ -269,7 +269,7 @@ def test_a_search_of_ours_that_fits_nowhere_leaves_the_others_rows(capsys: pytes
 def test_flags_that_systems_have_no_use_for_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "16", "--system", "alpa"]
     for more, said in (
-        ("--pp 4", "choose it themselves"),
+        ("--pp 4", "choose it for each stage"),
         ("--for torch", "their own runtimes"),
         ("--today tp=8", "add octopipe"),
     ):

@@ -11,7 +11,7 @@ import pytest
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import Op, Plan
+from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.plans.setting import checkpointed_by_prices
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -93,6 +93,27 @@ def test_the_layers_that_a_run_checkpoints_are_those_that_were_priced(count: int
     if count is None:  # of some layers, the price takes the others as recomputed selectively
         for name in ("activation_bytes", "stash_bytes", "workspace_bytes"):
             assert getattr(profile.costs, name) == pytest.approx(getattr(costs, name)), name
+
+
+def test_the_operands_of_w_are_held_from_i_to_w_whatever_was_recomputed() -> None:
+    """All I's before all W's: when the first W begins, a rank holds W's operands of every micro-batch, kept or not."""
+    peaks: dict[str, float] = {}
+    stash = None
+    for how, numbers in {"kept": {}, "recomputed": {"recompute": "full"}}.items():
+        costs = resolve_costs("nemotron-h-4b", pp=1, micro_batches=4, **numbers)
+        stage = Stage(first=0, stop=costs.num_layers, rank=0)
+        order = [Op(0, kind, m) for kind in "FIW" for m in range(4)]
+        plan = Plan(
+            num_layers=costs.num_layers, num_ranks=1, num_micro_batches=4, stages=(stage,), orders=(tuple(order),)
+        )
+        timeline = simulate(plan, costs)
+        (curve,) = timeline.memory
+        first_w = curve.bytes[np.searchsorted(curve.times_ms, timeline.spans.end_ms[7], side="right") - 1]
+        whole = stash if stash is not None else costs.stash_bytes.sum()
+        stash = whole
+        assert first_w == pytest.approx(curve.static_bytes + 4 * whole + costs.workspace_bytes.max()), how
+        peaks[how] = float(curve.bytes.max())
+    assert peaks["recomputed"] < peaks["kept"]
 
 
 def test_checkpointed_layers_give_the_same_gradients_and_keep_their_input_alone() -> None:

@@ -8,6 +8,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,23 @@ def test_moves_are_counted_alike_on_one_thread_and_on_several() -> None:
     plans = [tune(costs, 4, 6, iterations=400, workers=workers, seed=3).plan for workers in (1, 2, 5)]
     assert plans[0].stages == plans[1].stages == plans[2].stages
     assert plans[0].orders == plans[1].orders == plans[2].orders
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_log_of_a_counted_search_does_not_depend_on_which_thread_is_faster(
+    slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = uneven(6, 12, rank_memory_bytes=(40.0,))
+    alone = tune(costs, 4, 6, iterations=400, workers=1, seed=3).plan
+    tell = Lane._tell
+
+    def delayed(self: Lane, *what: Any) -> None:
+        if self.number == slow:
+            time.sleep(0.02)
+        tell(self, *what)
+
+    monkeypatch.setattr(Lane, "_tell", delayed)
+    assert tune(costs, 4, 6, iterations=400, workers=2, seed=3).plan.extra["search"] == alone.extra["search"]
 
 
 def test_counted_moves_are_made_however_long_they_take() -> None:

@@ -50,7 +50,7 @@ def test_the_optimum_is_that_of_brute_force(
 
 
 LONG_WAITS = pytest.mark.xfail(
-    strict=False, reason="the optimum waits 0.15 of a micro-batch's work for a better op; the list scheduler waits less"
+    strict=True, reason="the optimum waits 0.15 of a micro-batch's work for a better op; the list scheduler waits less"
 )
 
 

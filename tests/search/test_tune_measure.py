@@ -25,7 +25,7 @@ def test_only_a_profile_that_says_what_it_measured_can_be_run(
     assert "octopipe profile llama3-8b" in complaint(capsys, "tune", "llama3-8b", "--pp", "2", "--measure")
     bare = tmp_path / "times.json"
     bare.write_text(json.dumps(TIMES))
-    assert "which layers it measured" in complaint(capsys, "tune", str(bare), "--pp", "2", "--measure")
+    assert "which layers were measured" in complaint(capsys, "tune", str(bare), "--pp", "2", "--measure")
     made = tmp_path / "profile.json"
     about = {"recipe": {"model": "llama3-8b", "tokens": 8}, "ranks": 4}
     made.write_text(json.dumps({**TIMES, "format": "octopipe.profile/1", "about": about}))

@@ -7,8 +7,8 @@ import pytest
 from test_tune_best import uneven
 
 from octopipe.costs.table import CostTable
-from octopipe.search.tuner.core.decode import NUM_KEYS
 from octopipe.search.tuner.core.problem import BOUNDS, FLIGHT, MARGIN, RANK, SIZE, Problem, make_problem, make_rng
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.encode import orders_in, plan_of
 from octopipe.search.tuner.population import Judge, Member, Population, Start
 from octopipe.search.tuner.starts import Starts

@@ -149,7 +149,7 @@ def test_orders_that_wait_for_each_other_have_no_makespan() -> None:
         num_layers=2, num_ranks=2, num_micro_batches=2, stages=plan.stages,
         orders=parse_orders([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]),
     )  # fmt: skip
-    with pytest.raises(OctoPipeError, match="circle"):
+    with pytest.raises(OctoPipeError, match="cycle"):
         makespan_ms(stuck, costs)
     nothing = CostTable.uniform(num_layers=2).replace(
         forward_ms=np.zeros(2), input_ms=np.zeros(2), weight_ms=np.zeros(2)

@@ -82,6 +82,13 @@ def test_a_memory_strip_says_what_its_rank_does_then(seen: Seen, tmp_path: Path)
     assert "optimizer" in _tip(page, _strip(page, 3, (update.start_ms + update.end_ms) / 2))
 
 
+@pytest.mark.parametrize("update_ms", [0.0, 2.0])
+def test_the_legend_names_the_grey_tails_where_there_are_any(seen: Seen, tmp_path: Path, update_ms: float) -> None:
+    page = seen.open(_written(tmp_path, _entry(costs_of(16, 4).replace(optimizer_ms=np.full(16, update_ms)))))
+    legend = page.locator(".tools .legend").first.inner_text()
+    assert ("gradient reduction, optimizer" in legend) == (update_ms > 0)
+
+
 def test_the_memory_under_the_pointer_is_the_simulators(seen: Seen, tmp_path: Path) -> None:
     entry = _entry(costs_of(16, 4))
     curve = entry.timeline.memory[2]

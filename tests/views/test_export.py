@@ -643,3 +643,51 @@ def test_both_lanes_of_a_rank_are_drawn() -> None:
     total = float(took[timeline.lanes.lane == 1].sum())
     scale = (1000.0 - LEFT - RIGHT) / timeline.step_ms
     assert sum(r.width for r in exchanges) == pytest.approx(total * scale, abs=0.6 * len(exchanges) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "flags", "note"),
+    [
+        ({}, "", ""),
+        ({"recompute": "full"}, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ""),
+        # Five layers spread over four stages of eight: one of the stages holds two of them.
+        (
+            {"recompute": "full", "recompute_layers": 5},
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+            "the plan recomputes 5 layers; Megatron-LM recomputes the first 2 of every stage, 8 in all",
+        ),
+        ({"recompute": "selective"}, "--recompute-granularity selective --recompute-modules layernorm", "mla_up_proj"),
+    ],
+)
+def test_what_prices_recompute_is_exported_and_told(
+    numbers: dict, flags: str, note: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A plan made with --recompute says so to every runtime that it is exported to."""
+    path = str(tmp_path / "plan.json")
+    given = [word for name, value in numbers.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["simulate", "llama3-8b", "--pp", "4", "--tp", "2", "--micro-batches", "8", *given, "-o", path]) == 0
+    capsys.readouterr()
+    assert main(["export", path, "--to", "megatron"]) == 0
+    found = capsys.readouterr()
+    assert found.out.strip().endswith(flags or '"') and ("recompute" in found.out) == bool(flags)
+    assert note in " ".join(found.err.split())
+    for target in ("torch-csv", "torchtitan"):
+        assert main(["export", path, "--to", target, "-o", str(tmp_path / "out.csv")]) == 0
+        words = " ".join(capsys.readouterr().err.split())
+        assert (f"priced with --recompute {numbers.get('recompute')}" in words) == bool(numbers), (target, words)
+
+
+def test_ops_that_recompute_become_flags_of_megatron() -> None:
+    """R of whole stages: of all, as Megatron does layer by layer; of one, as many in every stage."""
+    costs = CostTable.uniform(num_layers=10)
+    plan = build_plan("1f1b", costs, 2, 2)
+    symbols = "E" + "T" * 8 + "L"
+    for again, flags in (((0, 1), "uniform --recompute-num-layers 1"), ((0,), "block --recompute-num-layers 4")):
+        stages = tuple(
+            Stage(first=s.first, stop=s.stop, rank=s.rank, recompute=k in again) for k, s in enumerate(plan.stages)
+        )
+        layout = megatron_layout(
+            Plan(num_layers=10, num_ranks=2, num_micro_batches=2, stages=stages, orders=plan.orders), symbols
+        )
+        assert layout.recompute.endswith(flags)
+        assert any("4 layers" in note and "8 in all" in note for note in layout.notes) == (again == (0,))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from moe_settings import moe_setting
 from report_cases import costs_of, hundred_thousand, noisy
 
+import octopipe
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.cli import main
 from octopipe.costs.analytic import footprint
@@ -310,6 +311,17 @@ def test_plans_and_timelines_show_themselves_in_notebooks() -> None:
 
 def test_a_plan_with_a_setting_is_predicted_in_notebooks(files: dict[str, Path]) -> None:
     assert "for nemotron-h-8b (" in (notebook_html(load_plan(files["one"])) or "")
+
+
+def test_searches_and_comparisons_show_themselves_in_notebooks() -> None:
+    """A tuned plan as a picture with its numbers, a comparison as a table: no raw `repr`."""
+    found = octopipe.tune("llama3-8b", 2, 4, budget_s=5, iterations=2, method="octopipe")
+    shown = found._repr_html_() or ""
+    assert "<svg" in shown and f"step {found.step_ms:.2f} ms" in shown and "lower bound" in shown
+    compared = octopipe.compare("llama3-8b", 2, 4, names=["1f1b", "zb-h1"])
+    shown = compared._repr_html_() or ""
+    assert shown.count("<tr>") == 3 and "<th" in shown and "zb-h1" in shown and "lower bound" in shown
+    assert all(f"{result.step_ms:.1f}" in shown for result in compared.results)
 
 
 def test_notebooks_get_an_image_for_many_ops() -> None:

@@ -52,6 +52,66 @@ def test_the_panel_shows_every_number_it_was_given() -> None:
     assert over == ["memory", "over"]
 
 
+def test_the_panel_says_how_the_split_is_started_or_why_it_is_not() -> None:
+    text = panel(record(commands={"megatron": "torchrun <script>", "octopipe": "none: it divides no tensor"}))
+    assert "torchrun &lt;script&gt;" in text and "octopipe: no command, because it divides no tensor" in text
+    assert "plan-commands" not in panel(record())
+
+
+def test_the_page_asks_for_the_runtime_and_every_field_of_a_set_up() -> None:
+    from octopipe.costs.cluster.asking import form_fields
+    from octopipe.search.planner.runtimes import RUNTIMES
+    from octopipe.views.report.serve import PLANNED_FOR, plan_page
+
+    text = plan_page({"llama3-8b": "llama3-8b"})
+    assert set(PLANNED_FOR) == set(RUNTIMES)
+    for name in set(form_fields()) - {"p2p_ms", "speeds", "memory_gib"}:
+        assert f'name="{name}"' in text, name
+
+
+def test_an_answer_keeps_to_the_runtime_and_the_sizes_that_were_chosen() -> None:
+    asked = {"model": "llama3-8b", "gpu": "h100", "gpus": "8", "global_batch": "32", "budget_s": "2", "tp": "2"}
+    found = planned({**asked, "runtime": "megatron"})
+    assert all(row["split"].startswith("tp 2") for row in found["candidates"])
+    assert list(found["commands"]) == ["megatron"] and "torchrun" in found["commands"]["megatron"]
+    with pytest.raises(OctoPipeError, match="runtime: 'abacus' is none of megatron"):
+        planned({**asked, "runtime": "abacus"})
+
+
+def test_an_answer_about_experts_is_plain_json() -> None:
+    """Rows whose exchange is hidden were made of numpy's numbers once, and the page got an error instead of them."""
+    import msgspec
+
+    asked = {"model": "qwen3-30b-a3b", "gpu": "h100", "gpus": "16", "global_batch": "64", "budget_s": "2", "ep": "8"}
+    found = planned({**asked, "pp": "2", "runtime": "megatron", "today": "pp=2,ep=8,vp=2"})
+    assert json.loads(msgspec.json.encode(found)) == json.loads(json.dumps(found))
+
+
+def test_rows_of_one_split_are_told_apart_and_no_label_is_cut_off() -> None:
+    """ZeRO levels are in the labels; where those are equal too, how the split was found."""
+    why = {"step_ms": 1430.0, "parts": {"products": {"title": "matrix products", "ms": 1390.0}, "tp": {"ms": 40.0}}}
+    row = record()["candidates"][0] | {"why": why, "zero": 1}
+    rows = [row, {**row, "zero": 2}, {**row, "how": "interleaved"}, {**row, "how": "zb-v", "split": "x" * 34}]
+    text = panel(record(candidates=rows))
+    labels = re.findall(r'text-anchor="end"[^>]*>([^<]*tp2[^<]*)<', text)
+    memory, times = labels[: len(labels) // 2], labels[len(labels) // 2 :]
+    assert memory == ["tp2 pp4 dp8 ZeRO-1 tuned", "tp2 pp4 dp8 ZeRO-2", "tp2 pp4 dp8 ZeRO-1 interleaved"]
+    assert times == ["chosen: tp2 pp4 dp8 ZeRO-1", "tp2 pp4 dp8 ZeRO-2", "tp2 pp4 dp8 ZeRO-1"]
+    picture = text[text.index('class="plan-why"') :]
+    # A label ends ten units before the bars; all of it lies inside the picture.
+    ends = [(float(x), len(label)) for x, label in re.findall(r'<text x="([\d.]+)"[^>]*"end">([^<]*)<', picture)]
+    assert max(letters for _, letters in ends) > 30 and all(x - 6.0 * letters >= 0 for x, letters in ends)
+
+
+def test_one_unit_for_the_times_of_a_page() -> None:
+    """Steps of seconds and parts of milliseconds stand in one unit, in words, picture and table."""
+    why = {"step_ms": 1430.0, "parts": {"products": {"title": "matrix products", "ms": 1390.0}, "tp": {"ms": 40.0}}}
+    row = record()["candidates"][0] | {"why": why}
+    text = page(record(candidates=[row]))
+    assert "1430.0 ms" in text and not re.search(r"\d s\b", re.sub(r"<(script|style).*?</\1>", "", text, flags=re.S))
+    assert "toFixed(1)} ms" in text and "} s`" not in text  # the table that the page's script makes
+
+
 def test_names_are_text_and_bad_records_are_refused() -> None:
     text = page(record(title=HOSTILE, words=[HOSTILE]))
     assert "<img" not in text and "&lt;img" in text
@@ -103,8 +163,8 @@ def server() -> Iterator[Server]:
     made.server_close()
 
 
-def ask(server: Server, method: str, path: str, body: object = None) -> tuple[int, str]:
-    connection = HTTPConnection(*server.server_address[:2], timeout=10)
+def ask(server: Server, method: str, path: str, body: object = None, seconds: float = 10) -> tuple[int, str]:
+    connection = HTTPConnection(*server.server_address[:2], timeout=seconds)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body)
     connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
     answer = connection.getresponse()
@@ -125,6 +185,33 @@ def test_the_servers_page_plans_a_cluster(server: Server) -> None:
         assert status == 400 and said in json.loads(text)["error"]
     for broken in ([1], b'{"model": "\xff"}', b'{"a":' * 5000):
         assert ask(server, "POST", "/api/plan", broken)[0] == 400
+
+
+def test_the_page_answers_with_a_real_search() -> None:
+    """The search of `octopipe plan` behind the page: its record is JSON, with today's split and its plan file."""
+    from octopipe.cli.verbs.serve import planned
+
+    made = make_server(planner=planned)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    asked = {
+        "model": "llama3-8b",
+        "gpu": "h100",
+        "gpus": "8",
+        "global_batch": "16",
+        "today": "tp=2,pp=2",
+        "budget_s": 1,
+    }
+    try:
+        status, text = ask(made, "POST", "/api/plan", asked, seconds=60)
+    finally:
+        made.shutdown()
+        made.server_close()
+    answer = json.loads(text)
+    assert status == 200, answer
+    rows = answer["answer"]["record"]["candidates"]
+    assert rows[-1]["how"] == "today" and all(isinstance(r["bubble"], float) for r in rows)
+    assert json.loads(answer["plan"])["format"].startswith("octopipe.plan/")
 
 
 def test_an_answer_is_a_file_that_opens_again(server: Server) -> None:

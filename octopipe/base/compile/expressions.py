@@ -196,12 +196,15 @@ class Expressions(Text):
         return self.divide(op, type_, x, y, b.const)
 
     def power(self, a: Value, b: Value) -> Value:
-        if b.const == 2 and not isinstance(b.const, bool):
-            return self.binary(ast.Mult, a, a)
         if FLOAT not in (a.type, b.type):
+            if b.const == 2 and not isinstance(b.const, bool):
+                return self.binary(ast.Mult, a, a)
             raise TypeError("of powers of whole numbers only the square is supported; use float()")
+        # The C library's own function, as CPython calls it. LLVM must not know it by its name, or it makes a product of
+        # a square, which is rounded otherwise (1 unit in the last place, in about one number of a thousand).
         x, y = self.convert(a, FLOAT).regs[0], self.convert(b, FLOAT).regs[0]
-        return Value(FLOAT, [self.reg(f"call double @llvm.pow.f64(double {x}, double {y})")])
+        how = "nobuiltin nounwind willreturn memory(none)"
+        return Value(FLOAT, [self.reg(f"call double @pow(double {x}, double {y}) {how}")])
 
     def shift(self, op: type[ast.operator], type_: str, x: str, y: str, by: Any) -> Value:
         """As numpy does: by 64 bits or more nothing is left but the sign."""
@@ -324,9 +327,20 @@ class Expressions(Text):
             if named:
                 raise TypeError("another kernel is called by position")
             return self.call(called.thing.kernel, given)
+        if isinstance(called.thing, type) and issubclass(called.thing, tuple) and hasattr(called.thing, "_fields"):
+            return self.named_tuple(called.thing, given, named)
         if called.thing not in functions.FUNCTIONS:
             raise TypeError(f"{getattr(called.thing, '__name__', called.thing)} is not part of the kernels' language")
         return functions.FUNCTIONS[called.thing](self, *given, **named)
+
+    def named_tuple(self, kind: Any, given: list[Value], named: dict[str, Value]) -> Value:
+        """A named tuple made in a kernel, with a value for every field."""
+        fields: tuple[str, ...] = kind._fields
+        values = dict(zip(fields, given)) | named
+        if len(given) + len(named) != len(fields) or values.keys() != set(fields):
+            raise TypeError(f"{kind.__name__} has the fields {', '.join(fields)}; give each of them once")
+        made = self.tuple_of([values[field] for field in fields])
+        return Value(Tuple(made.type.parts, fields), made.regs)
 
     def call(self, python: Any, given: list[Value]) -> Value:
         """Another kernel."""

@@ -3,8 +3,9 @@
 Knows: assignments, `if`, `for`, `while`, `return`, and which names have a value where. Does not know: expressions
 (`expressions.py`), machine code, or what numpy's functions do (`functions.py`).
 
-The subset: no objects but arrays and (named) tuples, no exceptions, no negative indices but constant ones. Numbers are
-64 bits wide, whatever an array stores, and behave as numpy's do: sums of whole numbers wrap around, a real number over
+The subset: no objects but arrays and (named) tuples, no exceptions, no negative indices but constant ones. A kernel may
+make arrays and named tuples; it returns numbers, arrays and plain tuples of them. Numbers are 64 bits wide, whatever an
+array stores, and behave as numpy's do: sums of whole numbers wrap around, a real number over
 zero is infinite. A variable has one type, which holds all that is assigned to it. An array made in a kernel lives until
 the kernel returns. Whatever else Python has is refused with its file and line when the kernel is first called.
 """
@@ -162,6 +163,8 @@ class Body(Expressions):
             value = self.of(node.value)
             if isinstance(value.type, Known):
                 value = self.tuple_of(self.parts(value))
+            if isinstance(value.type, Tuple) and value.type.names:
+                raise TypeError("a named tuple stays inside kernels; return its parts")
             self.assign(RETURNED, value)
         self.leave("br label %exit")
         self.defined = None

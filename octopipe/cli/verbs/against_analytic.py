@@ -57,7 +57,7 @@ def gpu_of(asked: str, device: str) -> str:
     found = next((name for name in GPUS if name in words), None)
     if found is None:
         raise OctoPipeError(
-            f"there are no analytic prices for {device or 'this device'}; name a GPU to compare with: "
+            f"there are no analytic costs for {device or 'this device'}; name a GPU to compare with: "
             "--against-analytic h100 (`octopipe gpus` lists them)"
         )
     return found

@@ -26,11 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tables of runs (.csv: system, model, gpus, gbs, tokens_per_s_per_gpu and the split; docs/cluster.md), or "
         "profiles of one GPU that `octopipe profile` wrote (.json)",
     )
-    parser.add_argument("--list", action="store_true", help="list the stacks that come with the package, and stop")
-    parser.add_argument("--name", default=None, help="what answers call the stack (default: the output's name)")
-    parser.add_argument("--gpu", help="with profiles: the GPU they were measured on, where they do not name a preset")
+    parser.add_argument(
+        "--list", action="store_true", help="list the stacks that are included in the package, and exit"
+    )
+    parser.add_argument(
+        "--name", default=None, help="name of the stack in the output (default: the output file's name)"
+    )
+    parser.add_argument("--gpu", help="with profiles: the GPU they were measured on, if they do not name a preset")
     parser.add_argument("--hardware", metavar="FILE", help="the GPU of the runs or profiles, from a hardware file")
-    parser.add_argument("-o", "--output", metavar="FILE", default="stack.json", help="default: stack.json")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="stack.json", help="the stack file to write (default: stack.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -43,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(args)
     if not args.files:
-        raise OctoPipeError("nothing to calibrate with; give a table of runs (.csv) or profiles (.json), or --list")
+        raise OctoPipeError("no runs to calibrate with; give a table of runs (.csv) or profiles (.json), or --list")
     name = args.name or stem_of(args.output)
     if name in stack_names():
-        raise OctoPipeError(f"{name} comes with the package; give the stack another --name")
+        raise OctoPipeError(f"{name} is a stack of the package; choose another --name")
     check_target(args.output)
     runs = [one for file in args.files if not file.endswith(".json") for one in _runs(args, file)]
     layers = [one for file in args.files if file.endswith(".json") for one in _layers(args, file)]
@@ -110,7 +116,9 @@ def _layers(args: argparse.Namespace, file: str) -> list[SeenLayer]:
         spec = spec.scaled(float(scale), num_layers=count)
     measured = profile.partial.get(1, profile.costs)
     if spec is None or spec.num_layers != measured.num_layers:
-        raise OctoPipeError(f"{where}: the layers of {recipe['model']} are not priced one by one; profile a preset")
+        raise OctoPipeError(
+            f"{where}: the layers of {recipe['model']} have no separate analytic costs; profile a preset"
+        )
     kind = (
         read_hardware(args.hardware) if args.hardware else gpu(gpu_of(args.gpu or "", str(profile.about.get("device"))))
     )
@@ -159,16 +167,20 @@ def _show(args: argparse.Namespace, found: Fitted, rows: list[dict[str, Any]], r
         )
     out.print(table)
     unit = "tokens per GPU and second" if runs else "ms"
-    out.print(f"measured in {unit}; error: predicted over measured by the fit to all, and to all others", style="dim")
+    out.print(
+        f"measured in {unit}; error: predicted over measured, fitted to all runs, and to all other runs", style="dim"
+    )
     for row in rows:
         if row.get("fits") is False:
-            out.print(f"{named(row['what'])} does not fit in memory by the model: {row['setup']}", style="yellow")
+            out.print(
+                f"{named(row['what'])} does not fit in memory according to the model: {row['setup']}", style="yellow"
+            )
     if found.stack.errors is None:
-        out.print("Too few to leave one out: the fit says nothing about runs it has not seen. Give four or more.")
+        out.print("Too few runs for leave-one-out errors: the accuracy on unseen runs is not known. Give four or more.")
     else:
         out.print(f"{named(found.stack.name)}: {found.stack.errors.words()}")
     if not runs:
-        out.print("Layers of one GPU say nothing about links: rates of collectives stay what they are before any run.")
+        out.print("Layers of one GPU say nothing about links: the rates of collectives are the defaults.")
     out.print(f"written to {args.output}; next: octopipe plan MODEL --stack {args.output} ...", soft_wrap=True)
 
 
@@ -189,4 +201,4 @@ def _list(args: argparse.Namespace) -> int:
 
 def _fitted_on(stack: Stack) -> str:
     pairs = ", ".join(f"{g} {p}" for g, p, _ in stack.rates)
-    return f"{pairs}; " + ("errors on runs left out are not known" if stack.errors is None else stack.errors.words())
+    return f"{pairs}; " + ("leave-one-out errors are not known" if stack.errors is None else stack.errors.words())

@@ -24,6 +24,7 @@ from octopipe.cli.verbs.flags import (
     seed_number,
     setting_from,
     whole_number,
+    width_factor,
 )
 from octopipe.cli.verbs.text import BRACKET, counted, named
 
@@ -39,7 +40,7 @@ DOES_NOT_FIT = 3
 
 def of_a_model() -> tuple[str, ...]:
     """Flags that change nothing where layer times were measured: they are in the times already."""
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     fields = (destination(name, how) for name, how in flag_fields().items() if how.of_a_model)
     return (*fields, "gpus", "lengths")
@@ -69,7 +70,8 @@ def refuse_idle_flags(args: argparse.Namespace, model: str) -> None:
     for name in of_a_model():
         if getattr(args, name, None) is not None:
             raise OctoPipeError(
-                f"{flag_of(name)} changes nothing for {model}: its times were measured as they are; leave it out"
+                f"{flag_of(name)} changes nothing for {model}: its times were measured and cannot be "
+                f"recomputed; leave it out"
             )
     linked = bool(table.boundary_bytes.any()) and not table.network.pairs and args.p2p_ms is None
     reduces = bool(table.gradient_bytes.any()) and (args.dp or 1) > 1
@@ -111,7 +113,7 @@ def settle_sizes(args: argparse.Namespace, model: str) -> None:
         sizes["tp"] = 1 if spec is None else resolve_costs(spec, pp=pp, gpu=args.gpu, nodes=args.cluster).setup.tp  # type: ignore[union-attr]
         sizes = derived_sizes(gpus=gpus, **sizes)
     if sizes["pp"] is None:
-        raise OctoPipeError("how many ranks? give --pp, or --gpus and the other sizes, or a --plan")
+        raise OctoPipeError("the number of ranks is missing; give --pp, or --gpus and the other sizes, or a --plan")
     args.pp = sizes["pp"]
     if gpus is not None:
         args.tp, args.dp = sizes["tp"], sizes["dp"]
@@ -228,4 +230,5 @@ __all__ = [
     "settle_sizes",
     "setup_words",
     "whole_number",
+    "width_factor",
 ]

@@ -9,6 +9,7 @@ import argparse
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import (
     DOES_NOT_FIT,
     PriceFrom,
@@ -22,7 +23,6 @@ from octopipe.cli.verbs.common import (
     print_json,
     setup_words,
 )
-from octopipe.cli.verbs.numbers import milliseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,9 @@ BAR = 24
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, or_profile=True)
-    parser.add_argument("--systems", metavar="A,B,C", help="only these (default: all; `octopipe systems` lists them)")
+    parser.add_argument(
+        "--systems", metavar="A,B,C", help="compare only these systems (default: all; `octopipe systems` lists them)"
+    )
     add_setting_arguments(parser)
     parser.add_argument(
         "--time-limit", type=non_negative, default=12.0, metavar="S", help="seconds for Tessel's solver (default: 12)"

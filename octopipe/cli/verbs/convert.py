@@ -12,17 +12,27 @@ from octopipe.cli.verbs.runnable import needs_torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step's folder, or the one of `train --checkpoint`")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="the folder of one step, or the folder given to `train --checkpoint`"
+    )
     parser.add_argument(
         "--to",
         choices=("huggingface", "dcp"),
         required=True,
         help="huggingface: safetensors for from_pretrained; dcp: torch.distributed.checkpoint, optimizer included",
     )
-    parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="a folder that is new or empty")
-    parser.add_argument("--model", metavar="CONFIG", help="the config.json or folder that was trained: its names")
-    parser.add_argument("--step", type=whole_number, help="of the run's checkpoints (default: the newest good one)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of safetensors (default: as is)")
+    parser.add_argument("-o", "--output", metavar="FOLDER", required=True, help="a new or empty folder")
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="the config.json or folder of the trained model, which provides parameter names",
+    )
+    parser.add_argument("--step", type=whole_number, help="step of the checkpoint (default: the newest valid one)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the written safetensors (default: unchanged)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -32,19 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "formats:\n" + "\n".join(f"  {name:10} {words}" for name, words in FORMATS.items())
     parser.add_argument("file", metavar="FILE", help="a plan file or a timeline file")
-    parser.add_argument("--to", required=True, choices=list(FORMATS), help="the format, one of those below")
-    parser.add_argument("-o", "--output", metavar="OUT", help="where to (default: standard output)")
-    parser.add_argument("--width", type=whole_number, default=1000, help="of a picture (default: 1000)")
-    parser.add_argument("--title", default="", help="of a picture")
+    parser.add_argument("--to", required=True, choices=list(FORMATS), help="output format (see below)")
+    parser.add_argument("-o", "--output", metavar="OUT", help="output file (default: standard output)")
+    parser.add_argument("--width", type=whole_number, default=1000, help="width of a picture (default: 1000)")
+    parser.add_argument("--title", default="", help="title of a picture")
     parser.add_argument(
         "--with-communication",
         action="store_true",
-        help="torch-csv: with this plan's proven order of sends and receives (format compute_comms)",
+        help="torch-csv: include sends and receives in their proven order (format compute_comms)",
     )
     parser.add_argument(
         "--torch",
         metavar="VERSION",
-        help="with --with-communication: the PyTorch that will load it (default: the one installed, else the newest)",
+        help="with --with-communication: the PyTorch that will load it (default: the installed one, or the newest)",
     )
     add_cost_arguments(parser)
 

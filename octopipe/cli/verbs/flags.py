@@ -41,6 +41,14 @@ def non_negative(text: str) -> float:
     return float(of_kind(Number())(text))
 
 
+def width_factor(text: str) -> float:
+    """An argparse type: a number above 0 and at most 1."""
+    value = non_negative(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is out of range; give a number above 0 and at most 1")
+    return value
+
+
 def number_list(text: str) -> list[float]:
     """An argparse type: numbers > 0 separated by commas."""
     from octopipe.costs.cluster.fields import Numbers
@@ -67,8 +75,8 @@ def flag_of(name: str) -> str:
 
 def add_field(parser: Any, name: str, *, says_default: bool = True) -> None:
     """The flag of one field. `says_default`: whether its help says what holds where it is left out."""
+    from octopipe.costs.cluster.asking import flag_fields
     from octopipe.costs.cluster.fields import Choice, Lengths, NodeGroups, Whole, YesNo
-    from octopipe.costs.cluster.setup import flag_fields
 
     how = flag_fields()[name]
     assert not isinstance(how.kind, Lengths), "lists of lengths come from a file"
@@ -95,7 +103,7 @@ def destination(name: str, how: Asked) -> str:
 
 def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_default: bool = True) -> None:
     """The flags of all fields of these parts, or of all parts."""
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     for name in flag_fields(*parts):
         if name not in without:
@@ -104,7 +112,7 @@ def add_fields(parser: Any, *parts: Any, without: tuple[str, ...] = (), says_def
 
 def setting_from(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as provenance for `plan.extra["setting"]`: enough to price the plan again."""
-    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.costs.cluster.asking import keyword_fields
 
     out: dict[str, Any] = {"model": args.model}
     for name, how in keyword_fields().items():
@@ -125,29 +133,36 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, or_profile: bool = F
         parser.add_argument("model", metavar="MODEL", help=what)
         return
     parser.add_argument("model", metavar="MODEL", nargs="?", help=what + ", or a profile")
-    parser.add_argument("--profile", metavar="FILE", help="what `octopipe profile` measured, instead of MODEL")
+    parser.add_argument("--profile", metavar="FILE", help="a profile written by `octopipe profile`, instead of MODEL")
 
 
 def add_hardware_arguments(parser: Any) -> None:
     """Which GPUs: a kind and a number, or a file of unequal nodes."""
     add_fields(parser, "hardware")
-    parser.add_argument("--gpus", type=whole_number, metavar="N", help="GPUs in all; sizes not given follow from it")
+    parser.add_argument(
+        "--gpus",
+        type=whole_number,
+        metavar="N",
+        help="total number of GPUs; sizes that are not given are derived from it",
+    )
 
 
 def add_batch_arguments(parser: Any, *, micro_batches: bool = True) -> None:
     """How much is trained per step."""
-    parser.add_argument("--global-batch", type=whole_number, metavar="N", help="sequences per step, all pipelines")
+    parser.add_argument("--global-batch", type=whole_number, metavar="N", help="sequences per step over all pipelines")
     add_fields(parser, "batch", without=() if micro_batches else ("micro_batches", "micro_batch_size"))
 
 
 def add_length_arguments(parser: Any) -> None:
     """Sequences of different length and how micro-batches are made of them."""
-    parser.add_argument("--lengths", metavar="FILE", help="one step's sequence lengths, one per line or a JSON list")
+    parser.add_argument(
+        "--lengths", metavar="FILE", help="sequence lengths of one step, one per line or as a JSON list"
+    )
     how = parser.add_mutually_exclusive_group()
     for name, words in (
-        ("pad", "with --lengths: --micro-batch-size sequences each, padded to their longest (default)"),
-        ("pack", "with --lengths: one sequence after the other, --seq tokens each"),
-        ("dynamic", "with --lengths: grouped by DynaPipe's programme (default for the system dynapipe)"),
+        ("pad", "with --lengths: --micro-batch-size sequences per micro-batch, padded to the longest (default)"),
+        ("pack", "with --lengths: concatenate sequences into micro-batches of --seq tokens"),
+        ("dynamic", "with --lengths: group sequences with DynaPipe's algorithm (default for the system dynapipe)"),
     ):
         how.add_argument(f"--{name}", dest="batching", action="store_const", const=name, help=words)
 
@@ -167,7 +182,7 @@ def add_setting_arguments(parser: argparse.ArgumentParser, *, split_backward: bo
     add_length_arguments(group)
     add_training_arguments(group)
     add_fields(group, "ranks")
-    words = "run the backward as I and W (default: as the system was published)"
+    words = "split the backward into I and W (default: as the system was published)"
     parser.add_argument(
         "--split-backward",
         action=argparse.BooleanOptionalAction,

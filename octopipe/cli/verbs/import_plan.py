@@ -32,14 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  an export of Nsight Systems (.sqlite), or a CSV of its nsys stats about NVTX ranges\n"
         "  a CSV with a line of layer names and a line of times (or lines that begin with F, B, I, W)"
     )
-    parser.add_argument("source", metavar="SOURCE", help="a file or a text, see below")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the plan or profile (default: standard output)")
+    parser.add_argument("source", metavar="SOURCE", help="a file or a string, see below")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="the plan or profile to write (default: standard output)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object about it (with -o)")
     group = parser.add_argument_group("Megatron")
     group.add_argument("--pp", type=whole_number, help="--pipeline-model-parallel-size")
-    group.add_argument("--vp", type=whole_number, help="stages per rank (follows from the text; checked)")
-    group.add_argument("--micro-batches", type=whole_number, help="per step (default: 2 x pp)")
-    group.add_argument("--schedule", choices=("1f1b", "interleaved"), help="follows from the text; checked")
+    group.add_argument(
+        "--vp", type=whole_number, help="stages per rank (derived from the string; a given value is checked)"
+    )
+    group.add_argument("--micro-batches", type=whole_number, help="micro-batches per step (default: 2 x pp)")
+    group.add_argument(
+        "--schedule", choices=("1f1b", "interleaved"), help="derived from the string; a given value is checked"
+    )
     group.add_argument(
         "--group-size", type=whole_number, help="--microbatch-group-size-per-virtual-pipeline-stage (default: pp)"
     )
@@ -160,6 +166,8 @@ def _read(args: argparse.Namespace) -> ForeignPlan:
             text = data.decode().strip()
         except UnicodeDecodeError:
             raise OctoPipeError(f"{where}: not a text; give a schedule CSV or a Megatron text") from None
+    if not text.strip():
+        raise OctoPipeError(f"{where} is empty; give a schedule CSV, a Megatron text or a recording")
     if set(text) <= letters and "\n" not in text and not text[:1].isdigit():
         return _megatron(args, text)
     return _torch(args, text, where)
@@ -174,7 +182,9 @@ def _megatron(args: argparse.Namespace, text: str) -> ForeignPlan:
         raise OctoPipeError("--partition is for schedule CSVs; a Megatron text says its stages itself: leave it out")
     parsed = read_megatron(text)
     if args.pp is None:
-        raise OctoPipeError("how many ranks? a Megatron text needs --pp, its --pipeline-model-parallel-size")
+        raise OctoPipeError(
+            "the number of ranks is missing; a Megatron text needs --pp, its --pipeline-model-parallel-size"
+        )
     return megatron_plan(
         parsed,
         pp=args.pp,

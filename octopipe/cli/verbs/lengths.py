@@ -19,21 +19,21 @@ def settle_lengths(args: argparse.Namespace, model: str, batching: str | None = 
     how = batching or getattr(args, "batching", None)
     if getattr(args, "lengths", None) is None:
         if how is not None and getattr(args, "micro_batch_lengths", None) is None:
-            raise OctoPipeError(f"--{how} says what is made of sequences of different length; give --lengths")
+            raise OctoPipeError(f"--{how} groups sequences of different length; give --lengths")
         return
     from octopipe.costs.resolve import resolve_spec
     from octopipe.models.lengths import Batch, dealt, packed_groups, padded_groups, read_lengths
 
     how = how or ("dynamic" if getattr(args, "system", None) == "dynapipe" else "pad")
     if args.global_batch is not None:
-        raise OctoPipeError(f"{args.lengths} says how many sequences a step has; leave --global-batch out")
+        raise OctoPipeError(f"{args.lengths} determines how many sequences a step has; leave --global-batch out")
     for flag, only in (("micro_batch_size", "pad"), ("seq", "pack")):
         if getattr(args, flag) is not None and how != only and batching is None:
             raise OctoPipeError(f"{flag_of(flag)} counts with --{only}; leave it out with --{how}")
     lengths = read_lengths(args.lengths)
     spec = resolve_spec(model)
     if spec is None:
-        raise OctoPipeError(f"{model}: lengths need a preset or a config.json; a file of times knows one length")
+        raise OctoPipeError(f"{model}: lengths need a preset or a config.json; a file of times covers one length only")
     if how == "dynamic":
         from octopipe.costs.resolve import resolve_costs
         from octopipe.search.batching import dynamic_groups

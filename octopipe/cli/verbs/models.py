@@ -112,7 +112,9 @@ def _show(args: argparse.Namespace) -> int:
 
     spec = resolve_spec(args.model)
     if spec is None:
-        raise OctoPipeError(f"{args.model} holds layer times only; `octopipe simulate {args.model} --pp N` uses them")
+        raise OctoPipeError(
+            f"{args.model} contains layer times only; `octopipe simulate {args.model} --pp N` uses them"
+        )
     if args.json:
         print_json(
             {

@@ -17,22 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octopipe.base.display import milliseconds
+
 if TYPE_CHECKING:
     from octopipe.costs.profile_file import Profile
     from octopipe.costs.table import CostTable
     from octopipe.plans.plan import Plan
     from octopipe.simulation.bounds.bounds import PlanClass
     from octopipe.simulation.timeline import Timeline
-
-
-def milliseconds(value: float) -> str:
-    """A time as every verb writes it: always in ms, four digits or more.
-
-    >>> milliseconds(1074.04), milliseconds(14.199), milliseconds(0.1234)
-    ('1074.0 ms', '14.20 ms', '0.123 ms')
-    """
-    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{value:.{digits}f} ms"
 
 
 def after_words(timeline: Timeline) -> str:
@@ -74,6 +66,40 @@ def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
     return PlanBound(min(found, step_ms) if found <= step_ms * (1 + 1e-9) else found, plans)
 
 
+def exchange_words(timeline: Timeline) -> str:
+    """How long experts exchange tokens, and how much of that the plan hides; "" where nothing is exchanged."""
+    if timeline.exchange.total_ms <= 0:
+        return ""
+    share = 100 * timeline.exchange.share
+    hidden = f"{share:.0f} % of it runs" if share >= 0.5 else "nothing of it runs"
+    took = timeline.exchange.total_ms / timeline.num_ranks
+    return f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation."
+
+
+def evenly_routed_ms(plan: Plan, costs: CostTable, model: str | None) -> float | None:
+    """The plan's step if every expert rank got the same tokens; None where that was priced anyway."""
+    from dataclasses import replace
+
+    from octopipe.costs.resolve import costs_of_setup, resolve_spec
+    from octopipe.simulation.simulator import simulate
+
+    setup = costs.setup
+    if setup is None or not setup.imbalance or setup.ep == 1 or model is None:
+        return None
+    spec = resolve_spec(model)
+    if spec is None:
+        return None
+    return simulate(plan, costs_of_setup(spec, replace(setup, imbalance=())), check=False).step_ms
+
+
+def uneven_words(even_ms: float | None, step_ms: float) -> str:
+    """What uneven routing costs; "" where nobody asked."""
+    if even_ms is None:
+        return ""
+    costs = f"Uneven routing costs {100 * (1 - even_ms / step_ms):.1f} % of the step"
+    return f"{costs}: with the same tokens on every expert rank this plan would take {milliseconds(even_ms)}."
+
+
 def contended(plan: Plan, costs: CostTable, model: str | None, channel: str = "directed") -> Timeline | None:
     """The timeline with contention, where MODEL is a profile measured on ranks that slow each other down."""
     profile = _profile_of(model)
@@ -104,7 +130,7 @@ def without_contention_words(numbers: Mapping[str, float]) -> str:
     if abs(plain / numbers["contended_makespan_ms"] - 1) <= 1e-6:
         return ""
     return (
-        f"the prediction is with contention; with every op as long as while all ranks work, which `simulate` and "
+        f"the prediction is with contention; with the op times of all ranks busy, which `simulate` and "
         f"`tune` call the pipeline, it would be {milliseconds(plain)}"
     )
 
@@ -112,7 +138,7 @@ def without_contention_words(numbers: Mapping[str, float]) -> str:
 def contended_words(timeline: Timeline) -> str:
     return (
         f"with contention as the profile measured it {milliseconds(timeline.step_ms)} a step{after_words(timeline)}: "
-        "an op is faster while other ranks rest; the time above takes every op as measured with all ranks at work"
+        "an op is faster while other ranks are idle; the time above takes every op as measured with all ranks busy"
     )
 
 

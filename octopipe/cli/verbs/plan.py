@@ -31,23 +31,23 @@ from octopipe.cli.verbs.tune import seconds
 if TYPE_CHECKING:
     from octopipe.cli.verbs.plan_answer import Reasons
     from octopipe.costs.analytic.calibration import Stack
+    from octopipe.costs.cluster.hardware import Gpu
     from octopipe.costs.cluster.setup import Setup
     from octopipe.models.spec import ModelSpec
     from octopipe.search.planner.search import Found
 
 SEARCHING = 0.85
 """Share of the budget that the search gets where files are written besides."""
-FIXED = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from octopipe.costs.cluster.setup import flag_fields
+    from octopipe.costs.cluster.asking import flag_fields
 
     add_model_arguments(parser)
     group = parser.add_argument_group("the cluster and the batch")
     add_hardware_arguments(group)
     add_batch_arguments(group, micro_batches=False)
-    group = parser.add_argument_group("what is fixed already (default: searched)")
+    group = parser.add_argument_group("sizes that are fixed (default: searched)")
     for name in (*flag_fields("size"), "micro_batch_size"):
         add_field(group, name, says_default=False)
     group.add_argument("--vp", type=whole_number, metavar="N", help="stages per pipeline rank")
@@ -58,47 +58,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="runtime",
         choices=("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe"),
         default="any",
-        help="only what this runtime can run (default: any)",
+        help="consider only what this runtime can run (default: any)",
     )
     group.add_argument(
         "--system",
         type=_systems,
         default=("octopipe",),
         metavar="NAMES",
-        help="who plans: octopipe, alpa, dapple, metis, mist (as published), several with commas, or all "
+        help="planning system: octopipe, alpa, dapple, metis, mist (as published), a comma-separated list, or all "
         "(default: octopipe)",
     )
-    group.add_argument("--today", metavar="SIZES", help="what you run now, e.g. tp=4,pp=8,vp=5: shown beside")
-    group.add_argument("--budget", type=seconds, default=30.0, metavar="TIME", help="for all of it (default: 30s)")
+    group.add_argument("--today", metavar="SIZES", help="the split you run now, e.g. tp=4,pp=8,vp=5, for comparison")
+    group.add_argument(
+        "--budget", type=seconds, default=30.0, metavar="TIME", help="time for the whole command (default: 30s)"
+    )
     group.add_argument(
         "--margin",
         type=share,
         default=0.02,
         metavar="SHARE",
-        help="splits within this share of the fastest count as equally fast, and the simplest of them with memory to "
-        "spare wins (default: 0.02; 0: the fastest)",
+        help="treat splits within this share of the fastest as equally fast and select the simplest one with memory to "
+        "spare (default: 0.02; 0: the fastest)",
     )
-    group.add_argument("--rows", type=whole_number, default=10, help="of the table (default: 10)")
-    group.add_argument("--seed", type=seed_number, default=0, help="start of the tuner's random numbers (default: 0)")
+    group.add_argument("--rows", type=whole_number, default=10, help="rows of the table (default: 10)")
+    group.add_argument("--seed", type=seed_number, default=0, help="random seed of the tuner (default: 0)")
     parser.add_argument(
         "--why",
         nargs="?",
         const="",
         metavar="FILE.svg",
-        help="where the time of a step goes, of the winner and of today's: as a table, and as a picture in a file",
+        help="show where a step's time goes, for the selected split and today's: as a table, or as a picture in FILE",
     )
-    group = parser.add_argument_group("failures, cost and energy of the winner (default: not asked)")
-    group.add_argument("--mtbf", type=positive, metavar="HOURS", help="between failures of one GPU, e.g. 50000")
-    group.add_argument("--checkpoint-s", type=non_negative, default=60.0, help="to write one (default: 60)")
-    group.add_argument("--restart-s", type=non_negative, default=600.0, help="after a failure (default: 600)")
-    group.add_argument("--price-per-gpu-hour", type=positive, metavar="PRICE", help="in any currency")
+    group = parser.add_argument_group("failures, cost and energy of the selected split (default: omitted)")
+    group.add_argument(
+        "--mtbf", type=positive, metavar="HOURS", help="mean time between failures of one GPU, e.g. 50000"
+    )
+    group.add_argument(
+        "--checkpoint-s", type=non_negative, default=60.0, help="time to write a checkpoint (default: 60)"
+    )
+    group.add_argument(
+        "--restart-s", type=non_negative, default=600.0, help="time to restart after a failure (default: 600)"
+    )
+    group.add_argument(
+        "--price-per-gpu-hour", type=positive, metavar="PRICE", help="price of a GPU-hour, in any currency"
+    )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE|FOLDER/",
-        help="write the winner's plan here; a folder (run/) gets plan.json, train.sh, a Slurm file and a README",
+        help="write the selected plan here; a folder (run/) gets plan.json, train.sh, a Slurm file and a README",
     )
-    parser.add_argument("--page", metavar="FILE", help="write a page: tokens/s against GPUs, memory against limits")
+    parser.add_argument(
+        "--page", metavar="FILE", help="write an HTML page: tokens/s against GPUs, memory against limits"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -144,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
-    from octopipe.search.planner.splits import parse_split
+    from octopipe.search.planner.splits import FIXABLE, parse_split
 
     # The budget counts from the command's start, Python's own start included.
     began = process_began() if sys.argv[1:2] == ["plan"] else time.monotonic()
@@ -155,8 +167,8 @@ def run(args: argparse.Namespace) -> int:
             _check_writable(path)
     spec, base, gpus = _base(args)
     if args.global_batch is None:
-        raise OctoPipeError("how many sequences per step? give --global-batch")
-    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+        raise OctoPipeError("the number of sequences per step is missing; give --global-batch")
+    fixed = {name: getattr(args, name) for name in FIXABLE if getattr(args, name) is not None}
     published = [name for name in args.system if name in PUBLISHED]
     if published:
         from octopipe.cli.verbs.plan_published import refuse_idle, run_published
@@ -196,12 +208,14 @@ def run(args: argparse.Namespace) -> int:
     assert found is not None
     best = found.best
     reasons = reasons_of(found, spec)
+    plan_file = args.output if folder is None else "plan.json"
+    lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
     if args.why:
         _write_why(args.why, found, reasons)
     record: dict[str, Any] = {}
     if args.output or args.page:
         left = 0.0 if found.interrupted else 0.95 * args.budget - (time.monotonic() - began)
-        record = _record(args, spec, base, found, fixed, left)
+        record = _record(args, spec, base, found, fixed, left, lines)
     plan = None
     if best.plan is not None:
         plan = best.plan.with_extra(**provenance_of(args, best), cluster_plan=record)
@@ -212,8 +226,6 @@ def run(args: argparse.Namespace) -> int:
         from octopipe.views.report.cluster import page
 
         write_whole(args.page, page(record, None if plan is None else plan_to_json(plan)).encode())
-    plan_file = args.output if folder is None else "plan.json"
-    lines = command_lines(best, spec=spec, model=args.model, plan_file=plan_file, runtime=args.runtime)
     if folder is not None:
         _write_folder(folder, spec, found, lines, reasons)
     if args.json:
@@ -251,15 +263,24 @@ def _write_folder(folder: Path, spec: ModelSpec, found: Found, lines: dict[str, 
             os.chmod(folder / name, 0o755)
 
 
-STACKS = {"torchtitan": "torchtitan", "torch": "plain-torch"}
-"""Whose rates a runtime has where nobody names a stack; the others have the default's."""
+STACKS = {
+    "megatron": ("megatron-2026-06", "megatron-2026", "megatron-2025", "megatron-2024", "megatron-2021"),
+    "torchtitan": ("torchtitan",),
+    "torch": ("plain-torch",),
+}
+"""Whose rates a runtime has where nobody names a stack, the newest first; the others have the default's."""
 
 
-def stack_for(asked: str | None, runtime: str) -> Stack | None:
-    """The stack that was asked for, or that goes with a runtime."""
-    from octopipe.costs.analytic.calibration import stack_named
+def stack_for(asked: str | None, runtime: str, kind: Gpu, precision: str) -> Stack | None:
+    """The stack that was asked for; else the newest of the runtime that was fitted on runs of this GPU generation and
+    precision, or its first where none was and it is the only one."""
+    from octopipe.costs.analytic.calibration import stack_named, stacks_on
 
-    name = asked or STACKS.get(runtime)
+    if asked is not None:
+        return stack_named(asked)
+    known = STACKS.get(runtime, ())
+    fitted = [name for name in known if name in stacks_on(kind, precision)]
+    name = fitted[0] if fitted else known[0] if len(known) == 1 else None
     return None if name is None else stack_named(name)
 
 
@@ -271,11 +292,12 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
     from octopipe.costs.cluster.hardware import gpu
     from octopipe.costs.cluster.setup import DEFAULT_GPU, Setup
     from octopipe.costs.resolve import resolve_spec
+    from octopipe.search.planner.splits import FIXABLE
 
     spec = resolve_spec(args.model)
     if spec is None:
         raise OctoPipeError(
-            f"{args.model} holds times of one split only; to plan a cluster name a preset or a config.json"
+            f"{args.model} contains times of one split only; to plan a cluster name a preset or a config.json"
         )
     nodes: Any = ()
     kind = GpuName().read("gpu", args.gpu or DEFAULT_GPU)
@@ -287,16 +309,22 @@ def _base(args: argparse.Namespace) -> tuple[ModelSpec, Setup, int]:
         kind = max((gpu(name) for name, _, _ in nodes), key=lambda g: g.bf16_tflops * g.clock)
         gpus = gpus or count_gpus(nodes)
     if gpus is None:
-        raise OctoPipeError("how many GPUs? give --gpus N, or a --cluster file")
-    given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXED)}
+        raise OctoPipeError("the number of GPUs is missing; give --gpus N, or a --cluster file")
+    given = {k: v for k, v in setting_from(args).items() if k not in ("model", "recompute", *FIXABLE)}
     zero = {} if args.zero is None else {"zero": args.zero}
-    stack = stack_for(args.stack, args.runtime)
+    stack = stack_for(args.stack, args.runtime, kind, args.precision or "bf16")
     base = Setup(**{**given, **zero, "gpu": kind, "nodes": nodes, "stack": stack})
     return spec, base, gpus
 
 
 def _record(
-    args: argparse.Namespace, spec: ModelSpec, base: Setup, found: Found, fixed: dict[str, int], seconds: float
+    args: argparse.Namespace,
+    spec: ModelSpec,
+    base: Setup,
+    found: Found,
+    fixed: dict[str, int],
+    seconds: float,
+    lines: dict[str, str],
 ) -> dict[str, Any]:
     """What the panel of a report and the page draw."""
     from octopipe.cli.verbs.plan_answer import changes, reasons_of, why_words
@@ -313,7 +341,7 @@ def _record(
         budget_s=max(seconds, 0.0),
     )
     words = [*changes(found), *why_words(reasons_of(found, spec))]
-    return record_of(found, spec, words=words, scaling=points)
+    return record_of(found, spec, words=words, scaling=points, commands=lines)
 
 
 def _write_why(path: str, found: Found, reasons: Reasons) -> None:

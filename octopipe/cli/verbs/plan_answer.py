@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import console
+from octopipe.cli.verbs.numbers import exchange_words, uneven_words
 
 if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
@@ -138,6 +140,10 @@ def show_why(reasons: Reasons) -> None:
     console().print(table)
 
 
+def _with(size: int, by: int) -> str:
+    return str(size) if by == 1 else f"{size}x{by}"
+
+
 def show_table(args: argparse.Namespace, found: Found) -> None:
     """The splits, best first, and how much of the space was looked at."""
     from rich.table import Table
@@ -157,7 +163,7 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
         s = c.split
         style = "bold green" if c is best else "yellow" if c is found.today else None
         table.add_row(
-            *map(str, (s.tp, s.cp, s.ep, s.pp, s.vp, s.dp, s.micro_batch_size, s.zero)),
+            *map(str, (s.tp, s.cp, _with(s.ep, s.etp), s.pp, s.vp, s.dp, s.micro_batch_size, _with(s.zero, s.hsdp))),
             c.recompute,
             f"{c.tokens_per_gpu_per_second:.0f}",
             "?" if error is None else f"{error * c.tokens_per_gpu_per_second:.0f}",
@@ -170,9 +176,13 @@ def show_table(args: argparse.Namespace, found: Found) -> None:
         )
     out.print(table)
     out.print("mb micro-batch, Z ZeRO, tok/s per GPU; by: how the row was found (est.: not simulated)", style="dim")
+    if any(c.split.etp > 1 for c in rows):
+        out.print("ep 8x2: eight expert ranks of two GPUs, which divide every expert (etp 2)", style="dim")
+    if any(c.split.hsdp > 1 for c in rows):
+        out.print("Z 3x4: four copies of the sharded state (hsdp 4)", style="dim")
     out.print(errors_in_words(best.setup), style="dim")
-    rest = "no time for the others: give a longer --budget" if found.cut_short else "the others' bounds are worse"
-    seen = f"{found.splits} splits, {found.judged} judged, {rest}; {found.seconds:.1f} s"
+    rest = "no time for the others; give a longer --budget" if found.cut_short else "the others' bounds are worse"
+    seen = f"{found.splits} splits, {found.judged} evaluated, {rest}; {found.seconds:.1f} s"
     out.print(seen, style="dim")
     for sentence in found.skipped:
         out.print(sentence, style="dim")
@@ -182,17 +192,8 @@ def experts_words(best: Candidate) -> list[str]:
     """How much of the experts' exchange the winner hides, and what uneven routing costs it."""
     from octopipe.search.planner.pricing import evenly_routed_ms
 
-    out = []
-    if best.timeline is not None and best.timeline.exchange.total_ms > 0:
-        share = 100 * best.timeline.exchange.share
-        hidden = f"{share:.0f} % of it runs" if share >= 0.5 else "nothing of it runs"
-        took = best.timeline.exchange.total_ms / best.timeline.num_ranks
-        out.append(f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation.")
-    even = evenly_routed_ms(best)
-    if even is not None:
-        costs = f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step"
-        out.append(f"{costs}: with the same tokens on every expert rank this plan would take {even / 1e3:.2f} s.")
-    return out
+    words = "" if best.timeline is None else exchange_words(best.timeline)
+    return [w for w in (words, uneven_words(evenly_routed_ms(best), best.step_ms)) if w]
 
 
 def rates_words(setup: Setup) -> str:
@@ -218,7 +219,7 @@ def changes(found: Found) -> list[str]:
     best, today = found.best, found.today
     speed = f"{best.tokens_per_gpu_per_second:.0f} tokens/GPU/s"
     share = "" if best.mfu is None else f" ({100 * best.mfu:.1f} % MFU)"
-    step = f"{best.step_ms / 1e3:.2f} s a step, {100 * best.bubble:.1f} % bubble"
+    step = f"{milliseconds(best.step_ms)} a step, {100 * best.bubble:.1f} % bubble"
     out = [f"best: {best.split.words()}: {speed}{share}, {step}."]
     out.append(rates_words(best.setup))
     out += experts_words(best)
@@ -237,6 +238,7 @@ def changes(found: Found) -> list[str]:
     names = {"tp": "tensor parallelism", "cp": "context parallelism", "ep": "expert parallelism"}
     names |= {"pp": "pipeline ranks", "vp": "stages per rank", "dp": "data parallelism"}
     names |= {"micro_batch_size": "micro-batch size", "zero": "ZeRO"}
+    names |= {"etp": "GPUs that share an expert", "hsdp": "copies of the sharded state"}
     moved = [
         f"{words} {getattr(today.split, name)} -> {getattr(best.split, name)}"
         for name, words in names.items()
@@ -252,7 +254,7 @@ def changes(found: Found) -> list[str]:
 
 def provenance_of(args: argparse.Namespace, best: Candidate) -> dict[str, Any]:
     """The plan's set-up, and the keywords that price it again."""
-    from octopipe.costs.cluster.setup import keyword_fields
+    from octopipe.costs.cluster.asking import keyword_fields
     from octopipe.plans.setting import carried
 
     known = best.setup.as_dict()

@@ -27,10 +27,14 @@ def refuse_idle(args: argparse.Namespace) -> None:
     """A flag either changes the answer or is refused."""
     from octopipe.base.errors import OctoPipeError
 
-    for name in ("cp", "ep", "pp", "dp", "vp", "micro_batch_size"):
+    for name in ("cp", "ep", "etp", "pp", "dp", "vp", "hsdp", "micro_batch_size"):
         if getattr(args, name) is not None:
             flag = name.replace("_", "-")
-            raise OctoPipeError(f"--{flag}: published systems choose it themselves, stage by stage; leave it out")
+            raise OctoPipeError(f"--{flag}: published systems choose it for each stage; leave it out")
+    for name in ("lora", "frozen", "offload_optimizer"):
+        if getattr(args, name) is not None:
+            flag = name.replace("_", "-")
+            raise OctoPipeError(f"--{flag}: published systems train all weights; leave it out")
     if args.page:
         raise OctoPipeError("--page shows our own search; leave --system out")
     if args.runtime != "any":
@@ -128,9 +132,9 @@ def _show(
     from octopipe.cli.verbs.plan_answer import changes, show_table
 
     out = console()
-    out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: who plans what")
+    out.print(f"[bold]{named(spec.name)}[/] on {gpus} GPUs, global batch {args.global_batch}: plans by system")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for title in ("system", "stages", "samples", "tok/s", "MFU%", "bub%", "step s", "GiB"):
+    for title in ("system", "stages", "samples", "tok/s", "MFU%", "bub%", "step ms", "GiB"):
         table.add_column(title, justify="left" if title == "system" else "right", no_wrap=True)
 
     def row(name: str, stages: int, samples: int, p: Any) -> None:
@@ -141,7 +145,7 @@ def _show(
             f"{p.tokens_per_gpu_per_second:.0f}",
             "" if p.mfu is None else f"{100 * p.mfu:.1f}",
             f"{100 * p.bubble:.1f}",
-            f"{p.step_ms / 1e3:.2f}",
+            f"{p.step_ms:.1f}",
             f"{p.peak_gib:.0f}/{p.limit_gib:.0f}",
             style="bold green" if name == winner else None,
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from octopipe.cli.verbs.common import add_model_arguments, console, named, non_negative, print_json, whole_number
+from octopipe.cli.verbs.common import add_model_arguments, console, named, print_json, whole_number, width_factor
 from octopipe.cli.verbs.runnable import (
     add_precision_arguments,
     is_hf_config,
@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks run (default: cpu)")
-    parser.add_argument("--nproc", type=whole_number, default=1, help="ranks that work at the same time (default: 1)")
+    parser.add_argument(
+        "--nproc", type=whole_number, default=1, help="number of ranks that run at the same time (default: 1)"
+    )
     parser.add_argument("--seq", type=whole_number, default=4096, help="tokens per sequence (default: 4096)")
-    parser.add_argument("--micro-batch-size", type=whole_number, default=1, help="sequences (default: 1)")
-    parser.add_argument("--scale", type=non_negative, default=1.0, help="shrink the model's widths by this factor")
+    parser.add_argument(
+        "--micro-batch-size", type=whole_number, default=1, help="sequences per micro-batch (default: 1)"
+    )
+    parser.add_argument("--scale", type=width_factor, default=1.0, help="shrink the model's widths by this factor")
     parser.add_argument(
         "--layers", dest="num_layers", type=whole_number, help="keep this many layers, embedding and head included"
     )
@@ -45,38 +49,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
-        "fused, lean, chunked",
+        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
+        "eager, fused, lean, chunked",
     )
     parser.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
-        help="Mamba-2's scan through torch.compile (default: on cuda)",
+        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
     )
-    parser.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's layers of its sizes")
+    parser.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     parser.add_argument(
         "--graphs",
         action=argparse.BooleanOptionalAction,
-        help="ops as CUDA graphs, as train --graphs runs them (default: no)",
+        help="replay ops from CUDA graphs, as in train --graphs (default: no)",
     )
-    parser.add_argument("--optimizer", choices=("adamw", "none"), default="adamw", help="whose state takes memory")
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "none"),
+        default="adamw",
+        help="optimizer whose state is counted in memory (default: adamw)",
+    )
     parser.add_argument("--repeats", type=whole_number, default=10, help="timed runs per layer (default: 10)")
     parser.add_argument("--to-seq", type=whole_number, help="extrapolate to this sequence length by analytic ratios")
-    parser.add_argument("--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size likewise")
+    parser.add_argument(
+        "--to-tp", type=whole_number, help="extrapolate to this tensor-parallel size by analytic ratios"
+    )
     parser.add_argument(
         "--against-analytic",
         nargs="?",
         const="",
         metavar="GPU",
-        help="print measured times beside analytic prices, by kind of layer (default: of the GPU here)",
+        help="print measured times next to analytic costs, by layer kind (default GPU: the one in this machine)",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: profile.json")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="profile.json", help="the profile to write (default: profile.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     with needs_torch():
         from octopipe.runtime.measure.trial import STATE_FACTOR, ProfileJob, on_ranks, profile_task
+        from octopipe.runtime.training.memory_check import check_layers
 
     recipe = {
         "model": absolute(args.model),
@@ -101,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         state_factor=STATE_FACTOR[args.optimizer],
         about={"recipe": recipe, "optimizer": args.optimizer, "model_code": told(work.spec)},
     )
+    check_layers(work.spec, args.nproc, work.device)
     with _bar(f"{named(work.spec.name)} on {args.nproc} rank{'s' * (args.nproc > 1)}") as listen:
         profile: Profile = on_ranks(profile_task, args.nproc, job, device=args.device, listen=listen)[0]
     if args.to_seq or args.to_tp:
@@ -158,11 +173,11 @@ def workload_of(recipe: dict[str, Any]) -> Workload:
     """The model a recipe names, shrunk as it says, with the size of its micro-batches."""
     own = bool(recipe.get("own_layers", "own_layers" not in recipe))  # older recipes knew nothing else
     name = str(recipe.get("model", ""))
-    scale = float(recipe.get("scale") or 1.0)
+    scale = recipe.get("scale")
     asked, device = tuple(recipe.get("kernels") or ()), str(recipe.get("device", "cpu"))
     spec = model_of(
         name,
-        scale=scale,
+        scale=1.0 if scale is None else float(scale),
         num_layers=recipe.get("num_layers"),
         own=own and is_hf_config(name),
         kernels=asked,
@@ -195,7 +210,9 @@ def _planned(work: Workload, name: str) -> ModelSpec:
         return work.spec
     spec = resolve_spec(name)
     if spec is None or spec.num_layers != work.spec.num_layers:
-        raise OctoPipeError(f"{name}: its layers are not priced one by one, so times cannot be scaled; measure there")
+        raise OctoPipeError(
+            f"{name}: its layers have no separate analytic costs, so times cannot be extrapolated; measure there"
+        )
     return spec
 
 
@@ -269,7 +286,7 @@ def _show(profile: Profile, output: str) -> None:
         )
     out.print(table)
     out.print(
-        "F, I, W: times with all ranks at work; alone: the share of them that a rank takes alone; spread: of repeated "
+        "F, I, W: times with all ranks busy; alone: relative time when one rank runs alone; spread: of repeated "
         "measurements\nMiB: act. held from F to I, stash of it until W, work while an op runs, static: weights, "
         "gradients and optimizer state",
         style="dim",
@@ -279,5 +296,5 @@ def _show(profile: Profile, output: str) -> None:
             speed = f"{1e-6 / link.ms_per_byte:.1f} GB/s" if link.ms_per_byte > 0 else "no limit seen"
             out.print(f"link {a}-{b}: {1e3 * link.latency_ms:.0f} us, {speed}", style="dim")
     if "overlap_slowdown" in about:
-        out.print(f"computation beside a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
+        out.print(f"computation during a transfer: {about['overlap_slowdown']:.2f} times its time", style="dim")
     out.print(f"{output}: use it as MODEL of simulate, tune and compare, or in validate --profile", style="dim")

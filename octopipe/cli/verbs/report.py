@@ -14,7 +14,7 @@ from octopipe.cli.verbs.plan_costs import add_cost_arguments, setting_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="plan files or timeline files, in this order")
     parser.add_argument("-o", "--output", default="report.html", help="the page to write (default: report.html)")
-    parser.add_argument("--title", default="", help="its title")
+    parser.add_argument("--title", default="", help="title of the page")
     add_cost_arguments(parser)
 
 

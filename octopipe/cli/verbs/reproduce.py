@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--iterations", type=whole_number, default=6000, help="moves per lane of our search (default: 6000)"
     )
     parser.add_argument("--rounds", type=whole_number, default=100, help="iterations of Algorithm 1 (default: 100)")
-    parser.add_argument("--seed", type=seed_number, default=0, help="start of the random numbers (default: 0)")
-    parser.add_argument("--fresh", action="store_true", help="run everything anew: reuse neither parts nor searches")
+    parser.add_argument("--seed", type=seed_number, default=0, help="random seed (default: 0)")
+    parser.add_argument("--fresh", action="store_true", help="run everything again; reuse neither parts nor searches")
     parser.add_argument(
         "--page", metavar="FILE", help="write the whole reproduction as one Markdown page, pictures beside"
     )

@@ -35,7 +35,7 @@ def model_of(
     if name not in PRESETS and not own and is_hf_config(name):
         if scaled:
             raise OctoPipeError(
-                f"{name}: --scale shrinks octopipe's own layers, not a transformers model; write a smaller "
+                f"{name}: --scale applies to octopipe's own layers, not to a transformers model; write a smaller "
                 "config.json, use --layers, or add --own-layers"
             )
         with needs_torch():
@@ -49,7 +49,7 @@ def model_of(
         raise OctoPipeError(f"{name} is a preset and always runs in octopipe's own layers; leave --own-layers out")
     spec = resolve_spec(name)
     if spec is None:
-        raise OctoPipeError(f"{name} holds times, not layers; give a preset or a Hugging Face config.json")
+        raise OctoPipeError(f"{name} contains times, not layers; give a preset or a Hugging Face config.json")
     if "liger" in kernels:
         raise OctoPipeError("--kernels liger is for transformers' models; give a config.json, or leave it out")
     if any(isinstance(layer, Mtp) for layer in spec):
@@ -66,7 +66,7 @@ def add_precision_arguments(group: Any) -> None:
         choices=PRECISIONS,
         help="default: bf16-main-fp32 on cuda (bfloat16 layers, float32 gradients and master weights), fp32 on cpu",
     )
-    group.add_argument("--dtype", choices=tuple(OLDER_NAMES), help="the old name of --precision")
+    group.add_argument("--dtype", choices=tuple(OLDER_NAMES), help="former name of --precision")
 
 
 def kernel_words(text: str) -> tuple[str, ...]:

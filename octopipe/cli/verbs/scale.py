@@ -38,7 +38,7 @@ def sizes(text: str) -> list[int]:
             filled.append(value)
             continue
         if not filled or i + 1 >= len(out) or out[i + 1] <= filled[-1]:
-            raise argparse.ArgumentTypeError(f"{text}: ... stands between two sizes, the larger one last")
+            raise argparse.ArgumentTypeError(f"{text}: ... must be between two sizes, the larger one last")
         while filled[-1] * 2 < out[i + 1]:
             filled.append(filled[-1] * 2)
     if not filled or filled != sorted(set(filled)):
@@ -60,30 +60,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jitter", type=non_negative, default=0.03, metavar="SIGMA", help="spread of op times (default: 0.03)"
     )
 
+    group = parser.add_argument_group("the network beyond a pod (default: as --hardware says, else one flat network)")
+    group.add_argument("--pod-nodes", type=whole_number, metavar="N", help="nodes under one switch per rail")
+    group.add_argument(
+        "--oversubscription",
+        type=ratio,
+        metavar="RATIO",
+        help="how much less bandwidth leaves a pod than its nodes can send (default: 1)",
+    )
+    group.add_argument(
+        "--flows",
+        type=whole_number,
+        metavar="N",
+        help="flows per connection that switches spread over uplinks by a hash, so that some meet (default: switches "
+        "route by load)",
+    )
+
+
+def ratio(text: str) -> float:
+    """An argparse type: a number of at least 1."""
+    value = non_negative(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is below 1; give 1 or more")
+    return value
+
+
+def on_network(args: argparse.Namespace, setup: Setup) -> Setup:
+    """The set-up on the pods that the flags describe."""
+    from octopipe.base.errors import OctoPipeError
+
+    assert setup.gpu is not None
+    if args.pod_nodes is None:
+        if args.oversubscription is not None or args.flows is not None:
+            raise OctoPipeError("--oversubscription and --flows are about links between pods; give --pod-nodes too")
+        return setup
+    pods = {"pod_gpus": args.pod_nodes * (setup.gpus_per_node or setup.gpu.gpus_per_node)}
+    more = {"oversubscription": args.oversubscription or 1.0, "flows": args.flows}
+    return replace(setup, gpu=replace(setup.gpu, **pods, **more))
+
+
+def network_words(setup: Setup) -> str:
+    """Which network was priced."""
+    kind = setup.gpu
+    assert kind is not None
+    if kind.pod_gpus is None:
+        return "one flat network without contention; --pod-nodes, --oversubscription and --flows describe yours"
+    spread = "routed by load" if kind.flows is None else f"{kind.flows} flows per connection spread by a hash"
+    share = 100 / kind.between_pods
+    words = f"pods of {kind.pod_gpus} GPUs, oversubscribed {kind.oversubscription:g} to 1 beyond, {spread}"
+    return f"{words}: a link between pods carries {share:.0f} % of its bandwidth"
+
 
 def run(args: argparse.Namespace) -> int:
     from octopipe.base.errors import OctoPipeError
 
     if not args.gpus:
-        raise OctoPipeError("which numbers of GPUs? give --gpus 32,64,128 or 32,...,8192")
+        raise OctoPipeError("the numbers of GPUs are missing; give --gpus 32,64,128 or 32,...,8192")
     if args.dp is not None:
         raise OctoPipeError("--dp follows from the number of GPUs; leave it out")
     if args.recompute == "auto":
-        raise OctoPipeError("scale compares one split; decide --recompute none, selective or full")
+        raise OctoPipeError("scale evaluates one split; give --recompute none, selective or full")
     counts, args.gpus = args.gpus, args.gpus[0]
     if args.pp is None:
-        raise OctoPipeError("how many pipeline ranks? give --pp (and --tp); `octopipe plan` finds a split to scale")
+        raise OctoPipeError(
+            "the number of pipeline ranks is missing; give --pp (and --tp); `octopipe plan` finds a split to scale"
+        )
     costs = costs_from(args)
     setup = costs.setup
     if setup is None or setup.gpu is None:
-        raise OctoPipeError(f"{args.model} holds measured times; to scale a cluster name a preset or a config.json")
+        raise OctoPipeError(f"{args.model} contains measured times; to scale a cluster name a preset or a config.json")
+    setup = on_network(args, setup)
     per_pipeline = setup.tp * setup.cp * setup.pp
     for count in counts:
         if count % per_pipeline:
             raise OctoPipeError(f"{count} GPUs are not a multiple of tp x cp x pp = {per_pipeline}; give multiples")
     rows = {kind: _rows(args, setup, counts, weak=kind == "weak") for kind in ("weak", "strong")}
     if args.json:
-        print_json({"model": args.model, "setup": setup.as_dict(), "jitter": args.jitter, **rows})
+        about = {"jitter": args.jitter, "network": network_words(setup)}
+        print_json({"model": args.model, "setup": setup.as_dict(), **about, **rows})
     else:
         _show(args, setup, rows)
     return 0
@@ -185,3 +239,4 @@ def _show(args: argparse.Namespace, setup: Setup, rows: dict[str, list[dict[str,
             out.print(f"{r['gpus']} GPUs: {r['reason']}", style="dim")
     words = f"with {100 * args.jitter:g} % jitter of every op: a step waits for the slowest of its dp pipelines"
     out.print(words, style="dim")
+    out.print(network_words(setup), style="dim")

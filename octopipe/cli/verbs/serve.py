@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="layer-times or config.json files to offer too")
-    parser.add_argument("--port", type=_port, default=8765, help="default: 8765; 0 picks a free one")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="additional layer-times or config.json files to offer")
+    parser.add_argument("--port", type=_port, default=8765, help="port (default: 8765; 0: any free port)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -50,13 +50,15 @@ def run(args: argparse.Namespace) -> int:
     card = None if args.hardware is None else read_hardware(args.hardware)
     stack = None if args.stack is None else stack_named(args.stack)
     if card is not None:
-        out.print(f"Whole clusters are planned for {card.name}, whatever GPU the page names.", soft_wrap=True)
+        out.print(f"Whole clusters are planned for {card.name}, whatever GPU is selected on the page.", soft_wrap=True)
     with make_server(
         args.host, args.port, files=args.files, planner=partial(planned, card=card, stack=stack)
     ) as server:
         out.print(f"OctoPipe is at {server.url} (stop it with Ctrl-C)", soft_wrap=True)
         if server.hosts is None:
-            out.print("Listening beyond this machine: whoever can reach it can start searches.", style="yellow")
+            out.print(
+                "Listening beyond this machine: anyone who can reach this address can start searches.", style="yellow"
+            )
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:  # the exit code says by which signal
@@ -76,14 +78,18 @@ def planned(
     from octopipe.base.errors import OctoPipeError
     from octopipe.base.files import brief
     from octopipe.cli.verbs.common import whole_number
+    from octopipe.cli.verbs.plan import stack_for
     from octopipe.cli.verbs.plan_answer import changes, provenance_of, reasons_of, why_words
+    from octopipe.costs.cluster.asking import form_fields
     from octopipe.costs.cluster.fields import of_text
-    from octopipe.costs.cluster.setup import Setup, form_fields
+    from octopipe.costs.cluster.setup import Setup
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import plan_to_json
+    from octopipe.search.planner.commands import command_lines
     from octopipe.search.planner.record import record_of, scaled
+    from octopipe.search.planner.runtimes import RUNTIMES
     from octopipe.search.planner.search import search
-    from octopipe.search.planner.splits import parse_split
+    from octopipe.search.planner.splits import FIXABLE, parse_split
 
     def whole(name: str) -> int:
         try:
@@ -99,12 +105,18 @@ def planned(
         raise OctoPipeError(f"seconds to search: {brief(asked['budget_s'])} is not a number; give 1 to 600") from None
     spec = resolve_spec(str(asked["model"]))
     if spec is None:
-        raise OctoPipeError("this file holds times of one split only; choose a preset or a config.json")
+        raise OctoPipeError("this file contains times of one split only; choose a preset or a config.json")
     given = {name: str(asked[name]) for name in form_fields() if asked.get(name) not in (None, "")}
     base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
-    base = replace(base, gpu=card or base.gpu, stack=stack or base.stack)
+    runtime = str(asked.get("runtime") or "any")
+    if runtime not in RUNTIMES:
+        raise OctoPipeError(f"runtime: {brief(runtime)} is none of {', '.join(RUNTIMES)}")
+    base = replace(base, gpu=card or base.gpu)
     if base.gpu is None:
-        raise OctoPipeError("which GPU? choose one of the list")
+        raise OctoPipeError("no GPU is selected; choose one from the list")
+    base = replace(base, stack=stack or base.stack or stack_for(None, runtime, base.gpu, base.precision))
+    fixed = {name: getattr(base, name) for name in FIXABLE if name in given}
+    fixed |= {name: whole(name) for name in ("pp", "vp") if asked.get(name) not in (None, "")}
     today = str(asked.get("today") or "").strip()
     gpus, batch = whole("gpus"), whole("global_batch")
     found = search(
@@ -112,13 +124,19 @@ def planned(
         base,
         gpus=gpus,
         global_batch=batch,
+        fixed=fixed,
         today=parse_split(today) if today else None,
+        runtime=RUNTIMES[runtime],
+        recompute=given.get("recompute", "auto"),
         budget_s=budget_s,
         stop=stop,
     )
-    points = [] if found.interrupted else scaled(spec, base, found, global_batch=batch)
-    words = [*changes(found), *why_words(reasons_of(found, spec))]
-    record = record_of(found, spec, words=words, scaling=points)
+    points = []
+    if not found.interrupted:
+        points = scaled(spec, base, found, global_batch=batch, fixed=fixed, runtime=RUNTIMES[runtime])
+    words = [*changes(found), *why_words(reasons_of(found, spec)), *found.skipped]
+    lines = command_lines(found.best, spec=spec, model=str(asked["model"]), plan_file="plan.json", runtime=runtime)
+    record = record_of(found, spec, words=words, scaling=points, commands=lines)
     if found.best.plan is None:
         return record
     about = provenance_of(argparse.Namespace(model=str(asked["model"])), found.best)

@@ -17,6 +17,7 @@ from octopipe.cli.verbs.common import (
     print_json,
     seed_number,
     whole_number,
+    width_factor,
 )
 from octopipe.cli.verbs.runnable import add_precision_arguments, kernel_words, model_of, needs_torch
 from octopipe.cli.verbs.train_result import Screen, summary, tell
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from octopipe.runtime.training.job import TrainJob
 
 ELASTIC_TUNE_S = 10.0
-"""For a new plan where the one that was given is for another number of ranks."""
+"""Search time for a new plan if the given plan is for another number of ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,51 +40,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--system", default="1f1b", help="a published system (`octopipe systems`)")
     what.add_argument("--tune", type=seconds, metavar="TIME", help="measure the layers, then tune for e.g. 10s")
     parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="with --tune: run its plans, correct the costs, keep the fastest measured",
+        "--measure", action="store_true", help="with --tune: run plans, correct the costs, keep the fastest measured"
     )
     size = parser.add_argument_group("size")
     size.add_argument("--nproc", type=whole_number, help="ranks (default: the plan's, or 2; torchrun's under torchrun)")
-    size.add_argument("--dp", type=whole_number, default=1, help="pipelines side by side (default: 1)")
-    size.add_argument("--scale", type=non_negative, help="shrink all widths by this factor, e.g. 0.05")
+    size.add_argument("--dp", type=whole_number, default=1, help="data-parallel pipelines (default: 1)")
+    size.add_argument("--scale", type=width_factor, help="shrink all widths by this factor, e.g. 0.05")
     size.add_argument("--layers", type=whole_number, help="keep this many layers, embedding and head included")
-    size.add_argument("--own-layers", action="store_true", help="for a config.json: octopipe's own layers of its sizes")
+    size.add_argument("--own-layers", action="store_true", help="with a config.json: use octopipe's own layers")
     size.add_argument("--seq", type=whole_number, help="tokens per sequence (default: 128)")
     size.add_argument("--micro-batches", type=whole_number, help="per step and pipeline (default: 2 x ranks)")
-    size.add_argument("--micro-batch-size", type=whole_number, help="sequences in each (default: 1)")
+    size.add_argument("--micro-batch-size", type=whole_number, help="sequences per micro-batch (default: 1)")
     add_length_arguments(size)
     run_ = parser.add_argument_group("training")
     run_.add_argument("--steps", type=whole_number, default=50, help="train up to this step (default: 50)")
     run_.add_argument("--lr", type=non_negative, default=1e-3, help="learning rate (default: 0.001)")
-    run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps until the full learning rate")
+    run_.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="warm-up steps of the learning rate")
     run_.add_argument(
         "--schedule",
         choices=("constant", "linear", "cosine", "wsd"),
         default="constant",
-        help="of the learning rate after the warm-up (default: constant)",
-    )
-    run_.add_argument("--min-lr", type=non_negative, default=0.0, help="what the schedule falls to (default: 0)")
-    run_.add_argument(
-        "--schedule-steps", type=whole_number, metavar="N", help="the step the schedule ends with (default: --steps)"
+        help="learning-rate schedule after the warm-up (default: constant)",
     )
     run_.add_argument(
-        "--decay-steps", type=whole_number, metavar="N", help="of --schedule wsd: its last part (default: a tenth)"
+        "--min-lr", type=non_negative, default=0.0, help="final learning rate of the schedule (default: 0)"
+    )
+    run_.add_argument(
+        "--schedule-steps", type=whole_number, metavar="N", help="last step of the schedule (default: --steps)"
+    )
+    run_.add_argument(
+        "--decay-steps",
+        type=whole_number,
+        metavar="N",
+        help="with --schedule wsd: length of the decay (default: a tenth)",
     )
     run_.add_argument(
         "--weight-decay",
         type=non_negative,
         default=0.1,
-        help="of matrices; norms, biases and vectors do not decay (default: 0.1)",
+        help="weight decay of matrices; norms, biases and vectors do not decay (default: 0.1)",
     )
-    run_.add_argument("--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="of Adam (default: 0.9,0.95)")
-    run_.add_argument("--eps", type=non_negative, default=1e-8, help="of Adam (default: 1e-8)")
-    run_.add_argument("--clip", type=non_negative, default=1.0, help="largest gradient norm, 0 for any (default: 1)")
+    run_.add_argument(
+        "--betas", type=two_betas, default=(0.9, 0.95), metavar="A,B", help="betas of Adam (default: 0.9,0.95)"
+    )
+    run_.add_argument("--eps", type=non_negative, default=1e-8, help="epsilon of Adam (default: 1e-8)")
+    run_.add_argument("--clip", type=non_negative, default=1.0, help="maximum gradient norm, 0: any (default: 1)")
     run_.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw")
     run_.add_argument(
         "--shard-optimizer",
         action="store_true",
-        help="divide optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
+        help="shard optimizer state and master weights over the pipelines of --dp (ZeRO-1)",
     )
     add_precision_arguments(run_)
     run_.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -92,43 +98,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=kernel_words,
         default=(),
         metavar="LIST",
-        help="by name instead of the fastest installed: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, eager, "
-        "fused, lean, chunked",
+        help="kernels to use instead of the fastest installed ones: mamba_ssm, fla, flash_attn, liger, compiled, sdpa, "
+        "eager, fused, lean, chunked",
     )
     run_.add_argument(
         "--compile-scans",
         action=argparse.BooleanOptionalAction,
-        help="Mamba-2's scan through torch.compile (default: on cuda)",
+        help="compile Mamba-2's scan with torch.compile (default: on cuda)",
     )
     run_.add_argument(
-        "--graphs", action=argparse.BooleanOptionalAction, help="ops replayed from CUDA graphs (default: as profiled)"
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="replay ops from CUDA graphs (default: as in the profile)",
     )
-    run_.add_argument("--seed", type=seed_number, default=0, help="of parameters, data and tuner (default: 0)")
-    run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile` instead of a quick measurement")
     run_.add_argument(
-        "--adapt", type=whole_number, metavar="N", help="every N steps: re-tune on measured times, switch if it pays"
+        "--seed", type=seed_number, default=0, help="random seed of parameters, data and tuner (default: 0)"
     )
-    run_.add_argument("--no-measure", action="store_true", help="no measurement: start at once, predict nothing")
-    run_.add_argument("--no-memory-check", action="store_true", help="start even where memory seems too small")
-    run_.add_argument("--timeout", type=seconds, default=300.0, metavar="TIME", help="for any wait (default: 300s)")
+    run_.add_argument("--profile", metavar="FILE", help="costs from `octopipe profile`, not from a quick measurement")
+    run_.add_argument(
+        "--adapt",
+        type=whole_number,
+        metavar="N",
+        help="every N steps, tune on measured times and switch if it is faster",
+    )
+    run_.add_argument("--no-measure", action="store_true", help="start without measuring or predicting")
+    run_.add_argument("--no-memory-check", action="store_true", help="start even if memory appears to be too small")
+    run_.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="TIME", help="limit for any wait (default: 300s)"
+    )
     add_data_arguments(parser.add_argument_group("data"))
-    kept = parser.add_argument_group("what is kept")
-    kept.add_argument("--checkpoint", metavar="DIR", help="save at the end, and see --save-every")
+    kept = parser.add_argument_group("output")
+    kept.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; saves at the end (see --save-every)")
     kept.add_argument("--save-every", type=whole_number, metavar="N", help="save every N steps")
     kept.add_argument("--keep", type=whole_number, default=3, metavar="N", help="checkpoints to keep (default: 3)")
-    kept.add_argument("--async-save", action="store_true", help="write checkpoints behind the next steps")
-    kept.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint, with any plan")
-    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: from step N's checkpoint")
-    kept.add_argument(
-        "--elastic", action="store_true", help="go on where DIR has a checkpoint, with the ranks torchrun has left"
-    )
-    kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was trained with")
+    kept.add_argument("--async-save", action="store_true", help="write checkpoints in the background")
+    kept.add_argument("--resume", action="store_true", help="resume from DIR's newest checkpoint, under any plan")
+    kept.add_argument("--resume-step", type=whole_number, metavar="N", help="with --resume: step of the checkpoint")
+    kept.add_argument("--elastic", action="store_true", help="resume if DIR has a checkpoint, on the ranks of torchrun")
+    kept.add_argument("-o", "--output", metavar="FILE", help="write the plan that was used")
     kept.add_argument("--timeline", metavar="FILE", help="write the measured timeline of the last step")
     kept.add_argument("--log", metavar="FILE", help="append one JSON object per report to this file")
-    kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard's event files there")
-    kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE says so")
+    kept.add_argument("--tensorboard", metavar="DIR", help="write TensorBoard event files to DIR")
+    kept.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases, offline unless WANDB_MODE is set")
     kept.add_argument(
-        "--log-every", type=whole_number, metavar="N", help="steps between reports (default: 1; on a GPU a hundredth)"
+        "--log-every", type=whole_number, metavar="N", help="steps between reports (default: 1; GPU: --steps / 100)"
     )
     kept.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -138,22 +151,28 @@ def add_data_arguments(group: Any) -> None:
         "--data",
         metavar="PATH",
         help="text: .jsonl, or a folder of datasets' save_to_disk; tokens: .npy, .bin, Megatron's .bin and .idx "
-        "(default: made-up text)",
+        "(default: synthetic tokens)",
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json, or its folder (default: MODEL's folder)")
-    group.add_argument("--text-key", default="text", metavar="KEY", help="the field with the text (default: text)")
+    group.add_argument("--text-key", default="text", metavar="KEY", help="JSON key of the text (default: text)")
     group.add_argument(
-        "--data-dtype", choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"), help="of the ids in a .bin"
+        "--data-dtype",
+        choices=("uint16", "int32", "uint32", "int64", "uint8", "uint64"),
+        help="type of the ids in a .bin",
     )
     group.add_argument(
         "--document-mask",
         action=argparse.BooleanOptionalAction,
-        help="documents of one sample do not see each other (default: where the layers allow it)",
+        help="mask documents of one sample from each other (default: if the layers support it)",
     )
-    group.add_argument("--eval-data", metavar="PATH", help="kept aside: loss and perplexity at the end")
-    group.add_argument("--eval-every", type=whole_number, metavar="N", help="and every N steps")
-    group.add_argument("--eval-samples", type=whole_number, metavar="N", help="the most of them (default: all)")
-    group.add_argument("--new-data", action="store_true", help="with --resume: other --data, from its beginning")
+    group.add_argument("--eval-data", metavar="PATH", help="held-out data: loss and perplexity at the end")
+    group.add_argument("--eval-every", type=whole_number, metavar="N", help="evaluate every N steps as well")
+    group.add_argument(
+        "--eval-samples", type=whole_number, metavar="N", help="maximum number of samples to evaluate (default: all)"
+    )
+    group.add_argument(
+        "--new-data", action="store_true", help="with --resume: use different --data, from its beginning"
+    )
 
 
 def two_betas(text: str) -> tuple[float, float]:
@@ -161,7 +180,7 @@ def two_betas(text: str) -> tuple[float, float]:
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no pair of numbers; write e.g. 0.9,0.95") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a pair of numbers; write e.g. 0.9,0.95") from None
     if not (0 <= first < 1 and 0 <= second < 1):
         raise argparse.ArgumentTypeError(f"{text!r}: betas are from 0 to below 1")
     return first, second
@@ -200,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         tell(job, result, args)
     if result.stopped_by:
-        saved = f"saved {result.checkpoint}: --resume goes on from it" if result.checkpoint else "nothing was saved"
+        saved = f"saved {result.checkpoint}: --resume continues from it" if result.checkpoint else "nothing was saved"
         after = f" after step {result.reports[-1].step}" if result.reports else ""
         print(f"octopipe: {ASKED[result.stopped_by]}{after}; {saved}", file=sys.stderr)
         return 128 + result.stopped_by
@@ -359,9 +378,11 @@ def reading_from(args: argparse.Namespace) -> Reading:
     if not paths:
         for flag in ("tokenizer", "data_dtype", "document_mask"):
             if getattr(args, flag) is not None:
-                raise OctoPipeError(f"--{flag.replace('_', '-')} is about data; add --data")
+                raise OctoPipeError(f"--{flag.replace('_', '-')} applies to data; add --data")
     if args.data_dtype and not any(Path(path).suffix in (".bin", ".npy", ".idx") for path in paths):
-        raise OctoPipeError(f"--data-dtype is the type of ids in a .bin; {paths[0]} needs none: leave it out")
+        raise OctoPipeError(
+            f"--data-dtype is the type of ids in a .bin file and does not apply to {paths[0]}; leave it out"
+        )
     return reading
 
 
@@ -389,18 +410,20 @@ def lengths_from(
     planned = setting.get("micro_batch_lengths") if isinstance(setting, dict) else None
     if args.lengths is None and planned is None:
         if args.batching is not None:
-            raise OctoPipeError(f"--{args.batching} says what is made of sequences of different length; give --lengths")
+            raise OctoPipeError(f"--{args.batching} groups sequences of different length; give --lengths")
         return (), ()
     if args.batching == "pack" or (isinstance(setting, dict) and setting.get("packed")):
-        raise OctoPipeError("train pads sequences: its layers cannot keep packed ones apart; give --pad or --dynamic")
+        raise OctoPipeError("train pads sequences: its layers cannot separate packed ones; give --pad or --dynamic")
     for name in ("seq", "micro_batches", *(["micro_batch_size"] if planned or args.batching == "dynamic" else [])):
         if getattr(args, name) is not None:
-            raise OctoPipeError(f"--{name.replace('_', '-')}: the lengths say it; leave it out")
+            raise OctoPipeError(f"--{name.replace('_', '-')}: it follows from --lengths; leave it out")
     if planned is not None:
         if args.lengths is not None or args.batching is not None:
-            raise OctoPipeError(f"{args.plan} was made for lengths of its own; leave --lengths out")
+            raise OctoPipeError(f"{args.plan} stores its own lengths; leave --lengths out")
         if args.dp > 1:
-            raise OctoPipeError(f"{args.plan} has one pipeline's lengths; leave --dp out, or --plan and give --lengths")
+            raise OctoPipeError(
+                f"{args.plan} stores the lengths of one pipeline; leave --dp out, or --plan and give --lengths"
+            )
         batch = Batch(groups=tuple(tuple(group) for group in planned))
         return tuple(length for group in batch.groups for length in group), (batch.groups,)
     lengths = read_lengths(args.lengths)

@@ -122,7 +122,7 @@ def tell(job: TrainJob, result: TrainResult, args: argparse.Namespace) -> None:
     """The end of a run, the verdict first."""
     out = console()
     if not result.reports:
-        out.print(f"nothing to do: the checkpoint is at step {result.first_step - 1}, --steps is {job.steps}")
+        out.print(f"nothing to do: the checkpoint is already at step {result.first_step - 1}, --steps is {job.steps}")
         return
     first, last = result.reports[0], result.reports[-1]
     name = str(result.plan.extra.get("system") or args.plan or "plan")

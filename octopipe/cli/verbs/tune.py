@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octopipe.base.clock import seconds_of
+from octopipe.base.display import milliseconds
+from octopipe.base.errors import OctoPipeError
 from octopipe.cli.verbs.common import (
     add_model_arguments,
     add_setting_arguments,
@@ -24,15 +26,14 @@ from octopipe.cli.verbs.common import (
     seed_number,
     whole_number,
 )
-from octopipe.cli.verbs.numbers import contended, milliseconds
+from octopipe.cli.verbs.numbers import contended
 from octopipe.cli.verbs.tune_result import Told, gap_words, rivals, setup_of, summary, tell
 
 if TYPE_CHECKING:
     from octopipe.search.tuner import Progress, TuneResult
 
 RESTRICTED_SHARE = 0.6
-"""Of the budget for another runtime's plan; the rest finds out what the restriction costs."""
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "ms": 1e-3}
+"""Share of the budget for the other runtime's plan; the rest determines what the restriction costs."""
 
 
 def seconds(text: str) -> float:
@@ -41,11 +42,10 @@ def seconds(text: str) -> float:
     >>> seconds("2m")
     120.0
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|min|m|h|)\s*", text.lower())
-    value = float(match[1]) * _UNITS[match[2]] if match else math.nan
-    if not 0 < value <= 1e7:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 30s, 2m or 1h")
-    return value
+    try:
+        return seconds_of(text)
+    except OctoPipeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def phase_list(text: str) -> tuple[str, ...]:
@@ -71,19 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="how long to search: 30s, 2m, 1h (default: 30s)",
     )
-    parser.add_argument("--seed", type=seed_number, default=0, help="start of the random numbers (default: 0)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="random seed (default: 0)")
     parser.add_argument(
         "--method",
         choices=("best", "octopipe", "random", "exact"),
         default="best",
-        help="best (default); octopipe: the paper's Algorithm 1; random: its moves in random order; exact: CP-SAT, for "
-        "small cases",
+        help="best: the default search; octopipe: the paper's Algorithm 1; random: its moves in random order; exact: "
+        "CP-SAT, for small cases",
     )
     parser.add_argument(
         "--phases",
         type=phase_list,
         metavar="LIST",
-        help="of Algorithm 1 (methods octopipe, random): partition,placement,schedule or some of them (default: all)",
+        help="phases of Algorithm 1 (methods octopipe, random): some of partition,placement,schedule (default: all)",
     )
     parser.add_argument(
         "--for",
@@ -99,35 +99,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--copies",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="let the search hold a layer on more than one rank (default: yes where the costs include weights)",
+        help="allow plans that hold a layer on more than one rank (default: yes if the costs include weights)",
     )
     parser.add_argument(
         "--cut-head",
         "--vocab-parallel",
         dest="cut_head",
         action="store_true",
-        help="let the search cut the head, and with it the embedding, by vocabulary over several ranks",
+        help="allow plans that split the head, and with it the embedding, by vocabulary over several ranks",
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="let activations go to host memory and come back, where memory is short (docs/offload.md)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="MODEL is a profile: run plans for real, correct its costs, tune again; the plan measured fastest wins",
+        help="with a profile as MODEL: run plans, correct the costs, tune again; keep the plan measured to be fastest",
     )
     parser.add_argument(
-        "--measure-for", type=seconds, default=300.0, metavar="TIME", help="with --measure: for all of it (default: 5m)"
+        "--measure-for",
+        type=seconds,
+        default=300.0,
+        metavar="TIME",
+        help="with --measure: time for the whole loop (default: 5m)",
     )
     parser.add_argument("--corrected", metavar="FILE", help="with --measure: write the corrected profile here")
     parser.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
-    parser.add_argument("--workers", type=whole_number, help="threads (default: all cores)")
+    parser.add_argument("--workers", type=whole_number, help="number of threads (default: all cores)")
     parser.add_argument(
         "--iterations",
         type=whole_number,
-        help="moves per thread, instead of time: same plan anywhere",
+        help="moves per thread instead of a time budget; gives the same plan on every machine",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from octopipe.base.errors import OctoPipeError
     from octopipe.base.stop import StopRequest
     from octopipe.costs.resolve import resolve_spec
     from octopipe.plans.file import load_plan, save_plan
@@ -139,10 +147,12 @@ def run(args: argparse.Namespace) -> int:
     if args.no_recompute and args.recompute == "auto":
         raise OctoPipeError("--no-recompute and --recompute auto exclude each other; give one of them")
     if args.copies and args.method != "best":
-        raise OctoPipeError(f"method {args.method} holds each layer once; leave --copies out, or use --method best")
+        raise OctoPipeError(
+            f"method {args.method} does not support copies of layers; leave --copies out, or use --method best"
+        )
     if args.cut_head and (args.method != "best" or args.target != "octopipe"):
         who = f"method {args.method}" if args.method != "best" else args.target
-        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out")
+        raise OctoPipeError(f"{who} does not support a cut head; leave --cut-head out")
     if args.output:
         _check_writable(args.output)
     if args.measure:
@@ -150,11 +160,11 @@ def run(args: argparse.Namespace) -> int:
 
         return run_measured(args)
     if args.corrected:
-        raise OctoPipeError("--corrected writes what --measure found; add --measure")
+        raise OctoPipeError("--corrected writes the profile corrected by --measure; add --measure")
     costs = costs_from(args)
     start = load_plan(args.start) if args.start else None
     screen = console(stderr=True)
-    live = screen.status("compiling and looking for starts ...") if screen.is_terminal else nullcontext()
+    live = screen.status("compiling kernels and building initial plans ...") if screen.is_terminal else nullcontext()
     with StopRequest() as stop, live as status:
 
         def show(p: Progress) -> bool:
@@ -177,6 +187,7 @@ def run(args: argparse.Namespace) -> int:
                 recompute=args.recompute in (None, "auto") and not args.no_recompute,
                 copies=args.copies,
                 cut_head=args.cut_head and target == "octopipe",
+                offload=args.offload and target == "octopipe",
                 phases=args.phases or PHASES,
                 target=target,  # type: ignore[arg-type]
                 progress=show,

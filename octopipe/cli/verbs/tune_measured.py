@@ -1,6 +1,6 @@
 """`octopipe tune PROFILE --measure`: plans are run while tuning, and the one that was measured fastest is kept.
 
-Knows: what the flags mean for it, how the outcome is told. Does not know: the loop (search/measured_tuning.py) or how
+Knows: what the flags mean for it, how the outcome is shown. Does not know: the loop (search/measured_tuning.py) or how
 plans run (runtime/measure/tuned_run.py).
 """
 
@@ -30,7 +30,7 @@ def run_measured(args: argparse.Namespace) -> int:
         ("--start", args.start),
     ):
         if given:
-            raise OctoPipeError(f"--measure runs plans of the default search; leave {flag} out")
+            raise OctoPipeError(f"--measure works with the default search only; leave {flag} out")
     profile = _profile_of(args, load_profile)
     recipe: Any = profile.about["recipe"]
     ranks = profile.about.get("ranks", args.pp)
@@ -44,6 +44,11 @@ def run_measured(args: argparse.Namespace) -> int:
         from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, measured_tune_task
     costs = costs_from(args)
     work = workload_of(recipe)
+    if args.cut_head and work.graphs:
+        raise OctoPipeError(
+            f"{args.model} was measured with CUDA graphs, which plans with a cut head do not run with; profile without "
+            "--graphs, or leave --cut-head out"
+        )
     copies = (False, True) if args.copies is None and costs.static_bytes.any() else (bool(args.copies),)
     job = MeasuredTuneJob(
         work=work,
@@ -52,6 +57,7 @@ def run_measured(args: argparse.Namespace) -> int:
         tune_s=args.budget,
         budget_s=args.measure_for,
         copies=copies,
+        cut_head=args.cut_head,
         recompute=args.recompute in (None, "auto") and not args.no_recompute,
         seed=args.seed,
         workers=args.workers,
@@ -85,10 +91,10 @@ def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
 
     mend = f"octopipe profile {args.model} --nproc {args.pp} -o profile.json, then tune profile.json --measure"
     if not Path(args.model).is_file():
-        raise OctoPipeError(f"{args.model}: --measure runs the layers that a profile timed; {mend}")
+        raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {mend}")
     profile = load_profile(args.model)
     if not isinstance(profile.about.get("recipe"), dict) or "extrapolated" in profile.about:
-        raise OctoPipeError(f"{args.model}: does not say which layers it measured; {mend}")
+        raise OctoPipeError(f"{args.model}: does not state which layers were measured; {mend}")
     return profile
 
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import counted
-from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words, milliseconds
+from octopipe.cli.verbs.numbers import after_words, contended_numbers, contended_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -219,7 +220,7 @@ def tell(told: Told, out: Console) -> None:
     out.print(memory_line(told.timeline), markup=False)
     if told.timeline.overlap.communications:
         out.print(
-            f"transfers: {result.hidden_share:.0%} of sends and receives wholly behind computation, "
+            f"transfers: {result.hidden_share:.0%} of sends and receives fully hidden behind computation, "
             f"{result.overlappable_share:.0%} at least in part",
             markup=False,
         )
@@ -244,10 +245,12 @@ def tell(told: Told, out: Console) -> None:
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
         if told.model is not None and told.target == "octopipe":
             out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}", markup=False)
-        # The text formats of other trainers know no layer on two ranks and no path that forks.
+        # The text formats of other trainers know no layer on two ranks, no path that forks and no host memory.
         target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
         out.print(
-            f"      octopipe export {name} --to {'perfetto' if plan.replicas() or plan.forks else target}", markup=False
+            f"      octopipe export {name} --to "
+            f"{'perfetto' if plan.replicas() or plan.forks or plan.offloads else target}",
+            markup=False,
         )
     else:
         out.print("next: the same command with -o plan.json keeps the plan; then octopipe report plan.json")
@@ -259,13 +262,13 @@ def gain_lines(told: Told) -> list[str]:
     if not step_ms > 0:
         return []
     rows = [r for r in (other.baseline, other.baseline_split) if math.isfinite(r.step_ms)]
-    lines = [_gain(r, step_ms) for r in rows]
+    lines = list(dict.fromkeys(_gain(r, step_ms) for r in rows))  # a split that memory undoes is the same plan
     best = other.best
     if best is None:
         return [*lines, "no published system fits in memory"]
     which = "the fastest published system that fits"
     if not other.complete:
-        which += ", of those built in time"
+        which += ", among those built in time"
     if best in rows:
         at = rows.index(best)
         lines[at] += f", {which}"
@@ -292,5 +295,5 @@ def memory_line(timeline: Timeline) -> str:
         limit = capacity / GIB
         parts.append(f"{peak:.1f} of {limit:.1f}" if math.isfinite(limit) else f"{peak:.1f}")
     if not any(timeline.peak_gib):
-        return "memory: not known (the costs hold no bytes)"
+        return "memory: not known (the costs contain no sizes)"
     return "memory per rank (GiB): " + ", ".join(parts)

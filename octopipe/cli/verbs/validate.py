@@ -10,8 +10,9 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import console, named, print_json, whole_number
-from octopipe.cli.verbs.numbers import milliseconds, predicted_numbers, without_contention_words
+from octopipe.cli.verbs.numbers import predicted_numbers, without_contention_words
 from octopipe.costs.mode import PRECISIONS, refuse_other_precision
 
 if TYPE_CHECKING:
@@ -22,20 +23,34 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
-    parser.add_argument("--profile", metavar="FILE", required=True, help="what `octopipe profile` measured for it")
-    parser.add_argument("--steps", type=whole_number, default=5, help="timed steps; the median counts (default: 5)")
     parser.add_argument(
-        "--warmup", "--warm-up", dest="warm_up", type=whole_number, default=2, help="steps before those (default: 2)"
+        "--profile", metavar="FILE", required=True, help="the profile that `octopipe profile` wrote for this model"
     )
     parser.add_argument(
-        "--precision", choices=PRECISIONS, help="of the run (default: the profile's; another one needs --fresh)"
+        "--steps", type=whole_number, default=5, help="number of timed steps, of which the median is used (default: 5)"
     )
-    parser.add_argument("--fresh", action="store_true", help="measure the layers again first, in the same processes")
     parser.add_argument(
-        "--channel", choices=("directed", "pair", "single"), default="directed", help="queues (default: directed)"
+        "--warmup",
+        "--warm-up",
+        dest="warm_up",
+        type=whole_number,
+        default=2,
+        help="number of steps before timing starts (default: 2)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="precision of the run (default: the profile's; another one needs --fresh)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="first measure the layers again, in the same processes")
+    parser.add_argument(
+        "--channel",
+        choices=("directed", "pair", "single"),
+        default="directed",
+        help="communication queues (default: directed)",
     )
     parser.add_argument("--timelines", metavar="PREFIX", help="write PREFIX.predicted.json and PREFIX.measured.json")
-    parser.add_argument("--report", metavar="FILE", help="write both timelines, one above the other, as a page")
+    parser.add_argument("--report", metavar="FILE", help="write an HTML page with both timelines, one above the other")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -50,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
     plan, profile = load_plan(args.plan), load_profile(args.profile)
     own = is_own_profile(plan, args.plan, profile, args.profile)
     if not own:
-        note = f"{args.plan} was made with other costs than {args.profile} holds; the prediction is {args.profile}'s"
+        note = f"{args.plan} was made with costs other than those of {args.profile}; the prediction is {args.profile}'s"
         console(stderr=True).print(named(note), style="yellow", soft_wrap=True)
     recipe = profile.about.get("recipe")
     if not isinstance(recipe, dict) or "extrapolated" in profile.about:
-        raise OctoPipeError(f"{args.profile}: does not say which layers it measured; write it with `octopipe profile`")
+        raise OctoPipeError(
+            f"{args.profile}: does not state which layers were measured; write it with `octopipe profile`"
+        )
     work = workload_of({**recipe, "dtype": None, "precision": args.precision} if args.precision else recipe)
     work = replace(work, checkpointed=checkpointed_by_prices(plan))
     if not args.fresh:
@@ -139,8 +156,8 @@ def _show(found: Fidelity, name: str, spread: float, numbers: dict[str, float]) 
             style="dim",
         )
     kinds = ", ".join(f"{k} {signed(v)}" for k, v in found.kind_error.items())
-    out.print(f"time at work by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
-    out.print("time at work by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
+    out.print(f"busy time by kind: {kinds}; mean over ops {100 * found.op_error:.1f} %")
+    out.print("busy time by rank: " + ", ".join(f"{r}: {signed(e)}" for r, e in enumerate(found.busy_error)))
     if found.memory_error:
         sizes = ", ".join(
             f"{r}: {m:.2f} GiB ({signed(e)})" for r, (m, e) in enumerate(zip(found.measured_gib, found.memory_error))

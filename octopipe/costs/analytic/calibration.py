@@ -30,49 +30,49 @@ from octopipe.costs.measured import STACKS_FILE
 FORMAT, FORMAT_OF_ALL = "octopipe.stack/1", "octopipe.stacks/1"
 DEFAULT_STACK = "nvidia-2025"
 KERNELS_ALONE = "kernels-alone"
-"""The stack of GPUs for which only kernels were measured."""
+"""The stack used for GPUs on which only single kernels were measured."""
 LIKE = {"cdna4": "cdna3"}
-"""Generations about which nothing is known here but what they follow."""
+"""Generations without data of their own, and the generation whose rates they use."""
 RACK = 16
-"""More GPUs than this on one another's fast links are a rack's."""
+"""A node with more GPUs than this is a rack-scale system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Shares of data-sheet figures that training kernels reach."""
+    """The shares of data-sheet figures that training kernels reach."""
 
     gemm: float
-    """Of the peak FLOP rate, by a large matrix product."""
+    """Share of the peak FLOP rate that a large matrix product reaches."""
     half: float
-    """Values: a product whose three sides are this long reaches a quarter of `gemm`."""
+    """A length: a product whose three sides have this length reaches a quarter of `gemm`."""
     core: float
-    """Of the bf16 peak, by softmax attention."""
+    """Share of the bf16 peak that softmax attention reaches."""
     launch_ms: float = 0.017
-    """Per kernel of our count: start, drain and the host's time, as far as they show, and smaller kernels beside it."""
+    """Time per counted kernel: its exposed start, drain and host time, and small kernels that are not counted."""
     passes: float = 2.25
-    """Times every saved value crosses the memory bus in F; half as often again in I."""
+    """How many times every saved value crosses the memory bus in F; in I it is one and a half times as often."""
     moe_passes: float = 5.8
-    """Times the routed tokens cross it to be sorted, gathered and weighted; in F, and again in I."""
+    """How many times routed tokens cross the memory bus to be sorted, gathered and weighted, in F and again in I."""
     moe_ms: float = 0.408
-    """What routing costs whatever the number of tokens, in F and again in I: kernels, and the host's waiting for counts
-    of tokens, as far as they show."""
+    """Time of routing that does not depend on the number of tokens, in F and again in I: kernels, and exposed waits of
+    the host for token counts."""
     rack_moe_ms: float = 0.408
-    """The same where a rack of GPUs shares its fast links (GB200, GB300), whose hosts and exchanges are others."""
+    """The same for rack-scale systems (GB200, GB300), which have other hosts and exchanges."""
     cast_bytes: float = 0.0
-    """Memory traffic per value that is quantized before a product."""
+    """Memory traffic in bytes per value that is quantized before a matrix product."""
     hbm: float = 0.8
-    """Of the memory bandwidth, by streaming kernels. Our choice."""
+    """Share of the memory bandwidth that streaming kernels reach; chosen, not fitted."""
     link: float = 0.9
-    """Of the link bandwidth, by collectives; a part of them runs behind compute, which this holds too."""
+    """Share of the link bandwidth that collectives reach, including the effect of partial overlap with compute."""
     exchange: float = 1.0
-    """Share of the experts' exchange of tokens that shows; the rest runs behind compute."""
+    """Share of the expert exchange that is exposed; the rest overlaps with compute."""
     scan: float = 1.0
-    """Speed of recurrent mixers' scans over what `layer_pricing.SCAN_SHARE` says."""
+    """Speed of the scans of recurrent mixers relative to `layer_pricing.SCAN_SHARE`."""
     hidden: float = 0.2
-    """Share of sharded weights' gathers and reductions that shows although it runs behind compute."""
+    """Share of the all-gathers and reductions of sharded weights that is exposed although they overlap with compute."""
 
     def product_share(self, rows: float, inner: float, outer: float) -> float:
-        """Share of the peak of one product."""
+        """The share of the peak that one matrix product reaches."""
         return self.gemm / (1.0 + self.half * (1.0 / rows + 1.0 / inner + 1.0 / outer))
 
 
@@ -92,12 +92,12 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "scan": (0.01, 100.0),
     "hidden": (0.0, 1.0),
 }
-"""What a rate of a file may be."""
+"""The allowed range of each rate in a stack file."""
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4")
 
 
 class Errors(NamedTuple):
-    """How far a stack's predictions were from runs that it was not fitted on, each left out in turn."""
+    """Leave-one-out errors of a stack's predictions."""
 
     runs: int
     median: float
@@ -118,20 +118,20 @@ class Stack:
     rates: tuple[tuple[str, str, Rates], ...]
     """(generation, precision, rates)."""
     derived: tuple[tuple[str, str], ...] = ()
-    """Of those (generation, precision), the ones that no run was measured in: bf16 beside runs in fp8."""
+    """The (generation, precision) pairs among them without runs of their own, such as bf16 next to runs in fp8."""
     errors: Errors | None = None
-    """None: too few runs to leave one out."""
+    """None: too few runs for leave-one-out errors."""
 
     def fitted(self, generation: str, precision: str) -> bool:
         pair = generation, precision
         return pair not in self.derived and any((g, p) == pair for g, p, _ in self.rates)
 
     def rates_of(self, generation: str, precision: str) -> Rates:
-        """The rates fitted for a GPU generation, or what stands in where none were."""
+        """The rates fitted for a GPU generation, or their substitute if there are none."""
         return _rates_of(self, generation, precision)
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as a stack file holds it."""
+        """The record in the form of a stack file."""
         rates = [
             {"generation": g, "precision": p, "measured": (g, p) not in self.derived}
             | {f.name: getattr(r, f.name) for f in fields(Rates)}
@@ -166,7 +166,7 @@ def _rates_of(stack: Stack, generation: str, precision: str) -> Rates:
 
 
 def _by_kernels(generation: str, precision: str) -> Rates | None:
-    """Rates of a generation without training runs, from single kernels that others have measured."""
+    """Rates of a generation without training runs, from published measurements of single kernels."""
     known = {(g, p): r for g, p, r in _shipped()[KERNELS_ALONE].rates}
     return known.get((LIKE.get(generation, generation), "bf16" if precision == "bf16" else "fp8"))
 
@@ -182,7 +182,7 @@ def _defaults() -> Stack:
 
 
 def stack_names() -> list[str]:
-    """The stacks that come with the package."""
+    """The stacks that are included in the package."""
     return [name for name in _shipped() if name != KERNELS_ALONE]
 
 
@@ -213,14 +213,14 @@ def stack_named(stack: str | Path | Mapping[str, Any] | Stack | None) -> Stack:
 
 
 def stack_record(stack: Stack) -> str | dict[str, Any]:
-    """A stack as plain JSON values: its name where it came with the package, else all of it."""
+    """A stack as JSON values: its name if it is included in the package, otherwise all of its contents."""
     return stack.name if _shipped().get(stack.name) == stack else stack.as_dict()
 
 
 def stack_from(raw: object, where: str) -> Stack:
     """The stack in a decoded file."""
     if not isinstance(raw, Mapping) or not isinstance(raw.get("rates"), list) or not raw["rates"]:
-        raise OctoPipeError(f"{where}: no rates; give a file that `octopipe calibrate` wrote")
+        raise OctoPipeError(f"{where}: no rates found; give a file that `octopipe calibrate` wrote")
     if raw.get("format") is not None:
         check_format(raw["format"], FORMAT, where)
     name = raw.get("name")
@@ -230,7 +230,7 @@ def stack_from(raw: object, where: str) -> Stack:
     for i, entry in enumerate(raw["rates"]):
         rates.append(_entry(entry, f"{where}: rates entry {i}"))
         if rates[-1][:2] in seen:
-            raise OctoPipeError(f"{where}: rates of {rates[-1][0]} in {rates[-1][1]} stand twice; keep one")
+            raise OctoPipeError(f"{where}: rates of {rates[-1][0]} in {rates[-1][1]} appear twice; keep one")
         seen.add(rates[-1][:2])
     derived = [pair[:2] for pair, entry in zip(rates, raw["rates"], strict=True) if entry.get("measured") is False]
     about = raw.get("about")
@@ -254,7 +254,7 @@ def _errors(raw: object, where: str) -> Errors | None:
 
 def _entry(entry: object, where: str) -> tuple[str, str, Rates]:
     if not isinstance(entry, Mapping):
-        raise OctoPipeError(f"{where} is no table; give generation, precision, gemm, half, core, ...")
+        raise OctoPipeError(f"{where} is not a table; give generation, precision, gemm, half, core, ...")
     known = {f.name for f in fields(Rates)}
     unknown = sorted(str(key) for key in set(entry) - known - {"generation", "precision", "measured"})
     if unknown:

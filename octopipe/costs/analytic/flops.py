@@ -1,11 +1,11 @@
-"""Work of a layer: matrix products, FLOPs, bytes and traffic of F, I and W, before any device is named.
+"""Work of a layer: matrix products, FLOPs, bytes and traffic of F, I and W, independent of any device.
 
-Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`analytic.py`) or how the work is
-divided over GPUs beyond which side of a product tensor parallelism cuts.
+Knows: the arithmetic of every layer kind. Does not know: how fast anything runs (`layer_pricing.py`), or how the work
+is divided over GPUs, except for which side of a product tensor parallelism shards.
 
-F terms follow Megatron's own FLOP counter. How the backward pass splits into I and W, and the byte lists, are
-our inference: a GEMM costs the same in F, I and W; a core (attention scores, scan) has no weights, so W has
-none of it, and its I is 2.5 times its F because the flash-style backward recomputes the forward.
+F terms follow Megatron's own FLOP counter. The division of the backward pass into I and W, and the saved bytes, are our
+inference: a GEMM costs the same in F, I and W; a core (attention scores, scan) has no weights, so it does not occur
+in W, and its I is 2.5 times its F because the flash-style backward recomputes the forward.
 
 T = tokens of a micro-batch, s = sequence length; bf16 has 2 bytes.
 
@@ -39,7 +39,7 @@ from octopipe.models.spec import (
 )
 
 CORE_BACKWARD = 2.5
-"""I of an attention core or a scan, in multiples of its F."""
+"""Time of I of attention or a scan, as a multiple of its F."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,52 +56,52 @@ class Flops:
 
 
 class Product(NamedTuple):
-    """One matrix product with a weight: every token's row of `inner` values becomes `outer` ones."""
+    """One matrix product with a weight: maps `inner` values per token to `outer` values."""
 
     inner: int
     outer: int
     cut: Literal["outer", "inner", ""] = "outer"
-    """The side tensor parallelism divides; empty: every GPU of the group computes it whole."""
+    """The side that tensor parallelism shards; empty: every GPU of the group computes the whole product."""
     rows: float = 1.0
-    """Rows per token: the experts of a token each take one."""
+    """Rows per token: one for each expert of a token."""
     experts: int = 0
-    """The rows are dealt to this many weights of the same shape; 0: there is one weight."""
+    """The rows are distributed over this many weights of the same shape; 0: there is one weight."""
     low_precision: bool = True
     """May run in fp8. Routers and the vocabulary projection stay in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one part of a layer does for one micro-batch, over all its tensor-parallel ranks."""
+    """The work of one part of a layer for one micro-batch, over all its tensor-parallel ranks."""
 
     tokens: float = 0.0
     products: tuple[Product, ...] = ()
-    """Matrix products with weights: once in F, once in I, once in W."""
+    """Matrix products with weights, computed once in each of F, I and W."""
     core_flops: float = 0.0
-    """Products without weights: in F, and 2.5 times in I."""
+    """FLOPs of products without weights in F; I needs 2.5 times as many."""
     stream_width: float = 0.0
     """Saved values per token outside the tensor-parallel region; sharded only by sequence parallelism."""
     inner_width: float = 0.0
-    """Saved values per token inside it; always sharded."""
+    """Saved values per token inside the tensor-parallel region; always sharded."""
     stash_stream_width: float = 0.0
     stash_inner_width: float = 0.0
-    """Of those, what W still needs after I: the GEMM inputs and the gradients of the GEMM outputs."""
+    """The part of them that W still needs after I: GEMM inputs and gradients of GEMM outputs."""
     state_bytes: float = 0.0
     """Saved bytes that do not grow with the width: chunk states, router probabilities; sharded."""
     routed_width: float = 0.0
-    """Values per token that expert parallelism dispatches, and combines again."""
+    """Values per token that expert parallelism dispatches and combines."""
     collectives: float = 0.0
-    """All-gather and reduce-scatter pairs of the residual stream: in F, and again in I."""
+    """All-gather and reduce-scatter pairs of the residual stream in F, and again in I."""
     quantized_stream_width: float = 0.0
     quantized_inner_width: float = 0.0
-    """Of the saved values, those that only a matrix product reads: one byte instead of two under fp8."""
+    """The saved values that only a matrix product reads, which take one byte instead of two under fp8."""
     cheap_stream_width: float = 0.0
     cheap_inner_width: float = 0.0
     """Of the saved values, those that selective recomputation drops, which is what runtimes have switches for: outputs
     of the norms before attention and feed-forward, of the experts' activation functions and of latent up-projections,
     and the experts' outputs before they are weighted. Dense feed-forwards, shared experts and scans have none."""
     cheap_flops: float = 0.0
-    """Products that selective recomputation runs again."""
+    """FLOPs of the products that selective recomputation runs again."""
     ring_width: float = 0.0
     """Values per token that context parallelism passes round: keys and values of softmax attention. (A linear mixer
     hands on one state per slice, which is too little to count.)"""
@@ -114,206 +114,286 @@ class Work:
         return sum(2 * self.tokens * p.rows * p.inner * p.outer for p in self.products)
 
 
+class _Size(NamedTuple):
+    """What a layer is given."""
+
+    tokens: float
+    seq: int
+    micro_batch_size: int
+
+
 def part_work(part: Layer, *, seq: int, micro_batch_size: int = 1) -> Work:
-    """The work of one simple layer, or of an `Mtp`'s own projection."""
-    tokens, h = float(seq * micro_batch_size), part.hidden
+    """The work of one simple layer, or of the projection of an `Mtp`."""
+    size = _Size(float(seq * micro_batch_size), seq, micro_batch_size)
     match part:
         case Attention():
-            q, kv = part.query_width, part.kv_width
-            # A gate doubles the query projection; it is saved, and W wants its gradient.
-            q_out = 2 * q if part.gated else q
-            span = seq if part.window is None else min(seq, 2 * part.window)
-            width = q_out + q + 2 * kv
-            return Work(
-                tokens=tokens,
-                products=(Product(h, q_out + 2 * kv), Product(q, h, "inner")),
-                core_flops=2 * tokens * span * q,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                cheap_stream_width=h,
-                ring_width=2 * kv,
-                heads_width=2 * q,
-                inner_width=width,
-                stash_stream_width=2 * h,
-                stash_inner_width=width,
-                collectives=1,
-            )
+            return _attention(part, size)
         case LatentAttention():
-            qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
-            down = part.kv_rank + part.rope_dim + (part.q_rank or 0)
-            up = Product(part.kv_rank, part.heads * (part.nope_dim + part.v_dim)), Product(part.q_rank or h, qk)
-            # Saved: both latents before and after their norms, queries, keys, values and the output.
-            inner = 2 * qk + 2 * v
-            return Work(
-                tokens=tokens,
-                products=(Product(h, down, ""), *up, Product(v, h, "inner")),
-                core_flops=tokens * seq * (qk + v),
-                stream_width=2 * h + 2 * down,
-                quantized_stream_width=h + down,
-                # Queries, keys and values again from the latents, which stay.
-                cheap_stream_width=h,
-                cheap_inner_width=2 * qk + v,
-                cheap_flops=sum(2 * tokens * p.inner * p.outer for p in up),
-                ring_width=qk + v,
-                heads_width=qk + v,
-                inner_width=inner,
-                stash_stream_width=2 * h + 2 * down,
-                stash_inner_width=inner,
-                collectives=1,
-            )
+            return _latent_attention(part, size)
         case Mamba2():
-            di, gn = part.inner, part.groups * part.state
-            scan = part.chunk * gn + part.chunk * di + 2 * part.state * di
-            return Work(
-                tokens=tokens,
-                products=(Product(h, part.projection_width), Product(di, h, "inner")),
-                core_flops=2 * tokens * scan,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=di,
-                inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
-                stash_stream_width=2 * h,
-                stash_inner_width=part.projection_width + di,
-                state_bytes=4 * micro_batch_size * -(-seq // part.chunk) * di * part.state,
-                collectives=1,
-            )
+            return _mamba2(part, size)
         case Mamba1():
-            di, low = part.inner, part.dt_rank + 2 * part.state
-            return Work(
-                tokens=tokens,
-                products=(
-                    Product(h, 2 * di),
-                    Product(di, low, "inner"),
-                    Product(part.dt_rank, di),
-                    Product(di, h, "inner"),
-                ),
-                # Our count: decay, input, update, output and the skip, about nine operations a state element.
-                core_flops=9 * tokens * di * part.state,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=di,
-                inner_width=6 * di + low,
-                stash_stream_width=2 * h,
-                stash_inner_width=5 * di + low + part.dt_rank,
-                collectives=1,
-            )
+            return _mamba1(part, size)
         case GatedDeltaNet():
-            kw, vw = part.key_width, part.value_width
-            core = _delta_core(part.value_heads, part.key_dim, part.value_dim, part.chunk)
-            return Work(
-                tokens=tokens,
-                products=(Product(h, part.projection_width), Product(vw, h, "inner")),
-                core_flops=2 * tokens * core,
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=vw,
-                inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
-                stash_stream_width=2 * h,
-                stash_inner_width=part.projection_width + vw,
-                state_bytes=2 * micro_batch_size * -(-seq // part.chunk) * vw * part.key_dim,
-                collectives=1,
-            )
+            return _gated_delta_net(part, size)
         case KimiDeltaAttention():
-            w, d = part.inner, part.head_dim
-            ranks = Product(h, 2 * d, ""), Product(d, 2 * w), Product(h, part.heads)
-            inner = 3 * w + 2 * w + part.heads
-            return Work(
-                tokens=tokens,
-                products=(Product(h, 3 * w), *ranks, Product(w, h, "inner")),
-                core_flops=2 * tokens * _delta_core(part.heads, d, d, part.chunk),
-                stream_width=2 * h + 2 * d,
-                quantized_stream_width=h + d,
-                quantized_inner_width=w,
-                inner_width=inner + 3 * w + 2 * w,
-                stash_stream_width=2 * h + 2 * d,
-                stash_inner_width=inner + w,
-                state_bytes=2 * micro_batch_size * -(-seq // part.chunk) * w * d,
-                collectives=1,
-            )
+            return _kimi_delta_attention(part, size)
         case LightningAttention():
-            w = part.inner
-            return Work(
-                tokens=tokens,
-                products=(Product(h, 4 * w), Product(w, h, "inner")),
-                core_flops=2 * tokens * w * (min(seq, part.chunk) + 2 * part.head_dim),
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=w,
-                inner_width=4 * w + 2 * w,
-                stash_stream_width=2 * h,
-                stash_inner_width=4 * w + w,
-                collectives=1,
-            )
+            return _lightning_attention(part, size)
         case Mlp():
-            return Work(
-                tokens=tokens,
-                products=_two_layers(h, part.ffn, part.matrices),
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=part.ffn,
-                cheap_stream_width=h,
-                inner_width=part.matrices * part.ffn,
-                stash_stream_width=2 * h,
-                stash_inner_width=part.matrices * part.ffn,
-                collectives=1,
-            )
+            return _mlp(part, size)
         case Moe():
-            w = part.expert_width
-            routed = part.top_k * (2 * w + part.matrices * part.ffn)
-            shared = part.matrices * part.shared_ffn
-            latent = 2 * part.latent
-            products = [Product(h, part.experts, "", low_precision=False)]
-            products += _two_layers(w, part.ffn, part.matrices, rows=part.top_k, experts=part.experts)
-            if part.shared_ffn:
-                products += _two_layers(h, part.shared_ffn, part.matrices)
-            if part.latent:
-                products += [Product(h, part.latent, ""), Product(part.latent, h, "")]
-            return Work(
-                tokens=tokens,
-                products=tuple(products),
-                stream_width=2 * h,
-                quantized_stream_width=h,
-                quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
-                cheap_stream_width=h,
-                cheap_inner_width=part.top_k * (w + part.ffn),
-                inner_width=routed + shared + latent,
-                stash_stream_width=2 * h,
-                stash_inner_width=routed + shared + latent,
-                state_bytes=4 * tokens * part.experts,
-                routed_width=part.top_k * w,
-                collectives=1,
-            )
+            return _moe(part, size)
         case Mtp():
-            # Its own projection of (trunk, next token's embedding); its block is priced part by part.
-            return Work(
-                tokens=tokens,
-                products=(Product(2 * h, h),),
-                stream_width=4 * h,
-                quantized_stream_width=2 * h,
-                stash_stream_width=3 * h,
-                collectives=1,
-            )
+            return _mtp(part, size)
         case Embedding():
-            # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
-            # counted from F on: one boundary tensor too much before I.
-            return Work(tokens=tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
+            return _embedding(part, size)
         case Head():
-            n = part.predictions
-            return Work(
-                tokens=tokens,
-                products=(Product(h, part.vocab, rows=n, low_precision=False),),
-                stream_width=n * 2 * h,
-                # The logits; a fused cross-entropy writes their gradient over them.
-                inner_width=n * part.vocab,
-                stash_stream_width=n * h,
-                stash_inner_width=n * part.vocab,
-                collectives=0.5 * n,
-            )
+            return _head(part, size)
     raise OctoPipeError(f"no cost formula for a layer of kind {part.kind!r}; add one to flops.py")
 
 
+def _attention(part: Attention, size: _Size) -> Work:
+    """Softmax attention; a gate doubles the query projection."""
+    h = part.hidden
+    q, kv = part.query_width, part.kv_width
+    # A gate doubles the query projection; it is saved, and W wants its gradient.
+    q_out = 2 * q if part.gated else q
+    span = size.seq if part.window is None else min(size.seq, 2 * part.window)
+    width = q_out + q + 2 * kv
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, q_out + 2 * kv), Product(q, h, "inner")),
+        core_flops=2 * size.tokens * span * q,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        cheap_stream_width=h,
+        ring_width=2 * kv,
+        heads_width=2 * q,
+        inner_width=width,
+        stash_stream_width=2 * h,
+        stash_inner_width=width,
+        collectives=1,
+    )
+
+
+def _latent_attention(part: LatentAttention, size: _Size) -> Work:
+    """Attention over latents that are projected up."""
+    h = part.hidden
+    qk, v = part.heads * part.qk_dim, part.heads * part.v_dim
+    down = part.kv_rank + part.rope_dim + (part.q_rank or 0)
+    up = Product(part.kv_rank, part.heads * (part.nope_dim + part.v_dim)), Product(part.q_rank or h, qk)
+    # Saved: both latents before and after their norms, queries, keys, values and the output.
+    inner = 2 * qk + 2 * v
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, down, ""), *up, Product(v, h, "inner")),
+        core_flops=size.tokens * size.seq * (qk + v),
+        stream_width=2 * h + 2 * down,
+        quantized_stream_width=h + down,
+        # Queries, keys and values again from the latents, which stay.
+        cheap_stream_width=h,
+        cheap_inner_width=2 * qk + v,
+        cheap_flops=sum(2 * size.tokens * p.inner * p.outer for p in up),
+        ring_width=qk + v,
+        heads_width=qk + v,
+        inner_width=inner,
+        stash_stream_width=2 * h + 2 * down,
+        stash_inner_width=inner,
+        collectives=1,
+    )
+
+
+def _mamba2(part: Mamba2, size: _Size) -> Work:
+    """A chunked scan."""
+    h = part.hidden
+    di, gn = part.inner, part.groups * part.state
+    scan = part.chunk * gn + part.chunk * di + 2 * part.state * di
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, part.projection_width), Product(di, h, "inner")),
+        core_flops=2 * size.tokens * scan,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=di,
+        inner_width=part.projection_width + (di + 2 * gn) + 2 * di,
+        stash_stream_width=2 * h,
+        stash_inner_width=part.projection_width + di,
+        state_bytes=4 * size.micro_batch_size * -(-size.seq // part.chunk) * di * part.state,
+        collectives=1,
+    )
+
+
+def _mamba1(part: Mamba1, size: _Size) -> Work:
+    """A selective scan."""
+    h = part.hidden
+    di, low = part.inner, part.dt_rank + 2 * part.state
+    return Work(
+        tokens=size.tokens,
+        products=(
+            Product(h, 2 * di),
+            Product(di, low, "inner"),
+            Product(part.dt_rank, di),
+            Product(di, h, "inner"),
+        ),
+        # Our count: decay, input, update, output and the skip, about nine operations a state element.
+        core_flops=9 * size.tokens * di * part.state,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=di,
+        inner_width=6 * di + low,
+        stash_stream_width=2 * h,
+        stash_inner_width=5 * di + low + part.dt_rank,
+        collectives=1,
+    )
+
+
+def _gated_delta_net(part: GatedDeltaNet, size: _Size) -> Work:
+    """A chunked delta rule with gates."""
+    h = part.hidden
+    kw, vw = part.key_width, part.value_width
+    core = _delta_core(part.value_heads, part.key_dim, part.value_dim, part.chunk)
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, part.projection_width), Product(vw, h, "inner")),
+        core_flops=2 * size.tokens * core,
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=vw,
+        inner_width=part.projection_width + (2 * kw + vw) + 2 * vw,
+        stash_stream_width=2 * h,
+        stash_inner_width=part.projection_width + vw,
+        state_bytes=2 * size.micro_batch_size * -(-size.seq // part.chunk) * vw * part.key_dim,
+        collectives=1,
+    )
+
+
+def _kimi_delta_attention(part: KimiDeltaAttention, size: _Size) -> Work:
+    """A chunked delta rule with a decay per channel."""
+    h = part.hidden
+    w, d = part.inner, part.head_dim
+    ranks = Product(h, 2 * d, ""), Product(d, 2 * w), Product(h, part.heads)
+    inner = 3 * w + 2 * w + part.heads
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, 3 * w), *ranks, Product(w, h, "inner")),
+        core_flops=2 * size.tokens * _delta_core(part.heads, d, d, part.chunk),
+        stream_width=2 * h + 2 * d,
+        quantized_stream_width=h + d,
+        quantized_inner_width=w,
+        inner_width=inner + 3 * w + 2 * w,
+        stash_stream_width=2 * h + 2 * d,
+        stash_inner_width=inner + w,
+        state_bytes=2 * size.micro_batch_size * -(-size.seq // part.chunk) * w * d,
+        collectives=1,
+    )
+
+
+def _lightning_attention(part: LightningAttention, size: _Size) -> Work:
+    """Linear attention in chunks."""
+    h = part.hidden
+    w = part.inner
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, 4 * w), Product(w, h, "inner")),
+        core_flops=2 * size.tokens * w * (min(size.seq, part.chunk) + 2 * part.head_dim),
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=w,
+        inner_width=4 * w + 2 * w,
+        stash_stream_width=2 * h,
+        stash_inner_width=4 * w + w,
+        collectives=1,
+    )
+
+
+def _mlp(part: Mlp, size: _Size) -> Work:
+    """A dense feed-forward."""
+    h = part.hidden
+    return Work(
+        tokens=size.tokens,
+        products=_two_layers(h, part.ffn, part.matrices),
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=part.ffn,
+        cheap_stream_width=h,
+        inner_width=part.matrices * part.ffn,
+        stash_stream_width=2 * h,
+        stash_inner_width=part.matrices * part.ffn,
+        collectives=1,
+    )
+
+
+def _moe(part: Moe, size: _Size) -> Work:
+    """Experts with their router."""
+    h = part.hidden
+    w = part.expert_width
+    routed = part.top_k * (2 * w + part.matrices * part.ffn)
+    shared = part.matrices * part.shared_ffn
+    latent = 2 * part.latent
+    products = [Product(h, part.experts, "", low_precision=False)]
+    products += _two_layers(w, part.ffn, part.matrices, rows=part.top_k, experts=part.experts)
+    if part.shared_ffn:
+        products += _two_layers(h, part.shared_ffn, part.matrices)
+    if part.latent:
+        products += [Product(h, part.latent, ""), Product(part.latent, h, "")]
+    return Work(
+        tokens=size.tokens,
+        products=tuple(products),
+        stream_width=2 * h,
+        quantized_stream_width=h,
+        quantized_inner_width=part.top_k * (w + part.ffn) + part.shared_ffn,
+        cheap_stream_width=h,
+        cheap_inner_width=part.top_k * (w + part.ffn),
+        inner_width=routed + shared + latent,
+        stash_stream_width=2 * h,
+        stash_inner_width=routed + shared + latent,
+        state_bytes=4 * size.tokens * part.experts,
+        routed_width=part.top_k * w,
+        collectives=1,
+    )
+
+
+def _mtp(part: Mtp, size: _Size) -> Work:
+    """The projection of (trunk, next token's embedding); its block is priced part by part."""
+    h = part.hidden
+    # Its own projection of (trunk, next token's embedding); its block is priced part by part.
+    return Work(
+        tokens=size.tokens,
+        products=(Product(2 * h, h),),
+        stream_width=4 * h,
+        quantized_stream_width=2 * h,
+        stash_stream_width=3 * h,
+        collectives=1,
+    )
+
+
+def _embedding(part: Embedding, size: _Size) -> Work:
+    """A table that is looked up."""
+    h = part.hidden
+    # W needs the output's gradient. CostTable wants the stash inside the activation, so it is
+    # counted from F on: one boundary tensor too much before I.
+    return Work(tokens=size.tokens, stream_width=h, stash_stream_width=h, collectives=0.5)
+
+
+def _head(part: Head, size: _Size) -> Work:
+    """Logits and their loss."""
+    h = part.hidden
+    n = part.predictions
+    return Work(
+        tokens=size.tokens,
+        products=(Product(h, part.vocab, rows=n, low_precision=False),),
+        stream_width=n * 2 * h,
+        # The logits; a fused cross-entropy writes their gradient over them.
+        inner_width=n * part.vocab,
+        stash_stream_width=n * h,
+        stash_inner_width=n * part.vocab,
+        collectives=0.5 * n,
+    )
+
+
 def _two_layers(width: int, ffn: int, matrices: int, rows: float = 1.0, experts: int = 0) -> tuple[Product, ...]:
-    """A feed-forward: up (and gate, as one product), then down."""
+    """A feed-forward layer: up (and gate, as one product), then down."""
     return (
         Product(width, (matrices - 1) * ffn, "outer", rows, experts),
         Product(ffn, width, "inner", rows, experts),
@@ -339,7 +419,7 @@ def layer_flops(layer: Layer, *, seq: int, micro_batch_size: int = 1) -> Flops:
 
 
 def model_flops(layers: Iterable[Layer], *, seq: int, micro_batch_size: int = 1) -> float:
-    """What utilisation is measured by: three times the forward FLOPs, nothing that is computed again."""
+    """The FLOPs that MFU counts: three times the forward FLOPs, without recomputation."""
     counts = Counter(layers)
     return 3.0 * sum(
         count * layer_flops(layer, seq=seq, micro_batch_size=micro_batch_size).forward

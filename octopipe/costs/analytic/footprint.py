@@ -1,7 +1,7 @@
-"""What a layer keeps in memory: weights and their state, activations, workspace.
+"""Memory of a layer: weights and their optimizer state, activations, workspace.
 
-Knows: which parallelism divides what, what ZeRO shards, what fp8 and selective recomputation save; and Megatron's
-published activation formulas. Does not know: time.
+Knows: what each kind of parallelism and ZeRO shard, what fp8 and selective recomputation save, and Megatron's published
+activation formulas. Does not know: time.
 
 >>> megatron_activation_bytes(seq=2048, batch=1, hidden=12288, heads=96, tp=8, sequence_parallel=True) / 2**20
 342.0
@@ -22,10 +22,13 @@ WEIGHT_BYTES, STATE_BYTES = 2.0, 12.0
 
 
 class Weights(NamedTuple):
-    """Parameters on one GPU before ZeRO divides anything."""
+    """Parameters on one GPU before ZeRO shards anything."""
 
     dense: float
     experts: float
+
+
+NO_WEIGHTS = Weights(0.0, 0.0)
 
 
 def weights_of(part: Layer, cluster: Cluster) -> Weights:
@@ -46,12 +49,13 @@ def weights_of(part: Layer, cluster: Cluster) -> Weights:
 
 
 def shards_of(setup: Setup, cluster: Cluster) -> Weights:
-    """GPUs that hold the same dense weights, and the same expert: what ZeRO may divide by."""
-    return Weights(float(setup.dp * setup.cp), float(cluster.expert_dp))
+    """The numbers of GPUs that hold the same dense weights and the same expert, over which ZeRO shards. With several
+    copies of the state (HSDP) it shards inside each copy."""
+    return Weights(float(setup.dp * setup.cp // setup.hsdp), float(cluster.expert_dp // setup.hsdp))
 
 
 def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Weights, gradients and optimizer state after ZeRO's division.
+    """Weights, gradients and optimizer state after sharding by ZeRO.
 
     Stage 3 keeps the fp32 master as the weight's only copy (FSDP); bf16 ones exist while they are gathered.
     """
@@ -63,13 +67,20 @@ def static_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
             whole = 0.0 if setup.states != "bf16" else WEIGHT_BYTES  # without an fp32 weight the bf16 one is kept
             total += count * (setup.gradient_bytes + setup.state_bytes + whole) / copies
         else:
-            total += count * (WEIGHT_BYTES + gradient + setup.state_bytes / n)
+            on_gpu = (1.0 - setup.offload_optimizer) * setup.state_bytes
+            total += count * (WEIGHT_BYTES + gradient + on_gpu / n)
     return total
 
 
-def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
-    """Buffers of what is held in parts: a gradient before it is divided (ZeRO-2 and 3), and with ZeRO-3 this layer's
-    weights and the next one's on their way."""
+def frozen_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
+    """Weights that are not trained: bf16 alone, which ZeRO-3 shards as well."""
+    copies = shards_of(setup, cluster)
+    return sum(WEIGHT_BYTES * count / (n if setup.zero == 3 else 1.0) for count, n in zip(weights, copies, strict=True))
+
+
+def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster, frozen: Weights = NO_WEIGHTS) -> float:
+    """Buffers for sharded state: a gradient before it is reduce-scattered (ZeRO-2 and 3), and with ZeRO-3 the gathered
+    weights of this layer and of the next one, which is being prefetched; frozen weights have no gradient."""
     if setup.zero < 2:
         return 0.0
     copies = shards_of(setup, cluster)
@@ -80,11 +91,13 @@ def gathered_bytes(weights: Weights, setup: Setup, cluster: Cluster) -> float:
             continue
         # A weight without copies is not gathered, but its bf16 form exists only while it is used all the same.
         total += (2 * WEIGHT_BYTES + setup.gradient_bytes if n > 1 else WEIGHT_BYTES) * count
+    if setup.zero == 3:
+        total += sum(2 * WEIGHT_BYTES * count for count, n in zip(frozen, copies, strict=True) if n > 1)
     return total
 
 
 def stream_share(setup: Setup) -> float:
-    """The part of the residual stream a GPU of a tensor-parallel group holds."""
+    """The share of the residual stream that one GPU of a tensor-parallel group holds."""
     return 1.0 / setup.tp if setup.sequence_parallel else 1.0
 
 
@@ -100,8 +113,8 @@ def held_bytes(work: Work, setup: Setup) -> float:
 
 
 def stashed_bytes(work: Work, setup: Setup) -> float:
-    """Of those, what W still needs after I: inputs of products and gradients of their outputs. What selective
-    recomputation dropped is there again by then, so it counts with the activation of one micro-batch at most."""
+    """The part of them that W still needs after I: inputs of products and gradients of their outputs. What selective
+    recomputation dropped has been restored by then, so it counts for at most one micro-batch."""
     return _bytes(
         setup,
         work,
@@ -112,7 +125,7 @@ def stashed_bytes(work: Work, setup: Setup) -> float:
 
 
 def dropped_bytes(work: Work, setup: Setup) -> float:
-    """What selective recomputation brings back while I of one micro-batch runs."""
+    """The activations that selective recomputation restores while I of one micro-batch runs."""
     if setup.recompute != "selective":
         return 0.0
     tokens = work.tokens / setup.cp
@@ -132,12 +145,13 @@ def _bytes(
     return work.tokens / setup.cp * total + state / (setup.tp * setup.cp)
 
 
-def workspace_bytes(part: Layer, work: Work, setup: Setup) -> float:
+def workspace_bytes(part: Layer, work: Work, setup: Setup, arriving: int = 1) -> float:
     """Bytes that live only while an op runs (our estimate): the gathered stream under sequence parallelism, the
-    routed tokens' copies, the fp32 gradient of the logits, what selective recomputation brings back."""
+    routed tokens' copies (of so many GPUs' tokens, where they share experts), the fp32 gradient of the logits, what
+    selective recomputation brings back."""
     tokens = work.tokens / setup.cp
     gathered = 2.0 * tokens * part.hidden if setup.sequence_parallel and setup.tp > 1 else 0.0
-    routed = 2 * 2.0 * tokens * work.routed_width / setup.tp
+    routed = 2 * 2.0 * tokens * work.routed_width * arriving / setup.tp
     logits = 4.0 * tokens * part.vocab / setup.tp if isinstance(part, Head) else 0.0
     return gathered + routed + logits + dropped_bytes(work, setup)
 

@@ -1,8 +1,8 @@
-"""What one layer costs on one GPU of a set-up: F, I and W time, bytes held, its optimizer update.
+"""The cost of one layer on one GPU of a set-up: F, I and W time, memory held, its optimizer update.
 
-Knows: how long a layer's products, cores, memory passes and collectives take. Does not know: whole models
-(`analytic.py`), FLOP formulas (`flops.py`), bytes held (`footprint.py`), what collectives cost (`traffic.py`) or the
-calibrated rates (`calibration.py`).
+Knows: how long a layer's products, cores (attention, scans), memory passes and collectives take. Does not know: whole
+models (`table.py`), FLOP formulas (`flops.py`), memory (`footprint.py`), the cost of collectives (`traffic.py`) or
+the calibrated rates (`calibration.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import NamedTuple
 from octopipe.costs.analytic.calibration import RACK, Rates, rates_of
 from octopipe.costs.analytic.flops import CORE_BACKWARD, Product, Work, part_work
 from octopipe.costs.analytic.footprint import (
+    NO_WEIGHTS,
     WEIGHT_BYTES,
     Weights,
+    frozen_bytes,
     gathered_bytes,
     held_bytes,
     shards_of,
@@ -26,6 +28,7 @@ from octopipe.costs.analytic.footprint import (
     weights_of,
     workspace_bytes,
 )
+from octopipe.costs.analytic.frozen import State, adapted, adapter_parameters, adapters
 from octopipe.costs.analytic.traffic import Exchange, context_traffic, exchange_ms, ring_ms
 from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
@@ -40,12 +43,16 @@ into and added to the fp32 gradient)."""
 OPTIMIZER_BYTES = 26.0
 """Traffic of one parameter's Adam update beside its gradient: master weight and moments read and written, the bf16
 weight written."""
+HOST_UPDATE_BYTES = 30.0
+"""Traffic in the host's memory of one parameter's Adam update there: gradient, master weight and moments read, the
+latter three and the bf16 weight written. The host's memory is taken to be as fast per GPU as the GPU's link to it: two
+sockets with eight channels of DDR5 have about 75 GB/s for each of eight GPUs, the link has 50. Our choice."""
 BIAS_PASSES = 6.0
-"""Memory passes over the experts' outputs that biases cost, in F and again in I (our estimate)."""
+"""Memory passes over the experts' outputs for biases, in F and again in I (our estimate)."""
 HIDDEN_COST = 0.2
-"""Share of a collective that shows although it runs behind compute, where no stack says otherwise. Our choice."""
+"""Share of an overlapped collective that is exposed, unless a stack defines it; chosen, not fitted."""
 KERNELS = 6
-"""Kernels of a part beside two per product: norm, residual, activation, casts."""
+"""Kernels of a part in addition to two per product: norm, residual, activation, casts."""
 
 SCAN_SHARE: Mapping[str, float] = MappingProxyType(
     {
@@ -77,22 +84,22 @@ class LayerCost:
     forward_parts: tuple[Part, ...] = ()
     """F as segments on the compute and the exchange lane, in ms; empty: all compute."""
     input_parts: tuple[Part, ...] = ()
-    """I likewise."""
+    """I in the same form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What every formula below needs to know of the run."""
+    """The properties of the run that the formulas below need."""
 
     setup: Setup
     cluster: Cluster
     rates: Rates
     plain: Rates
-    """Rates of what stays in bf16."""
+    """Rates of operations that stay in bf16."""
     exchange: Exchange = field(default_factory=Exchange)
     """How experts exchange tokens."""
     free: frozenset[str] = frozenset()
-    """What is priced as if it took no time, of `shares.RESOURCES`: how one finds out what a resource costs."""
+    """The resources (of `shares.RESOURCES`) that are priced as free, to find out what a resource costs."""
 
     @classmethod
     def of(cls, setup: Setup, rates: Mapping[str, Rates] | None = None, exchange: Exchange | None = None) -> Pricing:
@@ -103,11 +110,11 @@ class Pricing:
             cluster=cluster,
             rates=found[setup.precision],
             plain=found["bf16"],
-            exchange=exchange or Exchange(),
+            exchange=exchange or Exchange(most_nodes=setup.nodes_per_token),
         )
 
     def unless_free(self, what: str, took_ms: float) -> float:
-        """A time, nothing where its kind is free."""
+        """The time, or zero if its kind is free."""
         return 0.0 if what in self.free else took_ms
 
     @property
@@ -119,7 +126,7 @@ class Pricing:
 
 
 class _Products:
-    """Time of a part's matrix products: the same in F, I and W but for the weights' traffic."""
+    """Time of a part's matrix products: equal in F, I and W except for the memory traffic of weights."""
 
     def __init__(self, work: Work, pricing: Pricing):
         self.forward_ms = self.weight_ms = self.experts_ms = 0.0
@@ -143,7 +150,7 @@ class _Products:
 
 
 def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, float, float, float]:
-    """Rows, sides and number of weights of one GPU's part of a product."""
+    """Rows, sides and number of weights of one GPU's share of a product."""
     cluster = pricing.cluster
     rows, weights, tp = tokens / cluster.cp * product.rows, 1.0, cluster.tp
     if product.experts:
@@ -156,20 +163,20 @@ def _share(product: Product, tokens: float, pricing: Pricing) -> tuple[float, fl
 
 
 class _PartTimes(NamedTuple):
-    """One part of a layer; where it has experts, how long both exchanges and what lies between take."""
+    """Times of one part of a layer; with experts, also of both exchanges and of what runs between them."""
 
     forward_ms: float
     input_ms: float
     weight_ms: float
     dispatch_ms: float = 0.0
-    """To the experts, in F and (gradients) in I."""
+    """Time to send tokens to the experts in F, and gradients in I."""
     combine_ms: float = 0.0
-    """And back."""
+    """Time to send the results back."""
     between_ms: float = 0.0
-    """Between dispatch and combine, in F and again in I: the experts, and tokens sorted for them and back."""
+    """Time between dispatch and combine, in F and again in I: the experts, and sorting tokens for them."""
 
     def parts(self, kind: str) -> list[Part]:
-        """F or I as segments: routing, dispatch, experts, combine, and the other way round."""
+        """F or I as segments: routing, dispatch, experts, combine for F, and the reverse for I."""
         whole = self.forward_ms if kind == "F" else self.input_ms
         if self.combine_ms <= 0:
             return [("compute", whole)]
@@ -182,11 +189,17 @@ class _PartTimes(NamedTuple):
         return [("compute", rest), *middle] if kind == "F" else [*middle, ("compute", rest)]
 
 
-def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
-    """F, I and W time of one part."""
+def _part_ms(part: Layer, work: Work, pricing: Pricing, state: State) -> _PartTimes:
+    """F, I and W time of one part, its W as if its weights were trained unless it has adapters."""
     setup, cluster, rates = pricing.setup, pricing.cluster, pricing.rates
     tp, cp, tokens = setup.tp, setup.cp, work.tokens / setup.cp
     products = _Products(work, pricing)
+    if adapted(part, setup, state):
+        assert setup.lora is not None
+        extra = _Products(adapters(work, setup.lora), pricing)
+        products.forward_ms += extra.forward_ms
+        products.experts_ms += extra.experts_ms
+        products.weight_ms = extra.weight_ms
     cast_ms = [rates.cast_bytes * n / pricing.bytes_per_ms for n in (products.cast_in, products.cast_out)]
     launch_ms = rates.launch_ms * (KERNELS + 2 * len(work.products))
     if isinstance(part, Moe):
@@ -195,7 +208,10 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     # Collectives of the stream, in F and in I: an all-gather and a reduce-scatter (or an all-reduce, which moves as
     # much). W's own all-gather overlaps with the product of I that precedes it and is not charged.
     stream_bytes = 2.0 * tokens * part.hidden
-    tp_ms = pricing.unless_free("tp", 2 * work.collectives * ring_ms(cluster, stream_bytes, tp, share=rates.link))
+    pairs = work.collectives
+    if isinstance(part, Moe) and cluster.ep > 1 and not part.shared_ffn:
+        pairs = 0  # tokens go from where they are to their experts: nobody gathers the stream
+    tp_ms = pricing.unless_free("tp", 2 * pairs * ring_ms(cluster, stream_bytes, tp, share=rates.link))
     match part:
         case Embedding():
             lookup_ms = 2 * stream_bytes * stream_share(setup) / pricing.bytes_per_ms
@@ -220,24 +236,16 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
             # No grouped kernel adds biases: outputs are read and written again, and reduced for their gradients.
             outputs = 2.0 * tokens * part.top_k * ((part.matrices - 1) * part.ffn + part.expert_width) / tp
             routed_ms = BIAS_PASSES * outputs / pricing.bytes_per_ms
-        passes_ms = rates.moe_passes * routed / pricing.bytes_per_ms
-        # Tokens are sorted by rank before they leave, by expert when they arrive, and both again on the way back.
-        between_ms = products.experts_ms + routed_ms + passes_ms / 2
-        routed_ms += passes_ms
-        size = cluster.ep * cluster.expert_tp
+        # Tokens are sorted by rank before they leave, by expert when they arrive (those of all GPUs that share an
+        # expert, where several do), and both again on the way back.
+        arriving = _arriving(cluster)
+        passes_ms = rates.moe_passes * routed / 2 / pricing.bytes_per_ms
+        between_ms = products.experts_ms + routed_ms + arriving * passes_ms
+        routed_ms += (1 + arriving) * passes_ms
         if cluster.ep > 1 and "ep" not in pricing.free:
-            how = pricing.exchange
             dispatch_ms, combine_ms = (
-                rates.exchange
-                * exchange_ms(
-                    cluster,
-                    routed * width / 2.0,
-                    size,
-                    copies=part.top_k,
-                    share=how.link_share or rates.link,
-                    most_nodes=how.most_nodes,
-                )
-                for width in (how.dispatch_bytes, 2.0)
+                rates.exchange * _exchange_ms(routed * width / 2.0, part.top_k, pricing)
+                for width in (pricing.exchange.dispatch_bytes, 2.0)
             )
             routed_ms += dispatch_ms + combine_ms
     context = context_traffic(
@@ -262,9 +270,35 @@ def _part_ms(part: Layer, work: Work, pricing: Pricing) -> _PartTimes:
     return _PartTimes(forward, backward, weight, dispatch_ms, combine_ms, between_ms)
 
 
+def _exchange_ms(nbytes: float, copies: int, pricing: Pricing) -> float:
+    """Tokens on their way to the experts, or back: an all-to-all among the GPUs that hold different experts, and where
+    several share one, an all-gather (a reduce-scatter) of what each of them got. The GPUs of one expert are
+    neighbours."""
+    cluster, how = pricing.cluster, pricing.exchange
+    share = how.link_share or pricing.rates.link
+    sent = exchange_ms(
+        cluster, nbytes, cluster.ep, cluster.expert_tp, copies=copies, share=share, most_nodes=how.most_nodes
+    )
+    return sent + ring_ms(cluster, cluster.expert_tp * nbytes, cluster.expert_tp, share=share)
+
+
+def _arriving(cluster: Cluster) -> int:
+    """GPUs whose routed tokens an expert's GPU gets. Without expert parallelism the stream itself was gathered."""
+    return cluster.expert_tp if cluster.ep > 1 else 1
+
+
+def gathering_experts(work: Work, pricing: Pricing) -> Work:
+    """What experts keep where several GPUs share each of them: the inputs of all of those GPUs."""
+    more = (_arriving(pricing.cluster) - 1) * work.routed_width
+    if not more:
+        return work
+    widths = ("inner_width", "stash_inner_width", "quantized_inner_width")
+    return replace(work, **{name: getattr(work, name) + more for name in widths})
+
+
 def on_busiest_rank(work: Work, spread: float) -> Work:
-    """What experts do on the rank of their group that gets `spread` times the mean's tokens: all others wait for it at
-    the next exchange, so it sets the layer's pace, and its memory is what must suffice."""
+    """The work of experts on the rank of their group that gets `spread` times the mean number of tokens. All others
+    wait for it at the next exchange, so it determines the layer's time, and its memory is the limit."""
     if spread == 1.0:
         return work
     widths = ("inner_width", "stash_inner_width", "quantized_inner_width", "cheap_inner_width", "routed_width")
@@ -281,63 +315,112 @@ def _narrow(part: Layer) -> float:
     return min(1.0, max(0.25, width / 128))
 
 
-def _gather_ms(weights: Weights, pricing: Pricing) -> tuple[float, float]:
+def _gather_ms(weights: Weights, frozen: Weights, pricing: Pricing) -> tuple[float, float]:
     """Per micro-batch: gathering a layer's weights (ZeRO-3), and dividing its gradient (ZeRO-2, ZeRO-3: a gradient that
-    is held in parts cannot wait for the next micro-batch's)."""
+    is held in parts cannot wait for the next micro-batch's). Frozen weights have no gradient."""
     setup, cluster = pricing.setup, pricing.cluster
     if setup.zero < 2 or "dp" in pricing.free:
         return 0.0, 0.0
     gather = reduce = 0.0
-    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
-    for count, copies, stride in zip(weights, shards_of(setup, cluster), strides, strict=True):
+    groups = zip(weights, frozen, shards_of(setup, cluster), strides_of(cluster), strict=True)
+    for trained, still, copies, stride in groups:
         if setup.zero == 3:
-            gather += ring_ms(cluster, WEIGHT_BYTES * count, int(copies), stride, share=pricing.rates.link)
-        reduce += ring_ms(cluster, setup.gradient_bytes * count, int(copies), stride, share=pricing.rates.link)
+            whole = WEIGHT_BYTES * (trained + still)
+            gather += ring_ms(cluster, whole, int(copies), stride, share=pricing.rates.link)
+        reduce += reduce_ms(pricing, setup.gradient_bytes * trained, int(copies), stride)
     return gather, reduce
 
 
-def priced(layer: Layer, pricing: Pricing) -> tuple[LayerCost, Weights]:
+def strides_of(cluster: Cluster) -> tuple[int, int]:
+    """How far apart the GPUs are that hold the same dense weights, and the same expert."""
+    return cluster.tp, cluster.ep * cluster.expert_tp
+
+
+def reduce_ms(pricing: Pricing, nbytes: float, copies: int, stride: int) -> float:
+    """A gradient reduced to one part per GPU: inside the GPUs that divide a copy of the state, then, where there are
+    several copies (HSDP), every part between the copies. One layer's second half runs beside the next one's first, so
+    the slower of the two sets the pace."""
+    cluster, share, instances = pricing.cluster, pricing.rates.link, pricing.setup.hsdp
+    inside = ring_ms(cluster, nbytes, copies, stride, share=share)
+    return max(inside, 2 * ring_ms(cluster, nbytes / copies, instances, stride * copies, share=share))
+
+
+def priced(
+    layer: Layer, pricing: Pricing, state: State = "trained", offloaded: bool = False
+) -> tuple[LayerCost, Weights]:
+    """What a layer costs, and the weights of it that are trained. `offloaded`: its activations wait on the host."""
     setup, cluster = pricing.setup, pricing.cluster
     assert setup.seq is not None
     forward = backward = weight = activation = stash = workspace = 0.0
-    held = Weights(0.0, 0.0)
+    trained, frozen = NO_WEIGHTS, NO_WEIGHTS
     parts: list[_PartTimes] = []
     for part in layer.parts:
         work = part_work(part, seq=setup.seq, micro_batch_size=setup.micro_batch_size)
         if isinstance(part, Moe):
             work = on_busiest_rank(work, setup.busiest_expert_rank(part.experts))
-        parts.append(_part_ms(part, work, pricing))
+            work = gathering_experts(work, pricing)
+        parts.append(_part_ms(part, work, pricing, state))
         forward, backward = forward + parts[-1].forward_ms, backward + parts[-1].input_ms
-        weight += parts[-1].weight_ms
+        mine, still = _weights(part, work, pricing, state)
+        weight += parts[-1].weight_ms if any(mine) else 0.0
         activation += held_bytes(work, setup)
-        stash += stashed_bytes(work, setup)
-        mine = weights_of(part, cluster)
-        held = Weights(held.dense + mine.dense, held.experts + mine.experts)
-        workspace = max(workspace, workspace_bytes(part, work, setup))
+        stash += stashed_bytes(work, setup) if any(mine) else 0.0
+        trained = Weights(*(a + b for a, b in zip(trained, mine, strict=True)))
+        frozen = Weights(*(a + b for a, b in zip(frozen, still, strict=True)))
+        workspace = max(workspace, workspace_bytes(part, work, setup, _arriving(cluster)))
+    exchanges = any(p.combine_ms > 0 for p in parts)
+    if state == "idle":  # no gradient passes: nothing is kept, and there is no backward
+        backward = activation = stash = 0.0
     # FSDP fetches the next layer's weights while this one computes; only what takes longer than that shows.
-    gather, reduce = _gather_ms(held, pricing)
+    gather, reduce = _gather_ms(trained, frozen, pricing)
     # What is hidden takes compute units and memory bandwidth from the kernels it runs beside.
     forward = max(forward, gather) + pricing.rates.hidden * min(forward, gather)
-    hidden = min(backward + weight, gather + reduce)
-    weight = max(weight, gather + reduce - backward) + pricing.rates.hidden * hidden
-    shards = shards_of(setup, cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
-    updated = sum(count / n for count, n in zip(held, shards, strict=True))
+    if state != "idle":
+        hidden = min(backward + weight, gather + reduce)
+        weight = max(weight, gather + reduce - backward) + pricing.rates.hidden * hidden
+    if offloaded:
+        # Down behind the forward, up behind the backward of the layer after it; nothing but the layer at work is here.
+        host_ms = pricing.unless_free("host", activation / (cluster.gpu.host_gb_per_s * 1e6))
+        forward = max(forward, host_ms) + HIDDEN_COST * min(forward, host_ms)
+        backward = max(backward, host_ms) + HIDDEN_COST * min(backward, host_ms)
+        workspace, activation = workspace + activation, 0.0
     # The head hands nothing on; a prediction module hands on two hidden states.
     tensors = 0 if isinstance(layer, Head) else 2 if isinstance(layer, Mtp) else 1
     tokens = setup.seq * setup.micro_batch_size / setup.cp
-    exchanges = any(p.combine_ms > 0 for p in parts)
     cost = LayerCost(
         forward_ms=forward,
         input_ms=backward,
         weight_ms=weight,
         activation_bytes=activation,
         stash_bytes=min(stash, activation),
-        static_bytes=static_bytes(held, setup, cluster),
-        gradient_bytes=setup.gradient_bytes * sum(held),
+        static_bytes=static_bytes(trained, setup, cluster) + frozen_bytes(frozen, setup, cluster),
+        gradient_bytes=setup.gradient_bytes * sum(trained),
         boundary_bytes=tensors * 2.0 * tokens * layer.hidden * stream_share(setup),
-        workspace_bytes=workspace + gathered_bytes(held, setup, cluster),
-        optimizer_ms=updated * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms,
+        workspace_bytes=workspace + gathered_bytes(trained, setup, cluster, frozen),
+        optimizer_ms=_update_ms(trained, pricing),
         forward_parts=tuple(x for p in parts for x in p.parts("F")) if exchanges else (),
-        input_parts=tuple(x for p in reversed(parts) for x in p.parts("I")) if exchanges else (),
+        input_parts=tuple(x for p in reversed(parts) for x in p.parts("I")) if exchanges and state != "idle" else (),
     )
-    return cost, held
+    return cost, trained
+
+
+def _weights(part: Layer, work: Work, pricing: Pricing, state: State) -> tuple[Weights, Weights]:
+    """Weights of a part that are trained, and that are not."""
+    whole = weights_of(part, pricing.cluster)
+    if pricing.setup.lora is None and state == "trained":
+        return whole, NO_WEIGHTS
+    if not adapted(part, pricing.setup, state):
+        return NO_WEIGHTS, whole
+    return Weights(*adapter_parameters(work, pricing.setup.lora or 1, pricing.cluster)), whole
+
+
+def _update_ms(trained: Weights, pricing: Pricing) -> float:
+    """The optimizer's update of a layer's weights on one GPU, and of the share that the host updates."""
+    setup = pricing.setup
+    shards = shards_of(setup, pricing.cluster) if setup.zero >= 1 else Weights(1.0, 1.0)
+    updated = sum(count / n for count, n in zip(trained, shards, strict=True))
+    host = setup.offload_optimizer
+    on_gpu = (1.0 - host) * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms
+    # Gradients go down, are used there, and updated weights come up: one after the other.
+    moved = setup.gradient_bytes + WEIGHT_BYTES + HOST_UPDATE_BYTES
+    return updated * (on_gpu + host * moved / (pricing.cluster.gpu.host_gb_per_s * 1e6))

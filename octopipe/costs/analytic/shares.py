@@ -1,12 +1,12 @@
-"""What a layer's time is made of: products, attention, memory passes, collectives of each kind, recomputation.
+"""Breakdown of a layer's time: products, attention, memory passes, collectives of each kind, recomputation.
 
-Knows: how to find what a resource costs, by pricing the layer again as if that resource were free. Does not know: the
+Knows: how to find the cost of a resource, by pricing the layer again as if that resource were free. Does not know: the
 formulas (`layer_pricing.py`), plans or whole steps (`search/planner/why.py`).
 
-Resources are made free one after the other, in the order of `RESOURCES`, until nothing is left; what the time falls by
-at each step is that resource's share. The shares therefore add up to the layer's time exactly, and time that is hidden
-behind something else (context parallelism's ring behind attention, FSDP's gathers behind everything) counts only as far
-as it shows.
+Resources are made free one after the other, in the order of `RESOURCES`, until no time is left. The decrease at each
+step is the share of that resource. The shares therefore add up exactly to the layer's time, and communication that
+overlaps with other work (context parallelism's ring with attention, FSDP's all-gathers with everything) counts only as
+far as it is exposed.
 
 >>> from octopipe.costs.cluster.hardware import gpu
 >>> from octopipe.costs.cluster.setup import Setup
@@ -33,8 +33,8 @@ from octopipe.costs.analytic.table import price_layers, price_recomputing
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 
-RESOURCES = ("dp", "cp", "ep", "tp", "launches", "memory", "products", "cores")
-"""In the order in which they are made free: what hides behind others comes before them."""
+RESOURCES = ("host", "dp", "cp", "ep", "tp", "launches", "memory", "products", "cores")
+"""The resources in the order in which they are made free: those that overlap with others come first."""
 NAMES = ("recomputation", *RESOURCES)
 COLLECTIVES = ("dp", "cp", "ep", "tp")
 _COLUMNS = {"F": "forward_ms", "I": "input_ms", "W": "weight_ms"}
@@ -48,9 +48,9 @@ class LayerShares:
 
     names: tuple[str, ...]
     shown: Mapping[str, Floats]
-    """What shows: sums over names are the layers' times."""
+    """Exposed time: sums over names are the layers' times."""
     alone: Mapping[str, Floats]
-    """Collectives by themselves, with nothing to hide behind; zero for everything else."""
+    """Time of each collective without overlap; zero for everything else."""
 
     def per_ms(self, kind: str, first: int, stop: int, *, alone: bool = False) -> Floats:
         """By name: what shows (or would take alone) per millisecond of an op over layers `first` to `stop - 1`; B is I
@@ -83,7 +83,7 @@ def layer_shares(spec: ModelSpec, setup: Setup, *, rates: Mapping[str, Rates] | 
 
 
 def pricing_of(pricing: Pricing, free: Iterable[str]) -> Pricing:
-    """The pricing with these resources free."""
+    """The pricing with these resources made free."""
     kinds = frozenset(free)
 
     def without(rates: Rates) -> Rates:

@@ -1,9 +1,9 @@
 """The analytic cost model: (ModelSpec, Setup) -> CostTable.
 
-Knows: how layers' costs make a table, which of them are checkpointed, and what happens once per step (gradient
-reduction, optimizer). Does not know: what one layer costs (`layer_pricing.py`) or plans.
+Knows: how the costs of layers form a table, which layers are checkpointed, and what happens once per step (gradient
+reduction, optimizer). Does not know: the cost of one layer (`layer_pricing.py`) or plans.
 
-Everything is per GPU. Measured layer times (`layer_times.py`) replace all of it where there are any.
+Everything is per GPU. Measured layer times (`layer_times.py`), if there are any, replace all of it.
 
 >>> from octopipe.costs.cluster.hardware import Cluster, gpu
 >>> from octopipe.models.zoo import preset
@@ -25,8 +25,9 @@ import numpy as np
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import Rates
 from octopipe.costs.analytic.flops import Flops, layer_flops, model_flops
-from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, shards_of, static_bytes
-from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced
+from octopipe.costs.analytic.footprint import STATE_BYTES, WEIGHT_BYTES, Weights, frozen_bytes, shards_of, static_bytes
+from octopipe.costs.analytic.frozen import State, layer_states, needed_flops
+from octopipe.costs.analytic.layer_pricing import LayerCost, Pricing, priced, reduce_ms, strides_of
 from octopipe.costs.analytic.traffic import Exchange, ring_ms
 from octopipe.costs.cluster.hardware import Cluster, Link
 from octopipe.costs.cluster.setup import Setup, checkpointed_layers
@@ -52,14 +53,14 @@ __all__ = [
 def layer_cost(
     layer: Layer, cluster: Cluster, *, rates: Mapping[str, Rates] | None = None, **options: Any
 ) -> LayerCost:
-    """What one layer costs on one GPU of a pipeline rank; options as in `analytic_costs`."""
+    """The cost of one layer on one GPU of a pipeline rank; options as in `analytic_costs`."""
     return priced(layer, Pricing.of(_setup_of(cluster, **options), rates))[0]
 
 
-def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
-    """Raise unless the set-up can divide every layer."""
+def check_divides(spec: ModelSpec, tp: int, ep: int = 1, etp: int = 1) -> None:
+    """Raise unless the parallel sizes divide every layer."""
     for i, symbol, name, size in _divided_sizes(spec.layers):
-        by, word = (ep, "ep") if name == "experts" else (tp, "tp")
+        by, word = {"experts": (ep, "ep"), "expert ffn": (etp, "etp")}.get(name, (tp, "tp"))
         if size % by:
             raise OctoPipeError(
                 f"{spec.name}: {word} {by} does not divide the {size} {name} of layer {i} ({symbol}); "
@@ -69,13 +70,14 @@ def check_divides(spec: ModelSpec, tp: int, ep: int = 1) -> None:
 
 @lru_cache(maxsize=64)
 def _divided_sizes(layers: tuple[Layer, ...]) -> tuple[tuple[int, str, str, int], ...]:
-    """(layer, symbol, name, size) of whatever is divided, each size where it is first met."""
+    """(layer, symbol, name, size) of everything that is sharded, each size at its first occurrence."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for i, layer in enumerate(layers):
         for part in layer.parts:
             names = ("heads", "value_heads", "inner", "ffn", "shared_ffn", *(["experts"] * isinstance(part, Moe)))
             for name in names:
                 size = getattr(part, name, None)
+                name = "expert ffn" if name == "ffn" and isinstance(part, Moe) else name
                 if isinstance(size, int):
                     found.setdefault((name, size), (i, layer.symbol))
     return tuple((i, symbol, name, size) for (name, size), (i, symbol) in found.items())
@@ -146,10 +148,13 @@ def setup_costs(
     which parts of ops compute and which exchange; whoever prices a set-up thousands of times can do without.
     """
     if setup.seq is None:
-        raise OctoPipeError(f"{spec.name}: how long are the sequences? give seq")
-    check_divides(spec, setup.tp, setup.ep)
-    if setup.ep > 1 and not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
-        raise OctoPipeError(f"{spec.name} has no experts; ep {setup.ep} would change nothing, leave it out")
+        raise OctoPipeError(f"{spec.name}: the sequence length is missing; give seq")
+    check_divides(spec, setup.tp, setup.ep, setup.cluster().expert_tp)
+    if not any(isinstance(part, Moe) for layer in spec for part in layer.parts):
+        given = {"ep": setup.ep, "etp": setup.etp, "nodes_per_token": setup.nodes_per_token}
+        for name, size in given.items():
+            if (size or 1) > 1 or (size and name == "nodes_per_token"):
+                raise OctoPipeError(f"{spec.name} has no experts; {name} {size} has no effect; leave it out")
     pricing = Pricing.of(setup, rates, exchange)
     costs, weights = price_recomputing(spec, pricing)
     columns = {name: np.array([getattr(c, name) for c in costs]) for name in PER_LAYER}
@@ -164,7 +169,7 @@ def setup_costs(
     if setup.vocab_parallel:
         columns = _over_all_ranks(columns, pricing)
     tokens, factor = setup.seq * setup.micro_batch_size, None
-    flops = _model_flops(spec.layers, setup.seq) * setup.micro_batch_size
+    flops = _model_flops(spec.layers, setup, setup.seq) * setup.micro_batch_size
     if micro_batch_tokens is not None:
         if batch is not None:
             raise OctoPipeError("give micro_batch_tokens or a batch of lengths, not both")
@@ -175,11 +180,12 @@ def setup_costs(
             columns[name] = columns[name] * bytes_more
         tokens = max(1, round(batch.tokens / len(batch.groups)))
         every = [length for group in batch.groups for length in group]
-        flops = sum(_model_flops(spec.layers, length) for length in every) / len(batch.groups)
+        flops = sum(_model_flops(spec.layers, setup, length) for length in every) / len(batch.groups)
     return CostTable(
         model=spec.name,
         symbols=spec.pattern,
         network=pricing.cluster.network(),
+        host_link=setup.host_link or pricing.cluster.host_link,
         rank_slowdown=pricing.cluster.rank_slowdown(),
         rank_memory_bytes=setup.rank_memory_bytes(),
         micro_batch_factor=factor,
@@ -196,7 +202,7 @@ def setup_costs(
 
 
 def _segments(costs: Sequence[LayerCost], exchange: Exchange) -> Segments | None:
-    """Which parts of the layers exchange tokens between expert ranks; None where none does."""
+    """The parts of the layers that exchange tokens between expert-parallel ranks, or None."""
     if not any(cost.forward_parts for cost in costs):
         return None
     return Segments.from_ms(
@@ -249,35 +255,53 @@ def _micro_batch_factor(
 
 
 def _tied_bytes(spec: ModelSpec, pricing: Pricing, held: np.ndarray) -> float:
-    """What a head tied to the embedding has in common with it; divided over all ranks it lies nowhere twice."""
+    """Bytes that a tied head shares with the embedding; none if both are sharded over all ranks."""
     shared = spec.layers[-1].tied_parameters
     if not shared or pricing.setup.vocab_parallel:
         return 0.0
-    one = static_bytes(Weights(shared / pricing.cluster.tp, 0.0), pricing.setup, pricing.cluster)
+    weights = Weights(shared / pricing.cluster.tp, 0.0)
+    still = pricing.setup.lora is not None or "frozen" in {*layer_states(spec.num_layers, pricing.setup.frozen)}
+    one = (frozen_bytes if still else static_bytes)(weights, pricing.setup, pricing.cluster)
     return float(min(one, held[0], held[-1]))
 
 
 def price_layers(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    kinds, number = _kinds(spec.layers)
-    found = [priced(layer, pricing) for layer in kinds]
+    kinds, number = _kinds(spec.layers, pricing.setup.frozen, pricing.setup.offload_layers or 0)
+    found = [priced(layer, pricing, state, offloaded) for layer, state, offloaded in kinds]
     return [found[k][0] for k in number], [found[k][1] for k in number]
 
 
 @lru_cache(maxsize=64)
-def _kinds(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], tuple[int, ...]]:
-    """The different layers of a model, and which of them stands where: most are alike, and priced once."""
-    known: dict[Layer, int] = {}
-    number = tuple(known.setdefault(layer, len(known)) for layer in layers)
+def _kinds(
+    layers: tuple[Layer, ...], frozen: tuple[tuple[int, int], ...], offloaded: int
+) -> tuple[tuple[tuple[Layer, State, bool], ...], tuple[int, ...]]:
+    """The distinct layers of a model (trained or not, with activations on the host or not) and the index of each layer
+    among them; each is priced once."""
+    if offloaded and offloaded > len(layers) - 3:
+        raise OctoPipeError(
+            f"offload_layers {offloaded} leaves none of the {len(layers) - 2} blocks on the GPU; name at most "
+            f"{len(layers) - 3}"
+        )
+    known: dict[tuple[Layer, State, bool], int] = {}
+    states = layer_states(len(layers), frozen)
+    every = ((layer, state, 1 <= i <= offloaded) for i, (layer, state) in enumerate(zip(layers, states, strict=True)))
+    number = tuple(known.setdefault(kind, len(known)) for kind in every)
     return tuple(known), number
 
 
+def _model_flops(layers: tuple[Layer, ...], setup: Setup, seq: int) -> float:
+    if setup.lora is not None or setup.frozen:
+        return needed_flops(layers, setup.frozen, setup.lora is not None, seq)
+    return _trained_flops(layers, seq)
+
+
 @lru_cache(maxsize=64)
-def _model_flops(layers: tuple[Layer, ...], seq: int) -> float:
+def _trained_flops(layers: tuple[Layer, ...], seq: int) -> float:
     return model_flops(layers, seq=seq)
 
 
 def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost], list[Weights]]:
-    """All layers, some of them checkpointed: they keep their input, and I runs their forward again first."""
+    """All layers with some of them checkpointed: these keep their input, and I first runs their forward again."""
     setup, inner = pricing.setup, spec.num_layers - 2
     if setup.recompute != "full":
         return price_layers(spec, pricing)
@@ -287,6 +311,8 @@ def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost
     costs, _ = price_layers(spec, replace(pricing, setup=rest))
     known: dict[tuple[int, float], LayerCost] = {}  # layers that are alike share their costs
     for i in again:
+        if not whole[i].activation_bytes:
+            continue  # it keeps nothing, so there is nothing to run again
         key = id(whole[i]), whole[i - 1].boundary_bytes
         if key not in known:
             known[key] = checkpointed(whole[i], whole[i - 1].boundary_bytes)
@@ -295,19 +321,22 @@ def price_recomputing(spec: ModelSpec, pricing: Pricing) -> tuple[list[LayerCost
 
 
 def checkpointed(layer: LayerCost, kept: float) -> LayerCost:
-    """A layer that keeps its input, `kept` bytes, and runs its forward again before I."""
+    """A layer that keeps only its input (`kept` bytes) and runs its forward again before I.
+
+    If I and W are split, this second forward restores the operands of W, and they stay until W: the stash is that of
+    the whole layer and may be larger than what is kept between F and I.
+    """
     return replace(
         layer,
         input_ms=layer.input_ms + layer.forward_ms,
         input_parts=(*layer.forward_parts, *layer.input_parts),
         activation_bytes=min(kept, layer.activation_bytes),
-        stash_bytes=min(kept, layer.stash_bytes),
         workspace_bytes=layer.workspace_bytes + max(layer.activation_bytes - kept, 0.0),
     )
 
 
 def _exposed_reduction_ms(columns: Mapping[str, np.ndarray], weights: Sequence[Weights], pricing: Pricing) -> float:
-    """What shows of the gradient reduction at the end of a step, over all layers.
+    """The exposed part of the gradient reduction at the end of a step, over all layers.
 
     Gradients are reduced (ZeRO-1: reduce-scattered, and updated weights gathered) while the last backward and the
     next step's first forward compute, layer by layer; what does not fit behind them, and the last layer's share,
@@ -340,18 +369,13 @@ def reduction_parts_ms(weights: Sequence[Weights], pricing: Pricing) -> list[tup
     setup, cluster = pricing.setup, pricing.cluster
     if setup.dp * setup.cp == 1 or setup.zero == 3:
         return [(0.0, 0.0)] * len(weights)
-    strides = (cluster.tp, cluster.ep * cluster.expert_tp)
     known: dict[Weights, tuple[float, float]] = {}
     for held in set(weights):
-        groups = list(zip(held, shards_of(setup, cluster), strides, strict=True))
-
-        def ring(size: float, groups: list[tuple[float, float, int]] = groups) -> float:
-            return sum(
-                ring_ms(cluster, size * count, int(n), stride, share=pricing.rates.link) for count, n, stride in groups
-            )
-
-        reduced = ring(setup.gradient_bytes)
-        known[held] = (2 * reduced, 0.0) if setup.zero == 0 else (reduced, ring(WEIGHT_BYTES))
+        reduced = gathered = 0.0
+        for count, n, stride in zip(held, shards_of(setup, cluster), strides_of(cluster), strict=True):
+            reduced += reduce_ms(pricing, setup.gradient_bytes * count, int(n), stride)
+            gathered += ring_ms(cluster, WEIGHT_BYTES * count, int(n), stride, share=pricing.rates.link)
+        known[held] = (2 * reduced, 0.0) if setup.zero == 0 else (reduced, gathered)
     return [known[held] for held in weights]
 
 

@@ -1,10 +1,10 @@
-"""What collectives cost on a cluster: rings, exchanges of experts, gathers of weights.
+"""Costs of collectives on a cluster: rings, the exchange between experts, all-gathers of weights.
 
-Knows: how long a group of GPUs, near or far apart, takes to gather, reduce or exchange so many bytes. Does not
-know: which layer asks for it (`analytic.py`).
+Knows: how long a group of GPUs, within or across nodes, takes to gather, reduce or exchange a number of bytes. Does not
+know: which layer needs it (`layer_pricing.py`).
 
-A group is `size` GPUs `stride` apart, numbered as in `Cluster`; those of one node talk over the fast links, and every
-GPU has its own way out of the node.
+A group consists of `size` GPUs `stride` apart, numbered as in `Cluster`. GPUs of one node communicate over the fast
+links, and every GPU has its own link to other nodes.
 
 >>> from octopipe.costs.cluster.hardware import Cluster, gpu
 >>> h100 = Cluster(gpu=gpu("h100"))
@@ -40,14 +40,14 @@ def ring_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, shar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """How tokens are exchanged between expert ranks; what is left out is priced as for any collective of bf16."""
+    """How tokens are exchanged between expert-parallel ranks; defaults are those of other bf16 collectives."""
 
     link_share: float | None = None
-    """Share of the links' speed that the exchange reaches; None: what other collectives reach."""
+    """Share of the link bandwidth that the exchange reaches; None: as other collectives."""
     dispatch_bytes: float = 2.0
-    """Bytes per value on the way to the experts (1: fp8); what comes back is bf16."""
+    """Bytes per value of the dispatch (1: fp8); the combine uses bf16."""
     most_nodes: int | None = None
-    """A token's experts lie on at most so many nodes (node-limited routing)."""
+    """The experts of a token are on at most this many nodes (node-limited routing)."""
     slows_compute: float = 20 / 112
     """Compute beside an exchange takes 1 + this times as long: the exchange's kernels take 20 of 132 multiprocessors
     (DeepSeek-V3's report, section 3.2.2)."""
@@ -84,7 +84,7 @@ def exchange_ms(
 
 
 def pass_round_ms(cluster: Cluster, nbytes: float, size: int, stride: int = 1, *, share: float) -> float:
-    """Each GPU's `nbytes` handed round the whole group, neighbour to neighbour."""
+    """Each GPU's `nbytes` passed around the whole group in a ring."""
     if size <= 1 or nbytes <= 0:
         return 0.0
     whole = cluster.members_per_node(size, stride) >= size
@@ -96,11 +96,11 @@ class ContextTraffic(NamedTuple):
     """What context parallelism adds to one forward of attention."""
 
     behind_ms: float
-    """Runs behind the attention core."""
+    """Communication that overlaps with attention."""
     shown_ms: float
-    """Before and after it."""
+    """Communication before and after attention."""
     backward: float
-    """How many times as much a backward moves."""
+    """Communication of the backward relative to the forward."""
 
 
 def context_traffic(
@@ -123,5 +123,5 @@ def context_traffic(
 
 
 def nearby(cluster: Cluster, size: int, stride: int) -> int:
-    """The largest part of a group, a divisor of its size, that lies inside a node."""
+    """The largest divisor of a group's size whose GPUs are within one node."""
     return max(d for d in range(1, size + 1) if size % d == 0 and cluster.members_per_node(d, stride) >= d)

@@ -1,10 +1,10 @@
-"""Kinds of field of the set-up: what is accepted for one, how it is held, how it is written in JSON and as text.
+"""Field types of the set-up: accepted values, stored values, and their form in JSON and as text.
 
-Knows: whole numbers, choices, yes or no, times, lists, GPUs, nodes, spreads. Does not know: which fields there are
+Knows: whole numbers, choices, booleans, times, lists, GPUs, nodes, imbalances. Does not know: which fields there are
 (`setup.py`).
 
-Every field of `Setup` is declared with one of these kinds and the words around it. Flags, keywords, JSON, plan files
-and the page's form are made from that declaration.
+Every field of `Setup` is declared with one of these types and its descriptions. Flags, keywords, JSON, plan files and
+the form of the web page are generated from that declaration.
 
 >>> Whole().of_text("4"), Numbers().read("speeds", [1, 0.5]), Choice(("bf16", "fp8")).accepts
 (4, (1.0, 0.5), 'str')
@@ -30,31 +30,31 @@ from octopipe.costs.cluster.hardware import Gpu, gpu, gpu_from, gpu_record
 from octopipe.costs.cluster.hardware_file import read_hardware
 
 Part = Literal["size", "hardware", "batch", "training", "ranks"]
-"""What a field is about; flags are grouped by it."""
+"""The group of a field; flags are grouped accordingly."""
 MAX_SPREAD, MAX_EXPERTS = 1000.0, 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a field may hold."""
+    """The type of a field's values."""
 
     accepts = "object"
-    """The type of its keyword, as a type checker reads it."""
+    """The type annotation of its keyword."""
 
     def read(self, name: str, value: Any) -> Any:
-        """What is held for a value that a caller or a JSON file gives; `name` is what the giver calls it."""
+        """The stored value for a value from a caller or a JSON file; `name` is the caller's name for it."""
         raise NotImplementedError
 
     def of_text(self, text: str) -> Any:
-        """The value that a flag or an input of a form spells; errors do not name the field."""
+        """The value of a flag or a form input given as text; errors do not name the field."""
         raise OctoPipeError(f"{text[:40]!r} is a text; give a list")
 
     def of_form(self, text: str) -> Any:
-        """The value that an input of a page's form spells: as a flag, but no file of the serving machine is named."""
+        """The value of a form input: as for a flag, except that files of the serving machine are not accepted."""
         return self.of_text(text)
 
     def told(self, value: Any) -> Any:
-        """What is held, as a plain JSON value."""
+        """The stored value as a JSON value."""
         return value
 
 
@@ -101,7 +101,7 @@ class Choice(Kind):
     def of_text(self, text: str) -> Any:
         found = [value for value in self.of if str(value) == text]
         if not found:
-            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(self.words)}")
+            raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(self.words)}")
         return found[0]
 
 
@@ -143,8 +143,62 @@ class Number(Kind):
 
 
 @dataclass(frozen=True, slots=True)
+class Share(Number):
+    """A number from 0 to 1."""
+
+    def read(self, name: str, value: Any) -> float:
+        number = finite(value)
+        if number is None or not 0 <= number <= 1:
+            raise OctoPipeError(f"{name} is {brief(value)}; give a share from 0 to 1")
+        return number
+
+    def of_text(self, text: str) -> float:
+        value = Number().of_text(text)
+        if value > 1:
+            raise OctoPipeError(f"{text[:40]} is no share; give a number from 0 to 1")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRanges(Kind):
+    """Layers by number, as ranges: `0-15,33`, or a list of [first, last]."""
+
+    accepts = "str | Sequence[Sequence[int]]"
+
+    def read(self, name: str, value: Any) -> tuple[tuple[int, int], ...]:
+        if isinstance(value, str):
+            return self._read_text(name, value)
+        pairs = [tuple(pair) if _is_list(pair) else pair for pair in value] if _is_list(value) else [value]
+        for pair in pairs:
+            whole = isinstance(pair, tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in pair)
+            if not whole or len(pair) != 2 or not 0 <= pair[0] <= pair[1] <= MAX_SIZE:
+                raise OctoPipeError(f"{name} is {brief(value)}; give ranges of layers like 0-15,33")
+        return tuple(sorted(pairs))
+
+    def _read_text(self, name: str, text: str) -> tuple[tuple[int, int], ...]:
+        out = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            first, _, last = part.partition("-")
+            if not all(n.isascii() and n.isdecimal() and len(n) < 9 for n in (first, last or first)):
+                raise OctoPipeError(f"{name} is {brief(text)}; give ranges of layers like 0-15,33")
+            out.append((int(first), int(last or first)))
+        return self.read(name, out)
+
+    def of_text(self, text: str) -> str:
+        return ranges_text(self._read_text("the text", text))
+
+    def told(self, value: tuple[tuple[int, int], ...]) -> str | None:
+        return ranges_text(value) or None
+
+
+def ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges of layers as users write them."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+@dataclass(frozen=True, slots=True)
 class Numbers(Kind):
-    """Numbers above 0, one for all pipeline ranks or one per rank."""
+    """Positive numbers, one for all pipeline ranks or one per rank."""
 
     accepts = "float | Sequence[float]"
 
@@ -169,7 +223,7 @@ class Numbers(Kind):
 
 @dataclass(frozen=True, slots=True)
 class GpuName(Kind):
-    """A GPU, a preset's name, a hardware file, or all figures of a GPU of one's own."""
+    """A GPU, the name of a preset, a hardware file, or all figures of a user-defined GPU."""
 
     accepts = "str | Path | Mapping[str, object]"
 
@@ -192,7 +246,7 @@ class GpuName(Kind):
 
 @dataclass(frozen=True, slots=True)
 class StackName(Kind):
-    """A training stack: a name, a file that `octopipe calibrate` wrote, or what is in one."""
+    """A training stack: a name, a file written by `octopipe calibrate`, or the contents of one."""
 
     accepts = "str | Path | Mapping[str, object]"
 
@@ -204,7 +258,7 @@ class StackName(Kind):
 
     def of_form(self, text: str) -> str:
         if text not in stack_names():
-            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
+            raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(stack_names())}")
         return text
 
     def told(self, value: Stack | None) -> str | dict[str, Any] | None:
@@ -213,7 +267,7 @@ class StackName(Kind):
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups(Kind):
-    """Unequal nodes: the path of a cluster file, or what is in one."""
+    """Unequal nodes: the path of a cluster file, or the contents of one."""
 
     accepts = "str | Path | Sequence[Mapping[str, object]]"
 
@@ -231,7 +285,7 @@ class NodeGroups(Kind):
         return text
 
     def of_form(self, text: str) -> str:
-        raise OctoPipeError("the page reads no files of this machine; give the list of nodes")
+        raise OctoPipeError("the page does not read files of this machine; give the list of nodes")
 
     def told(self, value: Nodes) -> list[dict[str, Any]] | None:
         return [{"gpu": g, "count": n, "gpus_per_node": k} for g, n, k in value] or None
@@ -287,7 +341,7 @@ class Spread(Kind):
             return self._counts(name, list(value))
         number = finite(value[0] if _is_list(value) else value)
         if number is None or not 1 <= number <= MAX_SPREAD:
-            wanted = f"what the busiest expert rank gets over the mean (1 to {MAX_SPREAD:g})"
+            wanted = f"tokens of the busiest expert rank over the mean (1 to {MAX_SPREAD:g})"
             raise OctoPipeError(f"{name} is {brief(value)}; give {wanted}, or a file with the tokens of every expert")
         return (number,) if number > 1 else ()
 
@@ -331,29 +385,29 @@ def _is_list(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """How a field is asked for, beside its name and its default."""
+    """How a field is presented to users, besides its name and its default."""
 
     kind: Kind
     part: Part = "size"
     flag: str = ""
-    """The flag's name where it is not the field's: `cluster` for `nodes`."""
+    """The flag's name if it differs from the field's: `cluster` for `nodes`."""
     also: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
-    """Other names it is accepted under, with what makes this field's value of theirs."""
+    """Aliases, each with the function that converts its value."""
     words: str = ""
-    """What it is, in a few words: a flag's help, a label of the form."""
+    """A short description: the help of the flag and the label in the form."""
     unless_given: str = ""
-    """What holds where it is left out, in words."""
+    """The default value, in words."""
     optional: bool = False
-    """Whether None may be held; it stands for "not known" or "follows from others"."""
+    """Whether None is allowed, which means "not known" or "derived from others"."""
     follows: bool = False
-    """Whether what is left out follows from the model or the GPU, whatever the record's own default is."""
+    """Whether the default is derived from the model or the GPU instead of the record's own default."""
     of_a_model: bool = False
-    """Whether measured layer times have it in them already, so that it changes nothing for a file of times."""
+    """Whether measured layer times already include its effect, so that it has none for a file of times."""
     has_flag: bool = True
     is_keyword: bool = True
-    """Whether it is asked for by name. Ranks and micro-batches are a plan's own; other fields follow from the rest."""
+    """Whether it is a keyword. Ranks and micro-batches belong to a plan; other fields are derived."""
     on_page: bool = False
-    """Whether the page's form shows it at first sight; the others open with a click."""
+    """Whether the form shows it at once; the others are in a collapsed section."""
 
     def read(self, name: str, value: Any) -> Any:
         if value is None and self.optional:
@@ -362,12 +416,12 @@ class Asked:
 
 
 def of_text(name: str, how: Asked, text: str) -> Any:
-    """The value that an input of a form spells; the error names the field. A form names no files of the machine."""
+    """The value of a form input; errors name the field. Files of the serving machine are not accepted."""
     try:
         if isinstance(how.kind, GpuName):
             return gpu(text)
         if isinstance(how.kind, StackName) and text not in stack_names():
-            raise OctoPipeError(f"{text[:40]!r} is none of {', '.join(stack_names())}")
+            raise OctoPipeError(f"{text[:40]!r} is not one of {', '.join(stack_names())}")
         return how.kind.of_form(text)
     except OctoPipeError as error:
         raise OctoPipeError(f"{name.replace('_', ' ')}: {error}") from None

@@ -1,7 +1,7 @@
-"""Cluster files: unequal nodes as a small TOML or JSON file, and what they make of every pipeline rank.
+"""Cluster files: unequal nodes as a small TOML or JSON file, and the resulting GPUs of every pipeline rank.
 
-Knows: the file format; which GPUs a pipeline rank gets, its memory and its links. Does not know: models; how much
-slower a rank is follows from pricing the model on its GPU (`resolve.py`).
+Knows: the file format; which GPUs a pipeline rank gets, its memory and its links. Does not know: models; the relative
+speed of a rank is computed by pricing the model on its GPU (`resolve.py`).
 
     [[nodes]]
     gpu = "h100"          a preset (`octopipe gpus`)
@@ -87,12 +87,12 @@ def count_gpus(nodes: Nodes) -> int:
 
 
 class RankGpus(NamedTuple):
-    """What one pipeline rank, all its replicas included, is made of."""
+    """The GPUs of one pipeline rank, including all its replicas."""
 
     gpu: Gpu
-    """Its slowest kind: the others wait for it."""
+    """The slowest GPU kind of the rank; the others wait for it."""
     memory_gib: float
-    """Its smallest card."""
+    """The smallest GPU memory of the rank."""
     nodes: frozenset[int]
 
 
@@ -117,7 +117,7 @@ def ranks_on(nodes: Nodes, pp: int, gpus_per_stage: int) -> list[RankGpus]:
 
 
 def network_of(ranks: Sequence[RankGpus]) -> Network:
-    """Links between ranks: inside a node the slower card's fast link, across nodes the slower way out."""
+    """Links between ranks: the slower GPU's fast link within a node, the slower network link across nodes."""
     too_many = over("links between ranks of unequal nodes", len(ranks) * (len(ranks) - 1), MAX_LINKS)
     if too_many:
         raise OctoPipeError(too_many[0])
@@ -135,7 +135,7 @@ def network_of(ranks: Sequence[RankGpus]) -> Network:
 
 
 def memory_bytes(ranks: Sequence[RankGpus], reserve_gib: float | None, default: Any) -> tuple[float, ...]:
-    """What a plan may fill on every rank, after the reserve."""
+    """Usable memory of every rank, after the reserve."""
     out = []
     for rank in ranks:
         kept = default(rank.memory_gib) if reserve_gib is None else reserve_gib

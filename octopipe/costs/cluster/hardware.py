@@ -1,7 +1,7 @@
-"""Devices and links: what a rank is made of and what a transfer between two ranks costs.
+"""Devices and links: the GPUs of a rank and the cost of a transfer between two ranks.
 
-Knows: GPU presets, node sizes, parallel sizes, per-rank speed and memory, the alpha-beta cost of a link. Does
-not know: models, layers or plans, or what a training run does with all this (`setup.py`).
+Knows: GPU presets, node sizes, parallel sizes, per-rank speed and memory, the alpha-beta cost of a link. Does not know:
+models, layers, plans, or how a training run uses the hardware (`setup.py`).
 
 >>> Network.constant(0.3).transfer_ms(0, 1, 8 << 20)
 0.3
@@ -58,7 +58,7 @@ class Network:
     ranks_per_node: int = 1 << 30
     """Consecutive ranks that share a node; ranks r and s are in one node when r // n == s // n."""
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    """Measured links of single (source, destination) pairs; they win over intra and inter."""
+    """Measured links of single (source, destination) pairs; they override intra and inter."""
 
     def __post_init__(self) -> None:
         if not (finite(self.ranks_per_node) or 0) >= 1:
@@ -78,10 +78,12 @@ class Network:
         return self.intra if same else self.inter
 
     def transfer_ms(self, source: int, destination: int, nbytes: float) -> float:
-        """Time of one transfer; a rank hands tensors to itself for nothing."""
+        """Time of one transfer; zero within a rank."""
         return 0.0 if source == destination else self.link(source, destination).transfer_ms(nbytes)
 
 
+MOST_FLOWS = 700.0
+"""Flows on one link up to which their number is taken as Poisson distributed, term by term."""
 INTRA_LATENCY_MS = 0.003
 INTER_LATENCY_MS = 0.005
 """Start-up time of one transfer inside a node and across nodes. Our choice (no source): a few microseconds,
@@ -94,13 +96,13 @@ class Gpu:
 
     name: str
     bf16_tflops: float
-    """Dense bf16, the data sheet's figure."""
+    """Dense bf16 peak of the data sheet."""
     memory_gib: float
     hbm_tb_per_s: float
     intra_gb_per_s: float
-    """To another GPU of its node."""
+    """Bandwidth to another GPU of the same node."""
     inter_gb_per_s: float
-    """To a GPU of another node."""
+    """Bandwidth to a GPU of another node."""
     gpus_per_node: int = 8
     """GPUs joined by the fast links."""
     fp8_tflops: float | None = None
@@ -108,17 +110,20 @@ class Gpu:
     fp4_tflops: float | None = None
     """Dense NVFP4 (fp4 with block scales); None: the GPU has no fp4 matrix units."""
     generation: str = "hopper"
-    """Whose calibrated efficiencies hold (`calibration.py`)."""
+    """The generation whose calibrated rates are used (`calibration.py`)."""
     clock: float = 1.0
-    """Clock under load over that of its generation's reference board."""
+    """Clock under load, relative to the reference board of its generation."""
     host_gb_per_s: float = 50.0
-    """To the host's memory, for what is offloaded."""
+    """Bandwidth to host memory, for offloading."""
     watts: float | None = None
     """The board's power limit; None: not known."""
     pod_gpus: int | None = None
     """GPUs that reach each other over the network at full speed; None: all."""
     oversubscription: float = 1.0
     """How much slower links are between GPUs of different pods."""
+    flows: int | None = None
+    """Flows per connection that switches spread at random over the uplinks of a pod (ECMP by hash); None: they route
+    by load, and uplinks are used evenly."""
 
     def __post_init__(self) -> None:
         for name in ("name", "generation"):
@@ -132,10 +137,10 @@ class Gpu:
                 raise OctoPipeError(
                     f"gpu {self.name}: {name} is {brief(getattr(self, name))}; give a finite number > 0"
                 )
-        for name in ("gpus_per_node", "pod_gpus"):
+        for name in ("gpus_per_node", "pod_gpus", "flows"):
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_GPUS
-            if not whole and (name, value) != ("pod_gpus", None):
+            if not whole and (value is not None or name == "gpus_per_node"):
                 raise OctoPipeError(f"gpu {self.name}: {name} is {brief(value)}; give a whole number >= 1")
         if not 1.0 <= (finite(self.oversubscription) or 0.0) <= MAX_RATIO:
             raise OctoPipeError(f"gpu {self.name}: oversubscription is {brief(self.oversubscription)}; give 1 or more")
@@ -156,8 +161,38 @@ class Gpu:
         return self.bf16_tflops * 1e9
 
     @property
+    def between_pods(self) -> float:
+        """How much slower a link is between pods: oversubscription, and flows that meet on one uplink."""
+        if self.pod_gpus is None or self.flows is None:
+            return self.oversubscription
+        nodes = max(1, self.pod_gpus // self.gpus_per_node)
+        return busiest_uplink(nodes, self.oversubscription, self.flows)
+
+    @property
     def hbm_bytes_per_ms(self) -> float:
         return self.hbm_tb_per_s * 1e9
+
+
+@lru_cache(maxsize=256)
+def busiest_uplink(nodes: int, oversubscription: float, flows: int) -> float:
+    """Load of the busiest uplink of a pod, in links, where every node sends at full speed and each of its `flows` takes
+    an uplink at random: a collective waits for it. Loads are taken as independent and Poisson distributed.
+
+    >>> [round(busiest_uplink(32, 1.0, flows), 1) for flows in (1, 16, 1024)]
+    [3.5, 1.6, 1.1]
+    """
+    uplinks, mean = max(1.0, nodes / oversubscription), flows * oversubscription
+    if mean > MOST_FLOWS:  # what is above the mean falls with the root of the number of flows
+        few = max(1, int(MOST_FLOWS / oversubscription))
+        above = busiest_uplink(nodes, oversubscription, few) - oversubscription if few < flows else 0.0
+        return oversubscription + above * math.sqrt(few / flows)
+    # The mean of the largest is the sum over k of the chance that it is larger than k.
+    total, term, below = 0.0, math.exp(-mean), 0.0
+    for k in range(int(mean + 20 * math.sqrt(mean) + 40)):
+        below = min(1.0, below + term)
+        total += 1.0 - below**uplinks
+        term *= mean / (k + 1)
+    return max(oversubscription, min(total, flows * nodes) / flows)
 
 
 def _gpus() -> Mapping[str, Gpu]:
@@ -246,7 +281,7 @@ def gpu_from(record: object) -> Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """How a job lies on its GPUs: a pipeline rank is a group of tp * cp GPUs, replicated `dp` times.
+    """The layout of a job on its GPUs: a pipeline rank is a group of tp * cp GPUs, replicated `dp` times.
 
     GPUs are numbered as Megatron does: tensor-parallel ranks innermost, then context-parallel ones, then
     data-parallel replicas, then pipeline ranks; expert-parallel groups are formed inside the tp * cp * dp GPUs
@@ -262,6 +297,10 @@ class Cluster:
     dp: int = 1
     ep: int = 1
     cp: int = 1
+    etp: int | None = None
+    """GPUs that divide one expert's matrices; None: the tensor-parallel group, or less where ep leaves less."""
+    hsdp: int = 1
+    """Copies of what ZeRO divides: each is divided over dp * cp / hsdp GPUs."""
     gpus_per_node: int | None = None
     """None: as the GPU's usual node."""
     rank_speed: tuple[float, ...] = ()
@@ -270,9 +309,9 @@ class Cluster:
     """Memory of a GPU of each pipeline rank; empty: the GPU's own, one entry: the same for all."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "dp", "ep", "gpus_per_node"):
+        for name in ("tp", "cp", "pp", "dp", "ep", "etp", "hsdp", "gpus_per_node"):
             value = getattr(self, name)
-            if name == "gpus_per_node" and value is None:
+            if name in ("etp", "gpus_per_node") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OctoPipeError(f"{name} is {value!r}; give a whole number >= 1")
@@ -283,6 +322,13 @@ class Cluster:
             raise OctoPipeError(
                 f"ep {self.ep} does not divide {product} = {self.gpus_per_stage}; give a divisor or raise dp"
             )
+        if self.gpus_per_stage % (self.ep * self.expert_tp):
+            raise OctoPipeError(
+                f"ep {self.ep} x etp {self.etp} does not divide tp * cp * dp = {self.gpus_per_stage}; lower one of them"
+            )
+        if self.dp % self.hsdp or self.expert_dp % self.hsdp:
+            what = f"dp {self.dp}" if self.dp % self.hsdp else f"the {self.expert_dp} replicas of an expert"
+            raise OctoPipeError(f"hsdp {self.hsdp} does not divide {what}; give a divisor")
         for name, lengths in (("rank_speed", (0, self.pp)), ("rank_memory_gib", (0, 1, self.pp))):
             values = getattr(self, name)
             if len(values) not in lengths:
@@ -310,7 +356,10 @@ class Cluster:
 
     @property
     def expert_tp(self) -> int:
-        """GPUs that share one expert: the tensor-parallel group, or less where ep is larger than cp * dp."""
+        """GPUs that share one expert: as given, else the tensor-parallel group, or less where ep is larger than
+        cp * dp."""
+        if self.etp is not None:
+            return self.etp
         if (self.cp * self.dp) % self.ep == 0:
             return self.tp
         return math.gcd(self.tp, self.gpus_per_stage // self.ep)
@@ -345,7 +394,12 @@ class Cluster:
         """The link between nodes for GPUs that lie up to `span` apart: slower beyond a pod."""
         if self.gpu.pod_gpus is None or span <= self.gpu.pod_gpus:
             return self.inter_link
-        return Link.of_bandwidth(self.gpu.inter_gb_per_s / self.gpu.oversubscription, INTER_LATENCY_MS)
+        return Link.of_bandwidth(self.gpu.inter_gb_per_s / self.gpu.between_pods, INTER_LATENCY_MS)
+
+    @property
+    def host_link(self) -> Link:
+        """Between a GPU and its host's memory."""
+        return Link.of_bandwidth(self.gpu.host_gb_per_s, INTER_LATENCY_MS)
 
     def network(self) -> Network:
         """Links between pipeline ranks: each GPU sends its share over its own link to its peer."""

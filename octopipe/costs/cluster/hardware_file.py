@@ -1,7 +1,7 @@
 """Hardware files: a GPU, its links and the network around it as a small TOML or JSON file.
 
-Knows: the file format, and what NICs, a power limit and an oversubscribed network make of a GPU's figures. Does not
-know: unequal nodes (`file.py`), models or rates.
+Knows: the file format, and how NICs, a power limit and an oversubscribed network change a GPU's figures. Does not know:
+unequal nodes (`file.py`), models or rates.
 
     [gpu]
     like = "h100"               the preset whose figures hold where none is given below
@@ -41,7 +41,7 @@ from octopipe.costs.cluster.hardware import GPUS, Gpu, gpu
 FORMAT = "octopipe.hardware/1"
 FIGURES = ("bf16_tflops", "fp8_tflops", "fp4_tflops", "memory_gib", "hbm_tb_per_s", "host_gb_per_s")
 MOST = 1e9
-"""The most that any figure of a file may be."""
+"""Maximum value of any figure in a file."""
 OF_GPU = ("like", "name", "generation", "power_watts", *FIGURES)
 OF_NETWORK = (
     "gpus_per_node",
@@ -51,6 +51,7 @@ OF_NETWORK = (
     "nic_gb_per_s",
     "pod_nodes",
     "oversubscription",
+    "flows_per_connection",
 )
 
 
@@ -69,7 +70,7 @@ def read_hardware(path: str | Path) -> Gpu:
 def hardware_from(raw: object, where: str = "hardware") -> Gpu:
     """The GPU in an already decoded file."""
     if not isinstance(raw, Mapping) or not isinstance(raw.get("gpu"), Mapping):
-        raise OctoPipeError(f'{where}: no [gpu]; write `[gpu]`, then `like = "h100"` and what is different')
+        raise OctoPipeError(f'{where}: no [gpu]; write `[gpu]`, then `like = "h100"` and the differences')
     _known(raw, ("gpu", "network", "format"), where, "a hardware file has [gpu] and [network]")
     if raw.get("format") is not None:
         check_format(raw["format"], FORMAT, where)
@@ -86,7 +87,7 @@ def hardware_from(raw: object, where: str = "hardware") -> Gpu:
     if "name" not in table:
         changes["name"] = f"{found.name}-like"
     elif changes["name"] in GPUS:
-        raise OctoPipeError(f"{where}: [gpu] name {changes['name']!r} is a preset's; give another one")
+        raise OctoPipeError(f"{where}: [gpu] name {changes['name']!r} is the name of a preset; give another one")
     if "power_watts" in table:
         limit = _number(table, "power_watts", where)
         if found.watts is None:
@@ -118,7 +119,7 @@ def _base(table: Mapping[str, Any], where: str) -> Gpu:
 
 
 def _links(found: Gpu, network: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What the network's figures are for one GPU."""
+    """The network figures for one GPU."""
     out: dict[str, Any] = {}
     size = found.gpus_per_node
     if "gpus_per_node" in network:
@@ -133,7 +134,7 @@ def _links(found: Gpu, network: Mapping[str, Any], where: str) -> dict[str, Any]
         nics = _whole(network, "nics_per_node", where) if "nics_per_node" in network else size
         out["inter_gb_per_s"] = _number(network, "nic_gb_per_s", where) * nics / size
     elif "nics_per_node" in network:
-        raise OctoPipeError(f"{where}: [network] nics_per_node says nothing without nic_gb_per_s; give both")
+        raise OctoPipeError(f"{where}: [network] nics_per_node has no effect without nic_gb_per_s; give both")
     if ("pod_nodes" in network) != ("oversubscription" in network):
         raise OctoPipeError(f"{where}: [network] pod_nodes and oversubscription belong together; give both")
     if "pod_nodes" in network:
@@ -142,6 +143,10 @@ def _links(found: Gpu, network: Mapping[str, Any], where: str) -> dict[str, Any]
         if ratio < 1:
             raise OctoPipeError(f"{where}: [network] oversubscription is {ratio:g}; give 1 or more")
         out["oversubscription"] = ratio
+    if "flows_per_connection" in network:
+        if "pod_nodes" not in network:
+            raise OctoPipeError(f"{where}: [network] flows_per_connection needs pods; give pod_nodes too")
+        out["flows"] = _whole(network, "flows_per_connection", where)
     return out
 
 

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 
 class SetupKeywords(TypedDict, total=False):
-    """What surrounds a model that is named."""
+    """The keywords of the set-up."""
 
     gpu: str | Path | Mapping[str, object] | None
     hardware: str | Path | Mapping[str, object] | None
@@ -21,7 +21,9 @@ class SetupKeywords(TypedDict, total=False):
     cp: int | None
     cp_kind: str | None
     ep: int | None
+    etp: int | None
     dp: int | None
+    hsdp: int | None
     micro_batch_size: int | None
     seq: int | None
     zero: int | None
@@ -33,12 +35,18 @@ class SetupKeywords(TypedDict, total=False):
     recompute_layers: int | None
     sequence_parallel: bool | None
     imbalance: float | str | Path | Sequence[float] | None
+    nodes_per_token: int | None
+    lora: int | None
+    frozen: str | Sequence[Sequence[int]] | None
+    offload_optimizer: float | None
+    offload_layers: int | None
     vocab_parallel: bool | None
     reserve_gib: float | None
     memory_gib: float | Sequence[float] | None
     speeds: float | Sequence[float] | None
     rank_speed: float | Sequence[float] | None
     p2p_ms: float | None
+    host_gb_per_s: float | None
     gpus_per_node: int | None
     nodes: str | Path | Sequence[Mapping[str, object]] | None
     cluster: str | Path | Sequence[Mapping[str, object]] | None

@@ -1,7 +1,7 @@
 """The set-up: how a training run uses its GPUs, as one frozen record that every verb and every output shares.
 
-Knows: GPU, parallel sizes, batch, sequence length, ZeRO, precision, recomputation and the memory kept free; how
-they follow from each other, and how they read in one line and in JSON. Does not know: models, costs or plans.
+Knows: GPU, parallel sizes, batch, sequence length, ZeRO, precision, recomputation and reserved memory; how they are
+derived from each other, and their form as one line and in JSON. Does not know: models, costs or plans.
 
 >>> from octopipe.costs.cluster.hardware import gpu
 >>> setup = Setup(gpu=gpu("h100"), tp=4, pp=8, dp=2, micro_batches=64, seq=8192)
@@ -11,24 +11,22 @@ they follow from each other, and how they read in one line and in JSON. Does not
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.base.files import brief
 from octopipe.costs.analytic.calibration import Stack
 from octopipe.costs.cluster.fields import (
-    Asked,
     Choice,
     GpuName,
+    LayerRanges,
     Lengths,
     NodeGroups,
     Number,
     Numbers,
-    Part,
+    Share,
     Spread,
     StackName,
     Whole,
@@ -37,7 +35,8 @@ from octopipe.costs.cluster.fields import (
     asked,
     fields_of,
 )
-from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
+from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
+from octopipe.costs.cluster.setup_words import words_of
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
 Gradients = Literal["fp32", "bf16"]
@@ -62,7 +61,7 @@ class Setup:
     """Everything a predicted number depends on besides the model and the plan.
 
     A field is declared once, here. The flags of the command line, the keywords of `octopipe.tune` and its siblings, the
-    keys of JSON and plan files and the form of the page are made from these declarations (`fields.py`).
+    keys of JSON and plan files and the form of the web page are generated from these declarations (`fields.py`).
     """
 
     gpu: Gpu | None = asked(
@@ -80,16 +79,28 @@ class Setup:
     """GPUs a sequence is split over."""
     cp_kind: CpKind = asked(
         "ring", Choice(get_args(CpKind)), part="training", of_a_model=True,
-        words="with cp: keys and values handed round (ring), gathered first (all-gather), heads divided instead "
-        "(ulysses), or that inside a node and a ring between nodes (hierarchical)", unless_given="ring",
+        words="with cp: exchange keys and values in a ring (ring), gather them (all-gather), divide heads instead "
+        "(ulysses), or ulysses within a node and a ring between nodes (hierarchical)", unless_given="ring",
     )  # fmt: skip
-    """How GPUs of one sequence see each other's keys and values: handed round behind the attention core; gathered
-    before it; heads instead of tokens divided around it (all-to-all); or that in a node and a ring between nodes."""
+    """How the GPUs of one sequence obtain each other's keys and values: a ring that overlaps with attention; an
+    all-gather before it; an all-to-all that divides heads instead of tokens; or that in a node and a ring between."""
     ep: int = asked(1, Whole(), of_a_model=True, words="expert-parallel size", unless_given="1")
-    """GPUs the experts of a layer are dealt to, inside tp * cp * dp."""
+    """GPUs that the experts of a layer are distributed over, inside tp * cp * dp."""
+    etp: int | None = asked(
+        None, Whole(), of_a_model=True, optional=True,
+        words="expert-tensor-parallel size: GPUs that divide the matrices of one expert between them",
+        unless_given="tp, or less where ep is larger than cp x dp",
+    )  # fmt: skip
+    """None: the tensor-parallel group, or less where ep is larger than cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
-    dp: int = asked(1, Whole(), words="data-parallel size: pipelines side by side", unless_given="1")
-    """Pipelines side by side."""
+    dp: int = asked(1, Whole(), words="data-parallel size: number of pipelines", unless_given="1")
+    """Number of data-parallel pipelines."""
+    hsdp: int = asked(
+        1, Whole(), of_a_model=True,
+        words="copies of the state that ZeRO divides (HSDP): each copy is divided over dp x cp / hsdp GPUs",
+        unless_given="1",
+    )  # fmt: skip
+    """Gradients are reduced inside a copy's GPUs first, then between the copies."""
     micro_batch_size: int = asked(
         1, Whole(), part="batch", of_a_model=True, words="sequences per micro-batch", unless_given="1"
     )
@@ -109,7 +120,7 @@ class Setup:
         words="ZeRO stage, what data-parallel replicas shard: 1 optimizer state, 2 gradients too, 3 weights too (FSDP)",
         unless_given="1",
     )  # fmt: skip
-    """0: every replica holds all state; 1: optimizer state divided (Megatron's distributed optimizer); 2: gradients
+    """0: every replica holds all state; 1: optimizer state sharded (Megatron's distributed optimizer); 2: gradients
     too; 3: weights too (FSDP)."""
     precision: Precision = asked(
         "bf16", Choice(PRECISIONS), part="training", of_a_model=True, words="precision of matrix products",
@@ -122,58 +133,93 @@ class Setup:
     """Precision in which gradients are kept and reduced; None: fp32, or bf16 where `precision` is not bf16."""
     states: States = asked(
         "fp32", Choice(get_args(States)), part="training", of_a_model=True,
-        words="optimizer state: fp32 weight and moments, bf16 moments, or moments alone, in bf16", unless_given="fp32",
+        words="optimizer state: fp32 weights and moments, with bf16 moments, or bf16 moments only", unless_given="fp32",
     )  # fmt: skip
     """An fp32 weight and two fp32 moments; an fp32 weight and bf16 moments (DeepSeek-V3); or bf16 moments alone, where
     the optimizer updates bf16 weights."""
     recompute: Recompute = asked(
         "none", Choice(RECOMPUTE), part="training", of_a_model=True,
-        words="activations to recompute: the cheap ones (selective), all (full), or as many as it takes to fit (auto)",
+        words="activations to recompute: cheap ones (selective), all (full), or as many as needed to fit (auto)",
         unless_given="none",
     )  # fmt: skip
-    """selective: outputs of norms, of experts' activation functions and of latent up-projections again (Megatron-LM's
-    --recompute-modules layernorm moe_act mla_up_proj); full: whole layers again, one at a time, from their inputs;
-    auto: as much of both as it takes to fit."""
+    """selective: recompute outputs of norms, of experts' activation functions and of latent up-projections
+    (Megatron-LM's --recompute-modules layernorm moe_act mla_up_proj); full: recompute whole layers from their inputs,
+    one at a time; auto: as much of both as is needed to fit."""
     recompute_layers: int | None = asked(
         None, Whole(), part="training", of_a_model=True, optional=True,
-        words="with full: recompute only so many layers", unless_given="all",
+        words="with full: number of layers to recompute", unless_given="all",
     )  # fmt: skip
-    """With full: so many layers, spread evenly over the model, the rest selectively; None: all."""
+    """With full: this many layers, spread evenly over the model, and the rest selectively; None: all."""
     sequence_parallel: bool = asked(
-        True, YesNo(), part="training", of_a_model=True, words="with tp: divide the residual stream too",
+        True, YesNo(), part="training", of_a_model=True, words="with tp: shard the residual stream too",
         unless_given="yes",
     )  # fmt: skip
-    """With tp: norms and the residual stream divided over the group as well."""
+    """With tp: norms and the residual stream are sharded over the group as well."""
     imbalance: tuple[float, ...] = asked(
         (), Spread(), part="training", of_a_model=True,
-        words="uneven routing: tokens of the busiest expert rank over the mean, or a file with every expert's tokens",
+        words="uneven routing: tokens of the busiest expert rank over the mean, or a file with the tokens per expert",
         unless_given="1, even",
     )  # fmt: skip
-    """What the busiest expert rank gets over the mean, or the tokens of every expert; empty: all get the same."""
+    """Tokens of the busiest expert rank over the mean, or the tokens of every expert; empty: even routing."""
+    nodes_per_token: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="node-limited routing: the experts of one token lie on at most so many nodes",
+        unless_given="no limit",
+    )  # fmt: skip
+    """None: a token's experts may lie on any node."""
+    lora: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="rank of low-rank adapters (LoRA) on the matrices of every block; all other weights are frozen",
+        unless_given="none: weights are trained",
+    )  # fmt: skip
+    """None: no adapters, and every layer outside `frozen` is trained."""
+    frozen: tuple[tuple[int, int], ...] = asked(
+        (), LayerRanges(), part="training", of_a_model=True,
+        words="layers whose weights are not trained, counted from 0 (the embedding), e.g. 0-15,33",
+    )  # fmt: skip
+    """(first, last) of each range of layers without gradients and optimizer state."""
+    offload_optimizer: float = asked(
+        0.0, Share(), part="training", of_a_model=True,
+        words="share of the optimizer state that the host's memory holds and its processors update, from 0 to 1",
+        unless_given="0",
+    )  # fmt: skip
+    """Of what a GPU would hold after ZeRO's division."""
+    offload_layers: int | None = asked(
+        None, Whole(), part="training", of_a_model=True, optional=True,
+        words="layers after the embedding whose activations wait in the host's memory for the backward; without a "
+        "pipeline and without recomputation",
+        unless_given="none",
+    )  # fmt: skip
+    """None: all activations stay on the GPU."""
     vocab_parallel: bool = asked(
-        False, YesNo(), part="ranks", of_a_model=True, words="embedding and head divided over all pipeline ranks",
+        False, YesNo(), part="ranks", of_a_model=True, words="embedding and head sharded over all pipeline ranks",
         unless_given="no", has_flag=False,
     )  # fmt: skip
-    """Embedding and head priced as divided over all pipeline ranks; `octopipe tune --cut-head` plans such a head."""
+    """Embedding and head are priced as sharded over all pipeline ranks; `octopipe tune --cut-head` plans that."""
     reserve_gib: float | None = asked(
         None, Number(), part="training", optional=True, words="GiB kept free per GPU",
         unless_given="6 %, at least 1.5",
     )  # fmt: skip
-    """Kept free on every GPU; None: 6 % of the card, at least 1.5 GiB."""
+    """Memory kept free on every GPU; None: 6 % of the GPU's memory, at least 1.5 GiB."""
     memory_gib: tuple[float, ...] = asked(
         (), Numbers(), part="ranks", on_page=True, words="GiB usable per rank: one number, or one per rank",
         unless_given="the GPU's, less the reserve",
     )  # fmt: skip
-    """What may be used on each pipeline rank's GPUs, instead of the card's memory less the reserve."""
+    """Usable memory of each pipeline rank's GPUs, instead of the GPU's memory less the reserve."""
     speeds: tuple[float, ...] = asked(
         (), Numbers(), part="ranks", also={"rank_speed": lambda given: given},
         words="relative speed per rank, e.g. 1,1,0.5,1",
     )  # fmt: skip
     """Relative speed per pipeline rank."""
     p2p_ms: float | None = asked(
-        None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of the links' own"
+        None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of its link's"
     )
-    """Every transfer takes this long, instead of the links' own time."""
+    """Every transfer takes this long, instead of the time of its link."""
+    host_gb_per_s: float | None = asked(
+        None, Number(), part="ranks", optional=True, words="GB/s between a GPU and host memory, in each direction",
+        unless_given="the GPU's",
+    )  # fmt: skip
+    """For offloaded activations; None: the rate of the GPU preset or of the profile."""
     gpus_per_node: int | None = asked(
         None, Whole(), part="hardware", of_a_model=True, optional=True,
         words="GPUs on the fast links of a node", unless_given="the preset's",
@@ -185,24 +231,24 @@ class Setup:
     """Unequal nodes, in order: (GPU, nodes, GPUs per node)."""
     stack: Stack | None = asked(
         None, StackName(), part="hardware", of_a_model=True, optional=True,
-        words="training stack whose rates hold (`octopipe calibrate --list`), or a file of `octopipe calibrate`",
+        words="training stack whose rates are used (`octopipe calibrate --list`), or a file of `octopipe calibrate`",
         unless_given="nvidia-2025",
     )  # fmt: skip
-    """None: the default stack's rates hold."""
+    """None: the rates of the default stack are used."""
     micro_batch_lengths: tuple[tuple[int, ...], ...] = asked(
         (), Lengths(2), part="batch", has_flag=False, words="the lengths of every micro-batch's sequences"
     )
-    """Per micro-batch the lengths of its sequences, padded to the longest or `packed`."""
+    """For each micro-batch, the lengths of its sequences, which are padded to the longest or `packed`."""
     packed: bool = asked(
         False, YesNo(), part="batch", has_flag=False, words="sequences of different length packed, not padded"
     )
     tokens_per_pipeline: int | None = asked(
         None, Whole(), part="batch", has_flag=False, optional=True,
-        words="with lengths: tokens that all pipelines have on average",
+        words="with lengths: mean number of tokens per pipeline",
     )  # fmt: skip
-    """Where other pipelines have fewer tokens than this one: what they all have on average, for tokens per second."""
+    """If other pipelines have fewer tokens than this one: the mean over all of them, for tokens per second."""
     micro_batch_tokens: tuple[int, ...] = asked(
-        (), Lengths(), part="batch", has_flag=False, words="per micro-batch, the one length of its sequences"
+        (), Lengths(), part="batch", has_flag=False, words="per micro-batch, the common length of its sequences"
     )
     samples: int | None = asked(None, Whole(), part="batch", optional=True, has_flag=False, is_keyword=False)
     """Sequences per pipeline and step, where they differ in length; `seq` is then that of the micro-batch that prices
@@ -214,12 +260,24 @@ class Setup:
         for name, how in fields_of(type(self)).items():
             object.__setattr__(self, name, how.read(name, getattr(self, name)))
         if self.recompute_layers is not None and self.recompute != "full":
-            raise OctoPipeError(f"recompute_layers counts for full recomputation; here it is {self.recompute}")
+            raise OctoPipeError(f"recompute_layers applies to full recomputation only; recompute is {self.recompute}")
         if self.gpu is not None and self.precision != "bf16":
             self.gpu.peak_flops_per_ms(self.precision)
+        if self.hsdp > 1 and self.zero == 0:
+            raise OctoPipeError(f"hsdp {self.hsdp} counts copies of what ZeRO divides, and zero is 0; give zero 1 to 3")
+        if self.offload_optimizer and self.zero >= 2:
+            raise OctoPipeError(
+                f"offload_optimizer is priced with ZeRO-0 and ZeRO-1 (Megatron-LM's --optimizer-cpu-offload), "
+                f"not with ZeRO-{self.zero}; give zero 1"
+            )
+        if self.offload_layers is not None and (self.pp > 1 or self.recompute not in ("none", "auto")):
+            raise OctoPipeError(
+                "offload_layers is for one pipeline rank without recomputation, as Megatron-LM's "
+                f"--cpu-offloading-num-layers is; here pp is {self.pp} and recompute {self.recompute}"
+            )
         if self.cp > 1 and self.seq is not None and self.seq % (2 * self.cp):
             raise OctoPipeError(
-                f"cp {self.cp} needs a sequence that 2 x cp divides (two slices a GPU); {self.seq} tokens is none"
+                f"cp {self.cp} needs a sequence length divisible by 2 x cp (two slices per GPU); it is {self.seq}"
             )
         if self.gpu is not None and self.gpu_memory_gib <= self.reserved_gib and not self.memory_gib:
             raise OctoPipeError(
@@ -300,6 +358,11 @@ class Setup:
         loads = [sum(self.imbalance[r * held : (r + 1) * held]) for r in range(self.ep)]
         return max(loads) * self.ep / sum(loads)
 
+    @property
+    def host_link(self) -> Link | None:
+        """The link to host memory that was given outright; otherwise the GPU's or the profile's holds."""
+        return None if self.host_gb_per_s is None else Link.of_bandwidth(self.host_gb_per_s, INTER_LATENCY_MS)
+
     def cluster(self) -> Cluster:
         """The GPUs and links this set-up lies on."""
         if self.gpu is None:
@@ -311,6 +374,8 @@ class Setup:
             ep=self.ep,
             pp=self.pp,
             dp=self.dp,
+            etp=self.etp,
+            hsdp=self.hsdp,
             gpus_per_node=self.gpus_per_node,
             rank_speed=self.speeds,
             rank_memory_gib=self.memory_gib,
@@ -323,33 +388,7 @@ class Setup:
 
     def words(self) -> str:
         """One line: what the numbers beside it are for."""
-        if self.gpu is None:
-            where = f"measured times: pp {self.pp}" + (f", dp {self.dp}" if self.dp > 1 else "")
-        else:
-            known = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "dp")}
-            sizes = [f"{name} {size}" for name, size in known.items() if name in ("tp", "pp") or size > 1]
-            kinds = " + ".join(f"{n * g} x {name}" for name, n, g in self.nodes) or f"{self.num_gpus} x {self.gpu.name}"
-            where = f"{kinds}: {', '.join(sizes)}"
-        length = "" if self.seq is None else f" x {self.seq} tokens"
-        batch = "" if self.gpu is None and self.seq is None else f"micro-batches of {self.micro_batch_size}{length}"
-        if self.batch is not None:
-            batch = self.batch
-        elif self.micro_batches is not None:
-            batch = f"{self.micro_batches} {batch or 'micro-batches'}, global batch {self.global_batch}"
-            batch = batch.replace("micro-batches", "micro-batch", 1) if self.micro_batches == 1 else batch
-        how = []
-        if self.gpu is not None:
-            how = [self.precision] + ([f"ZeRO-{self.zero}"] if self.dp * self.cp > 1 else [])
-            how += [self.recompute_words()] * (self.recompute != "none")
-            how += ["no sequence parallelism"] * (not self.sequence_parallel and self.tp > 1)
-            how += ["vocabulary parallel"] * self.vocab_parallel
-            if self.imbalance and self.ep > 1:
-                spread = f"{self.imbalance[0]:g} x the mean" if len(self.imbalance) == 1 else "as counted"
-                how.append(f"tokens of the busiest expert rank {spread}")
-            how += [f"{self.cp_kind} context parallelism"] * (self.cp > 1 and self.cp_kind != "ring")
-            how += [f"{self.states} optimizer state"] * (self.states != "fp32")
-            how += [] if self.stack is None else [f"{self.stack.name} rates"]
-        return "; ".join(part for part in (where, batch, ", ".join(how)) if part)
+        return words_of(self)
 
     def recompute_words(self) -> str:
         """`none`, `selective recomputation`, `12 layers recomputed`."""
@@ -377,71 +416,6 @@ def setup_from(record: Mapping[str, Any], where: str = "setup") -> Setup:
         return Setup(**known)
     except OctoPipeError as error:
         raise OctoPipeError(f"{where}: {error}") from None
-
-
-# -- how it is asked for --------------------------------------------------------------------------------------------
-
-
-def keyword_fields() -> dict[str, Asked]:
-    """The fields that are asked for by name: keywords of the package's functions, keys of a plan's "setting"."""
-    return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
-
-
-def flag_fields(*parts: Part) -> dict[str, Asked]:
-    """The fields that have a flag, those of these parts alone where any is given."""
-    every = fields_of(Setup).items()
-    return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
-
-
-def form_fields() -> dict[str, Asked]:
-    """The fields that a page's form asks for: all that have a flag, but for files of the machine that serves it."""
-    return {
-        name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)
-    }
-
-
-def keywords(given: Mapping[str, Any], *, others: Iterable[str] = (), lenient: bool = False) -> dict[str, Any]:
-    """What is asked for, under the fields' own names. An unknown name is an error that says the nearest one (`others`
-    are known to the caller), or is left out where `lenient`; of two names of one field the first counts there."""
-    fields = keyword_fields()
-    older = {other: (name, convert) for name, how in fields.items() for other, convert in how.also.items()}
-    out: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for word, value in given.items():
-        name, convert = (word, None) if word in fields else older.get(word, ("", None))
-        if not name:
-            if lenient:
-                continue
-            close = difflib.get_close_matches(word, [*others, *fields, *older], 1)
-            raise OctoPipeError(f"unknown keyword {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
-        if name in out:
-            if lenient:
-                continue
-            raise OctoPipeError(f"{spelled[name]} and {word} are the same keyword; give one of them")
-        if convert is not None and value is not None:
-            try:
-                value = convert(value)
-            except (TypeError, ValueError):
-                raise OctoPipeError(f"{word} is {brief(value)}; give {name} instead") from None
-        out[name], spelled[name] = value, word
-    return out
-
-
-__all__ = [
-    "DEFAULT_GPU",
-    "DEFAULT_SEQ",
-    "PRECISIONS",
-    "RECOMPUTE",
-    "Precision",
-    "Recompute",
-    "Setup",
-    "default_reserve_gib",
-    "flag_fields",
-    "form_fields",
-    "keyword_fields",
-    "keywords",
-    "setup_from",
-]
 
 
 def checkpointed_layers(num_layers: int, count: int | None) -> tuple[int, ...]:

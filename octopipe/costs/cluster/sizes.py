@@ -1,6 +1,6 @@
-"""Sizes that follow from others: the parallel size that a number of GPUs leaves open, the micro-batches of a batch.
+"""Derived sizes: the missing parallel size for a given number of GPUs, and the micro-batches of a global batch.
 
-Knows: products of parallel sizes. Does not know: the set-up they become part of (`setup.py`).
+Knows: products of parallel sizes. Does not know: the set-up that contains them (`setup.py`).
 """
 
 from __future__ import annotations

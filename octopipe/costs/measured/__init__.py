@@ -1,7 +1,7 @@
-"""Facts that others measured, kept with the package: layer times of models, and published training runs.
+"""Published measurements included in the package: layer times of models, and training runs.
 
-Knows: which files there are and where they came from (each file names its source). Does not know: how they are read
-(`layer_times.py`) or what is fitted to them (`analytic/calibration.py`).
+Knows: which files there are (each names its source). Does not know: how they are read (`layer_times.py`) or what is
+fitted to them (`analytic/calibration.py`).
 
 >>> measured_models()[:2]
 ['h800/jamba-100b', 'h800/jamba-20b']

@@ -1,1 +1,1 @@
-"""Other tools' recordings of layer times, read: torch.profiler, Nsight Systems, CSV."""
+"""Readers for layer times from other tools: torch.profiler, Nsight Systems, CSV."""

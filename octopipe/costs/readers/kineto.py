@@ -52,7 +52,7 @@ def read_trace(data: bytes, where: str) -> Recording:
             events = msgspec.json.decode(data, type=_Trace).events
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         why = " ".join(str(error).split())[:160]
-        raise OctoPipeError(f"{where}: no trace of torch.profiler ({why}); export it again") from None
+        raise OctoPipeError(f"{where}: not a trace of torch.profiler ({why}); export it again") from None
     # Times count from the machine's start: beside those a short event's length would be rounded away.
     first = min((event.ts for event in events if event.ph == "X"), default=0.0)
     marks: list[Span] = []

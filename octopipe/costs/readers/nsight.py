@@ -69,13 +69,15 @@ def read_nsight_sqlite(path: str | Path, where: str) -> Recording:
         why = " ".join(str(error).split())[:160]
         if why == "interrupted":
             raise OctoPipeError(f"{where}: takes longer than {MAX_SECONDS:g} s to read; record fewer steps") from None
-        raise OctoPipeError(f"{where}: no export of Nsight Systems ({why}); run nsys export --type sqlite") from None
+        raise OctoPipeError(
+            f"{where}: not an export of Nsight Systems ({why}); run nsys export --type sqlite"
+        ) from None
 
 
 def _recording(base: sqlite3.Connection, where: str) -> Recording:
     tables = {row[0] for row in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "NVTX_EVENTS" not in tables:
-        raise OctoPipeError(f"{where}: no NVTX ranges in it; record with nsys profile --trace nvtx,cuda ({HOW})")
+        raise OctoPipeError(f"{where}: it contains no NVTX ranges; record with nsys profile --trace nvtx,cuda ({HOW})")
     used = {table: _columns(base, table, where) for table in sorted(tables & _TABLES)}
     count = sum(base.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] for table in used)
     if over("rows", count, MAX_ROWS):
@@ -167,7 +169,7 @@ def read_nsight_csv(text: str, where: str) -> LayerTimes:
     """Layer times from a report about NVTX ranges; lines before the header (`Processing ...`) are passed over."""
     at = _header(text)
     if at is None:
-        raise OctoPipeError(f"{where}: no report of nsys stats about NVTX ranges; use --report nvtx_gpu_proj_sum")
+        raise OctoPipeError(f"{where}: not a report of nsys stats about NVTX ranges; use --report nvtx_gpu_proj_sum")
     rows = list(csv.DictReader(text.splitlines()[at:]))
     fields = rows[0].keys() if rows else ()
     if "Start (ns)" in fields and "Name" in fields:
@@ -184,7 +186,7 @@ def read_nsight_csv(text: str, where: str) -> LayerTimes:
             continue
         label, phase = found
         if phase in table.setdefault(label, {}):
-            raise OctoPipeError(f"{where}: line {line}: {brief(name)} stands there twice; keep one domain")
+            raise OctoPipeError(f"{where}: line {line}: {brief(name)} appears twice; keep one domain")
         instances = 1.0 if count is None else _number(row.get(count), where, line)
         table[label][phase] = _number(row.get(time), where, line) / max(1.0, instances) / 1e6
     forward = {label: phases for label, phases in table.items() if "forward" in phases}
@@ -232,4 +234,6 @@ def _place(label: str, where: str) -> tuple[int, int]:
         return (0, 0)
     if any(word in label.lower() for word in _LAST):
         return (2, 0)
-    raise OctoPipeError(f"{where}: where does {brief(label)} stand? number the ranges (layer 0, layer 1, ...); {HOW}")
+    raise OctoPipeError(
+        f"{where}: the position of {brief(label)} is not known; number the ranges (layer 0, layer 1, ...); {HOW}"
+    )

@@ -1,12 +1,13 @@
-"""Layer times out of a profiler's spans, whoever recorded them.
+"""Layer times from the spans of a profiler trace, independent of the tool that recorded it.
 
 Knows: which spans are layers (named with their phase, or the modules of a forward), which backward belongs to which
-forward (autograd's sequence numbers), which kernels a span has launched. Does not know: any tool's file
-(`kineto.py`, `nsight.py`), costs.
+forward (autograd's sequence numbers), and which kernels a span launched. Does not know: file formats (`kineto.py`,
+`nsight.py`), costs.
 
-Two ways lead to layers. *Named*: spans called "layer 3 forward" and "layer 3 backward" ("input" and "weight" where they
-are timed apart), for any words before the phase. *Found*: spans without a phase (modules, or record_function around
-each layer) on the thread that runs the forward; what autograd ran for their operators is their backward.
+Layers are identified in one of two ways. *Named*: spans called "layer 3 forward" and "layer 3 backward" ("input" and
+"weight" if they are timed separately), with any words before the phase. *Found*: spans without a phase (modules, or
+record_function around each layer) on the thread that runs the forward; their backward is what autograd ran for their
+operators.
 
 >>> phase_of("layers.3.forward"), phase_of("head bwd"), phase_of("layers.3")
 (('layers.3', 'forward'), ('head', 'backward'), None)
@@ -103,7 +104,7 @@ def layer_times(recording: Recording, where: str) -> LayerTimes:
         if layers:
             return _Found(spans, layers, recording, where).times(what)
     raise OctoPipeError(
-        f"{where}: neither ranges named after layers nor modules in it; record with record_function around each "
+        f"{where}: it contains neither ranges named after layers nor modules; record with record_function around each "
         f"layer, or with_stack=True ({HOW})"
     )
 
@@ -275,10 +276,13 @@ class _Found:
 
     def times(self, what: str) -> LayerTimes:
         if not self.calls:
-            raise OctoPipeError(f"{self.where}: no pass through all of {len(self.layers)} layers is in it; record more")
+            raise OctoPipeError(
+                f"{self.where}: it contains no complete pass through all {len(self.layers)} layers; record more"
+            )
         if not self.backward:
             raise OctoPipeError(
-                f"{self.where}: no backward pass is in it; record a training step, or name the ranges of the backward "
+                f"{self.where}: it contains no backward pass; record a training step, or name the "
+                f"ranges of the backward "
                 f"({HOW})"
             )
         owner: dict[int, tuple[_Call, int]] = {}
@@ -296,7 +300,7 @@ class _Found:
         notes = [f"layers are the {len(self.layers)} {what} that {_few(self.layers)}; medians of {len(calls)}"]
         notes[0] += " pass" if len(calls) == 1 else " passes"
         if self.again:
-            notes.append("layers ran again inside the backward (activation checkpointing): B holds that time too")
+            notes.append("layers ran again in the backward (activation checkpointing): B includes that time")
         return LayerTimes(
             names=tuple(names[k] for k in keep),
             forward_ms=tuple(forward[k] for k in keep),

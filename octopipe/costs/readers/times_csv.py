@@ -51,7 +51,7 @@ def read_times_csv(text: str, where: str) -> LayerTimes:
         raise OctoPipeError(f"{where}: {over('layers', len(names), MAX_LAYERS)[0]}")
     twice = next((name for k, name in enumerate(names) if name in names[:k]), None) if len(names) < 5000 else None
     if twice is not None:
-        raise OctoPipeError(f"{where}: layer {brief(twice)} stands twice in the first line; name each layer once")
+        raise OctoPipeError(f"{where}: layer {brief(twice)} appears twice in the first line; name each layer once")
     times: dict[str, tuple[float, ...]] = {}
     for line, row in enumerate(rows[1:], 2):
         label = row[0].lower() if labelled else ""

@@ -216,7 +216,7 @@ def _nemotron_h(config: Config) -> tuple[Layer, ...]:
     else:
         pattern = [("#" if symbol == "E" else symbol) for symbol in str(config.get("hybrid_override_pattern") or "")]
     if len(pattern) > MAX_LAYERS:
-        raise OctoPipeError(f"{config.where}: {len(pattern)} layers; at most {MAX_LAYERS} are taken")
+        raise OctoPipeError(f"{config.where}: {len(pattern)} layers; at most {MAX_LAYERS} are allowed")
     if not pattern or not set(pattern) <= set("M-*#"):
         raise OctoPipeError(f'{config.where}: "hybrid_override_pattern" must be letters M, -, * and E (one per layer)')
     mlp = config.size("intermediate_size", default=21504)

@@ -1,1 +1,1 @@
-"""Other people's descriptions of plans, read: Megatron's texts, PyTorch's schedule CSVs."""
+"""Readers for the plans of other tools: Megatron's layout strings, PyTorch's schedule CSVs."""

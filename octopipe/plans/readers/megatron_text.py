@@ -1,9 +1,9 @@
-"""Megatron-LM's two texts for a partition, read and written: `--pipeline-model-parallel-layout` and
+"""Reads and writes Megatron-LM's two notations for a partition: `--pipeline-model-parallel-layout` and
 `--hybrid-layer-pattern`.
 
-Knows: both grammars, their rules and where a text breaks them (errors name the character). A layout has
-letters E embedding, t decoder layer, m multi-token prediction, L loss; `|` between stages, `x*n` and `(...)*n`
-repeat, commas are for looks, stages may be empty. A hybrid pattern has one letter a layer (M Mamba, G gated
+Knows: both grammars, their rules and where a string violates them (errors name the character). A layout has the
+letters E embedding, t decoder layer, m multi-token prediction, L loss; `|` separates stages, `x*n` and `(...)*n`
+repeat, commas are ignored, and stages may be empty. A hybrid pattern has one letter per layer (M Mamba, G gated
 delta net, * attention, D sparse attention, + latent attention, - MLP, E experts), `|` between stages, and `/`
 before each prediction depth. Does not know: ranks, orders, plans (`foreign_plan.py`).
 
@@ -44,12 +44,12 @@ class MegatronText:
     """Multi-token prediction depths (in a layout: its letters m)."""
 
     def text(self) -> str:
-        """The shortest usual spelling; reading it gives this partition again."""
+        """The shortest usual spelling, which reads back as this partition."""
         return write_layout(self.stages) if self.kind == "layout" else write_hybrid(self)
 
 
 def read_megatron(text: str) -> MegatronText:
-    """A layout or a hybrid pattern, whichever the letters say."""
+    """A layout or a hybrid pattern, depending on the letters."""
     plain = text.strip().strip("'\"")  # shells and scripts leave quotes behind
     if set(plain) & set("tmL"):
         return read_layout(plain)
@@ -64,7 +64,7 @@ def read_megatron(text: str) -> MegatronText:
 
 
 def read_layout(text: str) -> MegatronText:
-    """The stages of a `--pipeline-model-parallel-layout`; what breaks its rules is an error with its place."""
+    """The stages of a `--pipeline-model-parallel-layout`; errors name the offending character."""
     letters = _unrolled(text)
     stages = "".join(c for c, _ in letters).split("|")
     layers = [(c, at) for c, at in letters if c != "|"]
@@ -84,12 +84,12 @@ def read_layout(text: str) -> MegatronText:
             raise _wrong(text, at, "a decoder layer t after multi-token prediction m; put every t before the m")
     if sum("m" in stage for stage in stages) > 1:
         second = [at for c, at in layers if c == "m"][-1]
-        raise _wrong(text, second, "multi-token prediction m in two stages; Megatron wants all of it in one")
+        raise _wrong(text, second, "multi-token prediction m in two stages; Megatron requires all of it in one")
     return MegatronText(kind="layout", stages=tuple(stages), depths=sum(c == "m" for c, _ in layers))
 
 
 def _unrolled(text: str) -> list[tuple[str, int]]:
-    """Letters and bars with the place each was written at; repetitions done."""
+    """Letters and bars with their positions, with repetitions expanded."""
     out: list[tuple[str, int]] = []
     group: list[tuple[str, int]] | None = None
     opened = at = 0
@@ -135,7 +135,7 @@ def _check_count(text: str, at: int, count: int) -> None:
 
 
 def _times(text: str, at: int) -> tuple[int | None, int]:
-    """The n of `*n` at this place and where it ends; None where there is none."""
+    """The n of `*n` at this position and where it ends, or None."""
     if at >= len(text) or text[at] != "*":
         return None, at
     number = _NUMBER.match(text, at + 1)
@@ -147,7 +147,7 @@ def _times(text: str, at: int) -> tuple[int | None, int]:
 
 
 def write_layout(stages: Sequence[str]) -> str:
-    """Stages as a layout string: runs as x*n, equal stages behind each other as (..|)*n."""
+    """Stages as a layout string: runs as x*n, consecutive equal stages as (..|)*n."""
     out, at = "", 0
     while at < len(stages):
         same = at
@@ -193,7 +193,7 @@ def read_hybrid(text: str) -> MegatronText:
         if "|" in depth:
             raise _wrong(text, place + depth.index("|"), "a bar behind /; prediction layers stay in the last stage")
         if depth != depths[0]:
-            raise _wrong(text, place, f"prediction depths {brief(depths[0])} and {brief(depth)}; they must be alike")
+            raise _wrong(text, place, f"prediction depths {brief(depths[0])} and {brief(depth)}; they must be equal")
         place += len(depth) + 1
     if depths and not depths[0]:
         raise _wrong(text, len(main), "no layers behind /")

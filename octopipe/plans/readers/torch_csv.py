@@ -26,17 +26,17 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchSchedule:
-    """The ops of every rank in order, as text; what else the file held, counted."""
+    """The ops of every rank in order, as text."""
 
     rows: tuple[tuple[str, ...], ...]
     communicates: bool
-    """Whether sends and receives were written out (they are derived anew where a plan is made)."""
+    """Whether the file contained sends and receives (a plan derives them again)."""
     pairs: tuple[tuple[str, str], ...] = ()
-    """Ops that run together as one OVERLAP_F_B; in the rows they stand side by side."""
+    """Ops that run together as one OVERLAP_F_B; they are adjacent in the rows."""
 
 
 def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
-    """The compute ops of a schedule CSV; an unknown cell is an error that names rank and position."""
+    """The compute ops of a schedule CSV; the error for an unknown cell names rank and position."""
     rows: list[tuple[str, ...]] = []
     communicates = False
     pairs: list[tuple[str, str]] = []
@@ -62,7 +62,7 @@ def read_torch_csv(text: str, where: str = "schedule") -> TorchSchedule:
                 raise _unknown(where, rank, position, word)
         rows.append(tuple(row))
     if not any(rows):
-        raise OctoPipeError(f"{where}: no ops in it; a schedule has one line per rank with cells such as 2F0")
+        raise OctoPipeError(f"{where}: it contains no ops; a schedule has one line per rank with cells such as 2F0")
     return TorchSchedule(rows=tuple(rows), communicates=communicates, pairs=tuple(pairs))
 
 

@@ -1,1 +1,1 @@
-"""Measuring on this machine: layers, links, plans run and timed. Imports torch; knows no training loop."""
+"""Measurements on this machine: layers, links, timed runs of plans. Imports torch; independent of the training loop."""

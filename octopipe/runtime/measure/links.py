@@ -1,10 +1,10 @@
-"""Links: what a transfer between two ranks costs, by ping-pong over the transport that training uses.
+"""Links: measures the cost of a transfer between two ranks by ping-pong over the transport that training uses.
 
-Knows: the alpha-beta fit, and how to bounce a tensor. Does not know: the transports' insides.
+Knows: the alpha-beta fit, and how to send a tensor back and forth. Does not know: how transports work.
 
-A link's cost is latency + bytes / bandwidth. Round trips of a small and of larger tensors are timed one pair after
-the other; the one-way time is half the median round trip, and the fit goes through all sizes, small ones weighted
-by their relative, not their absolute, error. `measure_overlap` says what a transfer costs the computation beside it.
+The cost of a link is latency + bytes / bandwidth. Round trips of a small and of larger tensors are timed one pair after
+the other; the one-way time is half the median round trip. The fit uses all sizes and minimises relative errors.
+`measure_overlap` measures how much a transfer slows concurrent computation.
 """
 
 from __future__ import annotations

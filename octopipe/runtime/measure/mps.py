@@ -2,8 +2,8 @@
 
 Knows: the MPS daemon, its folders, the share of multiprocessors of each rank. Does not know: torch or plans.
 
-Without MPS the processes on a GPU take turns and no two ranks ever compute at once, so nothing measured there
-says anything about a pipeline; with it every rank has its own part of the multiprocessors.
+Without MPS, the processes on a GPU are time-sliced and no two ranks compute at the same time, so measurements say
+nothing about a pipeline. With MPS, every rank has its own share of the multiprocessors.
 
     with Mps.start(num_ranks=4) as mps:
         spawn(..., env=mps.environment)

@@ -1,8 +1,7 @@
-"""One layer ready to run, and what it holds in memory.
+"""One layer prepared for measurement, and its memory.
 
-Knows: how a layer runs as a stage of its own, F, I and W one after the other, call by call or replayed from CUDA
-graphs, and how many bytes it keeps in between.
-Does not know: times, ranks (`profiler.py`).
+Knows: how a layer runs as a single stage, F, I and W one after the other, eagerly or replayed from CUDA graphs, and how
+many bytes it holds in between. Does not know: times, ranks (`profiler.py`).
 """
 
 from __future__ import annotations

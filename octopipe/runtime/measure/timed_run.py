@@ -1,7 +1,7 @@
-"""Timed runs: a plan executed for real, step after step, with a measured Timeline of each.
+"""Timed runs: executes a plan step after step and records a Timeline of each step.
 
-Knows: how many steps make a measurement, when transfers arrive on a shared GPU. Does not know: processes (`launch.py`)
-or what is done with the numbers (`validate.py`, `adapt.py`). All functions here are called by every rank together.
+Knows: how many steps make a measurement, and when transfers arrive on a shared GPU. Does not know: processes
+(`launch.py`) or how the numbers are used (`validate.py`, `adapt.py`). All functions here are collective.
 """
 
 from __future__ import annotations

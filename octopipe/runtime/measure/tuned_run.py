@@ -1,7 +1,7 @@
-"""Tuning by running: the loop of `search/measured_tuning.py` on real ranks.
+"""Tuning with measurements: runs the loop of `search/measured_tuning.py` on real ranks.
 
-Knows: how rank 0 leads the loop while all ranks run its plans, and what of a timed run the loop wants to know. Does not
-know: how costs are corrected or plans searched.
+Knows: how rank 0 controls the loop while all ranks run its plans, and which results of a timed run the loop needs. Does
+not know: how costs are corrected or plans are searched.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class MeasuredTuneJob:
     systems: tuple[str, ...] = PUBLISHED
     copies: tuple[bool, ...] = (False, True)
     recompute: bool = True
+    cut_head: bool = False
+    """Also search, in every round, for a plan whose head is cut by its vocabulary."""
     seed: int = 0
     workers: int | None = None
     iterations: int | None = None
@@ -58,7 +60,7 @@ def measured_tune_task(seat: Seat, job: MeasuredTuneJob) -> Outcome:
 def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], None]) -> Outcome:
     """The outcome, on every rank (collective)."""
 
-    def search(costs: CostTable, copies: bool) -> Plan:
+    def search(costs: CostTable, copies: bool, *, cut_head: bool = False) -> Plan:
         return tune(
             costs,
             world.size,
@@ -67,9 +69,13 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
             seed=job.seed,
             copies=copies,
             recompute=job.recompute,
+            cut_head=cut_head,
             workers=job.workers,
             iterations=job.iterations,
         ).plan
+
+    def cut(costs: CostTable) -> Plan:
+        return search(costs, False, cut_head=True)
 
     def loop(run: Run) -> Outcome:
         return tune_measured(
@@ -81,6 +87,7 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
             kinds=job.work.kinds,
             systems=job.systems,
             copies=job.copies,
+            also={"with a cut head": cut} if job.cut_head else {},
             rounds=job.rounds,
             budget_s=job.budget_s,
             tell=tell,

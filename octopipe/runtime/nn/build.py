@@ -82,7 +82,7 @@ def _check(spec: ModelSpec, index: int, layer: layers.Layer) -> None:
     for part in layer.parts:
         if not isinstance(part, (*_SIMPLE, layers.Embedding, layers.Head)):
             raise OctoPipeError(
-                f"{spec.name}: layer {index} is a {part.kind}, which octopipe.runtime.nn has no module for; "
+                f"{spec.name}: layer {index} is a {part.kind}, for which octopipe.runtime.nn has no module; "
                 "pass your own modules"
             )
 

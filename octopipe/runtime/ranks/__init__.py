@@ -1,1 +1,1 @@
-"""The ranks of a run: processes, groups, meshes, the layers each holds and what they reduce."""
+"""The ranks of a run: processes, groups, meshes, the layers of each rank, and gradient reduction."""

@@ -1,11 +1,10 @@
-"""Ranks as processes: started here and ended together, or joined where torchrun has started them already.
+"""Rank processes: started and ended together here, or joined if torchrun has already started them.
 
-Knows: processes, signals, rendezvous, who failed first. Does not know: what the ranks do.
+Knows: processes, signals, rendezvous, and which rank failed first. Does not know: what the ranks do.
 
-`run_ranks(work, size, payload)` calls `work(seat, payload)` on every rank with torch.distributed ready. The starting
-process serves the store, so that no rank's death takes the others' last words with it. Ranks follow their parent
-into death, and the error of a failed run is one line: the first failing rank's, with what a rank that waited for it
-was waiting for.
+`run_ranks(work, size, payload)` calls `work(seat, payload)` on every rank with torch.distributed initialised. The
+starting process hosts the store, so that error reports survive the death of any rank. Ranks end when their parent ends.
+The error of a failed run is one line: that of the first failing rank, with what another rank was waiting for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The layers one rank holds: built, named by layer, tied, compared with the other ranks' copies. A loss with parameters
-counts as one.
+"""The layers of one rank: construction, parameter names, ties, and comparison with other ranks. A loss with parameters
+counts as a layer.
 
-Knows: which parameters are one and the same, on this rank (one object) and across ranks (holders). Does not
-know: what layers compute.
+Knows: which parameters are shared, on this rank (one object) and across ranks (holders). Does not know: what layers
+compute.
 """
 
 from __future__ import annotations
@@ -235,7 +235,9 @@ class Layers:
             for name in module.state_dict():
                 key = f"{k}.{name}"
                 if key not in state:
-                    raise OctoPipeError(f"the state has no entry {key}; it is of another model or another layer split")
+                    raise OctoPipeError(
+                        f"the state has no entry {key}; it belongs to another model or another split into layers"
+                    )
                 mine[name] = state[key]
             try:
                 module.load_state_dict(mine)

@@ -1,12 +1,13 @@
-"""Trainable tensors that a layer uses and does not register: found in the graph of its first forwards.
+"""Trainable tensors that a layer uses but does not register: detected in the autograd graph of its first forwards.
 
-Knows: how to walk an autograd graph to its leaves, and which of them this rank's layers own. Does not know: how
-gradients are reduced (`reduce`) or what layers are for.
+Knows: how to find the leaves of an autograd graph, and which of them belong to this rank's layers. Does not know: how
+gradients are reduced (`reduce`) or what layers compute.
 
-A weight held in a list, a closure or a global is invisible in `parameters()`. In one process that does no harm where
-another module registers it. On several ranks every rank has a copy of its own, and the gradient of this one would be
-lost without a word. The graph shows every use, however the layer holds it. A leaf that a forward makes for itself (an
-input cut off and differentiated again) is another object each time, so only what two forwards share counts.
+A weight that is kept in a list, a closure or a global variable does not appear in `parameters()`. In one process this
+is harmless if another module registers it. On several ranks, every rank has its own copy, and the gradient of this copy
+would be lost silently. The autograd graph shows every use, however the layer holds the weight. A leaf that a forward
+creates itself (a detached input that is differentiated again) is a different object each time, so only leaves that
+occur in two forwards count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a loss is made of: the modules and parameters that a loss function brings along, and what factories share.
+"""Modules and parameters that a loss function contains, and tensors that factories share.
 
-Knows: how a callable holds tensors (a module, a bound method, a closure, a partial). Does not know: plans or ranks.
+Knows: how a callable can hold tensors (a module, a bound method, a closure, a partial). Does not know: plans or ranks.
 
-A loss that has parameters of its own is trained like a layer: it counts as the layer after the last one, held by every
-rank that has the last one. A frozen network inside a loss (a teacher, a perceptual loss) is left alone.
+A loss with parameters is trained like a layer: it counts as the layer after the last one, on every rank that holds the
+last one. A frozen network inside a loss (a teacher, a perceptual loss) is not changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How ranks meet: on this host over the loopback interface, or where torchrun, Slurm or a user's script sends them.
+"""Rendezvous of the ranks: on this host over the loopback interface, or as torchrun, Slurm or a user's script specify.
 
-Knows: the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, sockets, how long to wait. Does not know: processes.
+Knows: the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, sockets, timeouts. Does not know: processes.
 
-torch's own rendezvous waits in C++, where no signal is heard, and tells with forty stack frames what went wrong. So
-what can be found out beforehand is found out here, and the rest of the wait runs in a thread beside the main one.
+torch's own rendezvous waits in C++, where signals are not handled, and reports errors with forty stack frames.
+Therefore everything that can be checked in advance is checked here, and the remaining wait runs in a separate thread.
 """
 
 from __future__ import annotations

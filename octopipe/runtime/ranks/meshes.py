@@ -1,16 +1,16 @@
 """What the dimensions of a device mesh mean to a pipeline.
 
 Knows: which dimension is the pipeline's, along which ranks take different batches (gradients and losses are averaged
-there), along which they share one, and, parameter by parameter, where somebody else has averaged already. Does not
+there), along which they share one, and, for each parameter, where its gradient has already been averaged. Does not
 know: how gradients are reduced (`reduce`).
 
-A dimension is never left out in silence: its name says what it is (`DATA`, `MODEL`), or the caller does, or it is an
-error. Along a data dimension a parameter is one of three things:
+A dimension is never ignored silently: its name determines its role (`DATA`, `MODEL`), or the caller does, or it is an
+error. Along a data dimension, a parameter is one of the following:
 
-- *replicated*: every rank has a copy; gradients are averaged here;
-- *FSDP2's*: `fully_shard` has reduced and averaged them over its own mesh already;
-- *sharded* (experts over ep): every rank has other values, and the module's own communication has collected the
-  gradients of all ranks' tokens; their sum only has to be divided by the number of ranks, as the mean of losses is.
+- *replicated*: every rank has a copy, and gradients are averaged here;
+- *sharded by FSDP2*: `fully_shard` has already reduced and averaged gradients over its own mesh;
+- *sharded* (experts over ep): values differ on every rank, and the module's own communication has summed the gradients
+  of all ranks' tokens; the sum only has to be divided by the number of ranks, like the mean of the losses.
 """
 
 from __future__ import annotations

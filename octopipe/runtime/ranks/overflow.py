@@ -1,11 +1,12 @@
-"""Gradients that overflowed: if one rank's did, every rank must skip the step.
+"""Overflowed gradients: if the gradients of one rank overflow, every rank must skip the step.
 
-Knows: how ranks tell each other that a gradient is not finite, and torch's GradScaler. Does not know: optimizers.
+Knows: how ranks exchange whether all gradients are finite, and torch's GradScaler. Does not know: optimizers.
 
-A loss scaler looks at the gradients of its own process and skips the step where one is not finite. On several ranks one
-would skip and the others step, and their weights would belong to different steps. So where a loss is scaled, every step
-ends with a word about whether all gradients are finite; a rank whose own are puts one infinity among them where
-another's are not. Whatever scaler is used finds it and skips the step, on all ranks alike. No host waits for that.
+A loss scaler checks the gradients of its own process and skips the step if one is not finite. On several ranks, one
+rank would skip the step and the others would not, so their weights would belong to different steps. If the loss is
+scaled, every step therefore ends with an exchange of whether all gradients are finite. A rank whose gradients are
+finite sets one of them to infinity if those of another rank are not. Any scaler then detects this and skips the step,
+on all ranks alike. No host synchronisation is needed.
 
     scaler = pipe.grad_scaler()             # or a torch.amp.GradScaler and pipe.loss_scale = scaler.get_scale()
     pipe.step(batch, target)

@@ -1,10 +1,11 @@
 """Which data-parallel replica updates which parameter, where optimizer state is sharded over replicas (ZeRO-1).
 
-Knows: a division of whole parameters that every replica computes alike, how updated values reach the other replicas,
-and how state is collected on the first one for a checkpoint. Does not know: optimizers or precision (`precision.py`).
+Knows: an assignment of whole parameters that is computed identically on every replica, how updated values reach the
+other replicas, and how state is collected on the first one for a checkpoint. Does not know: optimizers or precision
+(`precision.py`).
 
-Gradients are reduced to all replicas as without sharding, so clipping and checks of gradients stay as they are; what is
-saved is the state (moments and master weights), of which every replica holds its part only.
+Gradients are all-reduced over the replicas as without sharding, so clipping and gradient checks do not change. What is
+saved is the memory of optimizer state (moments and master weights), of which every replica holds only its part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Knows: the store that torch.distributed ranks share. Does not know: tensors.
 
-A rank that fails, or that has waited long, writes one line under its name; a failing rank gives the others a
-moment to write theirs and lists all lines in its error. Nothing is written while all goes well.
+A rank that fails, or that has waited for a long time, writes one line under its name. A failing rank gives the others a
+moment to write theirs and lists all lines in its error. Nothing is written during normal operation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One rank as a process: how it begins, what it tells whoever started it, how it ends.
+"""The process of one rank: how it starts, what it reports to the launcher, how it ends.
 
-Knows: the pipe to the launcher, the meeting of ranks, the parent it follows into death, errors as one line. Does not
-know: other ranks' processes (`launch`, `watch`), or what the work is.
+Knows: the pipe to the launcher, the rendezvous, that it ends when its parent ends, and one-line errors. Does not know:
+other ranks' processes (`launch`, `watch`), or what the work is.
 
-What goes through the pipe is no pickle but plain values (see `plain`).
+Messages in the pipe are encoded without pickle (see `wire/encoding.py`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Gradients that several ranks owe each other: replicated stages, tied parameters, data parallelism.
+"""Gradient reduction between ranks: replicated stages, tied parameters, data parallelism.
 
-Knows: which parameters are one and the same across ranks, and how their gradients become one sum. Does not
-know: schedules; the executor says when a layer's gradients are complete, and whatever can start then does, so
-that reductions run behind the rest of the cool-down.
+Knows: which parameters are shared across ranks, and how their gradients are reduced. Does not know: schedules; the
+executor reports when the gradients of a layer are complete, and every reduction that can start then does, so that
+reductions overlap with the rest of the cool-down.
 
-Inside a pipeline gradients are summed over the holders of a parameter (every holder saw other micro-batches, or
-another use of it); across data-parallel pipelines they are averaged, as the mean over all pipelines' losses.
-Buckets hold parameters of one set of holders, one set of data dimensions and one dtype. Every rank starts its buckets
-in one global order, so that no two ranks ever start two reductions in opposite orders.
+Within a pipeline, gradients are summed over the holders of a parameter (every holder processed other micro-batches, or
+uses the parameter elsewhere). Across data-parallel pipelines they are averaged, because the loss is the mean over all
+pipelines. A bucket contains parameters with the same holders, the same data dimensions and the same dtype. Every rank
+starts its buckets in one global order, so that no two ranks start two reductions in opposite orders.
 
-A parameter for which nobody has a gradient keeps `.grad` None, as on one device: an optimizer must not decay what is
-frozen or unused. Frozen ones are in no bucket. For the others every bucket carries one flag per parameter, summed along
-with the gradients; a rank looks at them (and waits for its device) only where a gradient of its own is missing.
+A parameter without a gradient on any rank keeps `.grad` None, as on one device, because an optimizer must not decay
+frozen or unused parameters. Frozen parameters are in no bucket. For the others, every bucket contains one flag per
+parameter, which is summed along with the gradients; a rank reads the flags (and waits for its device) only if one of
+its own gradients is missing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Copies of one thing on several ranks: they begin equal, are trained alike, and count once in a norm.
+"""Copies of parameters and buffers on several ranks: they start equal, stay equal, and count once in a norm.
 
-Knows: parameters and buffers by name, who holds a copy of them inside a pipeline and along the data dimensions of a
-mesh. Does not know: when gradients are ready (`reduce`), or what a mesh's dimensions are called (`meshes`).
+Knows: parameters and buffers by name, and which ranks hold copies of them within a pipeline and along the data
+dimensions of a mesh. Does not know: when gradients are ready (`reduce`), or the names of mesh dimensions (`meshes`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Buffers that several ranks hold: what forwards change in one copy becomes the same in all of them after the step.
+"""Synchronisation of buffers that several ranks hold: after a step, changes of one copy are applied to all of them.
 
-Knows: buffers by name, who holds a copy, how one sees that one was changed, and what then becomes of it. Does not know:
-what they mean (statistics of batch norm, counters, running maxima).
+Knows: buffers by name, which ranks hold a copy, how a change is detected, and how copies are combined. Does not know:
+what buffers mean (batch-norm statistics, counters, running maxima).
 
-Copies of a layer inside a pipeline and its data-parallel replicas see other micro-batches, so their statistics go
-apart. After every step, of a buffer that changed: numbers become the mean over those copies that changed, integers and
-flags the largest. So every copy is the same again, and a checkpoint holds what all ranks have. (One process would have
-updated one buffer with all micro-batches in turn; the mean of the copies is what averaging the statistics of replicas
-gives.) A buffer that is one object in layers on different ranks has no such mean: a change of it is an error.
+Copies of a layer within a pipeline and its data-parallel replicas process different micro-batches, so their statistics
+diverge. After every step, a changed floating-point buffer becomes the mean over the copies that changed, and a changed
+integer or boolean buffer becomes the maximum. All copies are then equal again, and a checkpoint holds the values of all
+ranks. (A single process would have updated one buffer with all micro-batches in turn; the mean of the copies
+corresponds to averaging the statistics of replicas.) A buffer that is one object in layers on different ranks has no
+such mean: changing it is an error.
 
-Constants (masks, tables of positions) are never touched, and nothing is sent for them. A change is seen by the tensor's
-version, and of small buffers by their values: batch norm changes its statistics without a new version. On a host ranks
-tell each other after every step which buffers changed. On a device that word would make the host wait, so it is
-exchanged in the first steps and then every `EVERY` steps; what is known to change is averaged in every step.
+Constants (masks, position tables) are never modified, and nothing is sent for them. A change is detected by the
+tensor's version, and for small buffers by their values, because batch norm changes its statistics without a new
+version. On a CPU, ranks exchange after every step which buffers changed. On a GPU this exchange would make the host
+wait, so it takes place in the first steps and then every `EVERY` steps; buffers that are known to change are averaged
+in every step.
 """
 
 from __future__ import annotations

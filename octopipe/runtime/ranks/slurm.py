@@ -1,4 +1,4 @@
-"""Ranks that Slurm has started, as torchrun would have: srun's variables read, torch.distributed's set.
+"""Ranks started by Slurm: reads srun's variables and sets those of torch.distributed, as torchrun would.
 
 Knows: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, lists of nodes and of tasks per node. Does not know: torch, sockets.
 

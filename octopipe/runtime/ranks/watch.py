@@ -1,6 +1,6 @@
-"""Who failed first: listens to all ranks of a run until they are done, and says in one line why they are not.
+"""Monitors all ranks of a run until they are done, and reports in one line which rank failed first and why.
 
-Knows: pipes, exit codes, processes that were stopped, the boards that ranks write on. Does not know: what ranks do.
+Knows: pipes, exit codes, stopped processes, the boards that ranks write to. Does not know: what ranks do.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Watch:
             when = "" if rank in self._ready else " while it started"
             return f"rank {rank} was killed by {signal.Signals(-code).name}{when}"
         line = self._line(rank)
-        return f"rank {rank} ended with exit code {code} {f'({line})' if line else 'and without a word'}"
+        return f"rank {rank} ended with exit code {code} {f'({line})' if line else 'without a message'}"
 
     def _line(self, rank: int) -> str:
         """What a rank's watchdog last wrote on its board; nothing is asked of the rank itself."""
@@ -167,7 +167,7 @@ class Watch:
         return RankError((causes or list(self._failures))[0], said[0])
 
 
-CONTINUE = "let it go on with SIGCONT, or end the run and start it again"
+CONTINUE = "resume it with SIGCONT, or end the run and start it again"
 
 
 def gently(run: Callable[[], list[Any]], watch: Watch, processes: Sequence[Any], gentle_s: float) -> list[Any]:

@@ -1,14 +1,14 @@
-"""The processes a pipeline runs on: its ranks, its data-parallel twins, and groups of some of them.
+"""The processes of a pipeline: its ranks, its data-parallel replicas, and subgroups of them.
 
 Knows: torch.distributed. Does not know: plans or tensors.
 
-What a user gives (`World.make`) is only read. Every pipeline runs its steps over gloo groups of its own
-(`World.for_steps`), so that a step that breaks off can close them: whoever waits for this rank in one of them, on this
-host or another one, hears of it at once, and the user's groups stay whole for what comes next.
+The user's groups (`World.make`) are not modified. Every pipeline runs its steps over its own gloo groups
+(`World.for_steps`), so that an interrupted step can close them: every process that waits for this rank in one of them,
+on this host or another one, is notified immediately, and the user's groups stay intact.
 
-Subgroups are made by their members alone, straight from the store: `dist.new_group` wants every process of the
-job, also those of other pipelines, and its `use_local_synchronization` names a group after how many groups the
-process has made before, so that members that made different numbers of groups wait for each other forever.
+Subgroups are created by their members alone, directly from the store: `dist.new_group` must be called by every process
+of the job, including those of other pipelines, and its `use_local_synchronization` names a group after the number of
+groups that the process has created before, so that members with different numbers of groups would wait forever.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Layers that come wrapped in somebody else's data parallelism.
+"""Layers that are already wrapped in DDP or FSDP.
 
-Knows: torch's DistributedDataParallel and FullyShardedDataParallel, and what each would do to the gradients of several
+Knows: torch's DistributedDataParallel and FullyShardedDataParallel, and their effect on the gradients of several
 micro-batches. Does not know: how the pipeline reduces gradients (`reduce`).
 
-DDP reduces in the backward of the first micro-batch and adds the others without a word. Where it averages over the
-pipeline's own data-parallel ranks, its reduction is switched off and the pipeline's takes its place; elsewhere it is
-refused, as is the older FSDP, whose flat parameters are of no layer. `fully_shard` is known (`meshes`).
+DDP reduces gradients in the backward of the first micro-batch and silently adds those of the others unreduced. If it
+averages over the pipeline's own data-parallel ranks, its reduction is disabled and the pipeline's is used instead;
+otherwise it is rejected, and so is the older FSDP, whose flat parameters do not belong to single layers. `fully_shard`
+is supported (`meshes`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""One stage on one rank: its forward, its gradients, its deferred weight gradients, its recomputation."""
+"""One stage on one rank: forward, gradients, deferred weight gradients, recomputation."""

@@ -1,6 +1,6 @@
-"""How many bytes of activations one micro-batch holds, counted on a stage that runs once.
+"""Activation memory of one micro-batch, counted by running a stage once.
 
-Knows: what autograd saves, and what waits for W. Does not know: when a plan runs the ops.
+Knows: what autograd saves, and what is kept until W. Does not know: when a plan runs the ops.
 """
 
 from __future__ import annotations

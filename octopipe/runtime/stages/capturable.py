@@ -1,13 +1,13 @@
-"""Which stages may be replayed from a CUDA graph, and when a captured one is out of date.
+"""Which stages can be replayed from a CUDA graph, and when a captured graph is out of date.
 
-Knows: what a graph cannot repeat (the host's decisions, random numbers, collectives, hooks, what layers write down for
-themselves), how to notice each of them while a stage runs, and everything around a stage that a graph has baked in.
-Does not know: how graphs are captured or replayed (`cuda_graphs.py`).
+Knows: what a graph cannot repeat (decisions of the host, random numbers, collectives, hooks, state that layers keep),
+how to detect each of these while a stage runs, and everything outside a stage that a graph depends on. Does not know:
+how graphs are captured or replayed (`cuda_graphs.py`).
 
-A graph repeats the kernels of one run on the same memory. Whatever the host decided in that run is decided for good, so
-a stage qualifies only if a watched run shows that its host decides nothing: no waiting for values of the device, no
-random numbers, no collective, no attribute that changes from one forward to the next. What was fixed before the run
-(weights' places, `training`, attributes) is read again before every step; where it has changed, graphs are made anew.
+A graph repeats the kernels of one run on the same memory. Every decision of the host in that run becomes permanent, so
+a stage qualifies only if an observed run shows that its host code decides nothing: no waiting for device values, no
+random numbers, no collectives, no attribute that changes between forwards. What was fixed before the run (addresses of
+weights, `training`, attributes) is checked before every step; if it has changed, graphs are captured again.
 """
 
 from __future__ import annotations

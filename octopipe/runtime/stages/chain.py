@@ -1,19 +1,20 @@
-"""A plan's stage as the executor runs it: runs of layers that recompute or do not, and the ops over all of them.
+"""A stage as the executor runs it: groups of layers with or without recomputation, and ops over all of them.
 
-Knows: how one op of a stage becomes calls of its parts, in the right order. Does not know: which micro-batch it is for,
-where tensors come from, or whether an op is replayed from a CUDA graph (`cuda_graphs.py`).
+Knows: how one op of a stage becomes calls of its groups, in the right order. Does not know: which micro-batch it is
+for, where tensors come from, or whether an op is replayed from a CUDA graph (`cuda_graphs.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from octopipe.plans.plan import Plan
-from octopipe.runtime.slots import Cell
+from octopipe.runtime.slots import Cell, Moves
+from octopipe.runtime.stages.offload import HostStore, Parcel
 from octopipe.runtime.stages.run import StageRun
 from octopipe.runtime.stages.stage import Stage
 
@@ -55,17 +56,19 @@ class StageChain:
         again: bool,
         keep: bool = True,
         side: Mapping[str, Any] | None = None,
+        parcel: Parcel | None = None,
     ) -> tuple[list[StageRun], Any, list[bool] | None]:
         """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
 
-        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward.
+        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward. `parcel`: what is
+        saved goes to host memory (such a stage has one part).
         """
         runs = []
         last = self.parts[-1][0]
         for stage, recompute in self.parts:
             repeat = keep and recompute and again
             end = then if stage is last else None
-            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side)
+            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side, parcel=parcel)
             value, needs = run.outputs, run.outputs_need_grad or None
             run.outputs = None
             runs.append(run)
@@ -109,8 +112,8 @@ class Ops:
     captured = 0
     """Ops that are replayed from graphs."""
 
-    def __init__(self, chains: dict[int, StageChain], autocast: Autocast):
-        self.chains, self._autocast = chains, autocast
+    def __init__(self, chains: dict[int, StageChain], autocast: Autocast, host: HostStore | None = None):
+        self.chains, self._autocast, self.host = chains, autocast, host
 
     def begin_step(self) -> None:
         """A training step begins; `.grad` is what it will be added to."""
@@ -131,10 +134,39 @@ class Ops:
         side: Mapping[str, Any] | None,
     ) -> Forward:
         forward, again = self.chains[cell.stage].forward, cell.recomputes
+        if cell.offloads:
+            return self._offloading(cell, value, needs, then, seed, side)
         if self._autocast is None:
             return forward(value, needs, then, seed, again=again, side=side)
         with self._autocast():
             return forward(value, needs, then, seed, again=again, side=side)
+
+    def _offloading(
+        self,
+        cell: Cell,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        side: Mapping[str, Any] | None,
+    ) -> Forward:
+        """F of a stage whose activations then leave for host memory."""
+        assert self.host is not None
+        cell.parcel = self.host.parcel()
+        with self._autocast() if self._autocast is not None else nullcontext():
+            made = self.chains[cell.stage].forward(value, needs, then, seed, again=False, side=side, parcel=cell.parcel)
+        self.host.down(cell.parcel)
+        return made
+
+    def move(self, moves: Moves, device: Any) -> None:
+        """What is let go and what is fetched before an op."""
+        assert self.host is not None
+        for cell in moves.release:
+            if cell.parcel is not None:
+                self.host.release(cell.parcel)
+        for cell in moves.fetch:
+            if cell.parcel is not None:
+                self.host.fetch(cell.parcel, device)
 
     def recompute(self, cell: Cell) -> None:
         if self._autocast is None:
@@ -145,6 +177,9 @@ class Ops:
 
     def backward(self, cell: Cell, gradients: list[Any], *, fused: bool) -> list[Any]:
         runs = cell.runs
+        if cell.parcel is not None and self.host is not None:
+            self.host.ready(cell.parcel)
+            cell.parcel = None
         if fused:
             cell.runs = None
         return StageChain.backward(runs, gradients, fused=fused)

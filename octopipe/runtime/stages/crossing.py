@@ -1,13 +1,14 @@
-"""Values that would go from one stage to another beside the pipeline: through an attribute, a list, a closure.
+"""Detects values that would bypass the pipeline between stages: through an attribute, a list, a closure.
 
-Knows: which things belong to the other stages and the loss, and how to refuse a tensor that a forward has left where
+Knows: which objects belong to other stages and the loss, and how to reject a tensor that a forward has stored where
 they can reach it. Does not know: how places are found (`places.py`) or when forwards run (`replay.py`).
 
-A router's balance loss is often kept in an attribute of the layer, or added to a list, where the loss function picks
-it up. In one process that works: the loss runs right after the layers, on the same micro-batch. In a pipeline the loss
-is another stage's, on another rank (where the attribute has the value it was built with) or some micro-batches later
-(where it has another one's): the loss would be wrong without a word. So a tensor with a graph that a forward leaves in
-such a place is refused. What only its own stage can reach is nobody else's business.
+The balance loss of a router is often stored in an attribute of the layer, or appended to a list, where the loss
+function reads it. This works in one process, because the loss runs directly after the layers on the same micro-batch.
+In a pipeline, the loss belongs to another stage, on another rank (where the attribute still has its initial value) or
+several micro-batches later (where it has the value of another one), so the loss would be silently wrong. Therefore a
+tensor with an autograd graph that a forward stores in such a place is rejected. Values that only the same stage can
+reach are allowed.
 """
 
 from __future__ import annotations

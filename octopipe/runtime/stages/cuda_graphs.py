@@ -1,23 +1,24 @@
-"""Ops as CUDA graphs: captured once in the order of the plan, replayed in every step after that.
+"""Ops as CUDA graphs: captured once in the order of the plan and replayed in every following step.
 
-Knows: how F, R, I, W and B of every stage and micro-batch become graphs that share one pool of memory, how their inputs
-get where a graph reads them, and where gradients are kept so that graphs may add to them. Does not know: which stages
-qualify (`capturable.py`), plans or transports.
+Knows: how F, R, I, W and B of every stage and micro-batch become graphs that share one memory pool, how their inputs
+are copied to the addresses that a graph reads, and where gradients are stored so that graphs can accumulate into them.
+Does not know: which stages qualify (`capturable.py`), plans or transports.
 
-Layers of a few milliseconds are bound by the host that launches their kernels; a graph launches them all at once.
+Layers that take only a few milliseconds are bound by the host that launches their kernels; a graph launches all kernels
+at once.
 
 *Memory.* A rank runs its ops in the same order in every step. One whole step is captured in that order, op by op, from
-one pool: what an op frees, later ops of the order take, exactly as without graphs, so activations of all micro-batches
-in flight take the same memory as without graphs, and replaying in that order can never overwrite what is still needed.
-Tensors that graphs hand to each other, to transports and to the loss are remembered as views that do not own memory.
+one pool: memory that an op frees is reused by later ops, exactly as without graphs. Activations of all micro-batches in
+flight therefore need the same memory as without graphs, and replaying in that order never overwrites data that is still
+needed. Tensors that graphs pass to each other, to transports and to the loss are kept as views that do not own memory.
 
-*Steps.* The first two steps run call by call, the third under `Watch`, which says what cannot be captured; every stage
-that qualifies is then captured once for trial; the fourth step captures, and replays each graph at once; from then on
-ops are replays. An op whose inputs have another form than those captured runs call by call, with its whole micro-batch.
-When something changes that graphs take for granted (`Facts`), they are dropped, and it begins again.
+*Steps.* The first two steps run eagerly. The third runs under `Watch`, which reports what cannot be captured; every
+stage that qualifies is then captured once as a trial. The fourth step captures each graph and replays it immediately;
+from then on, ops are replayed. An op whose inputs differ in form from the captured ones runs eagerly, together with its
+whole micro-batch. When something changes that graphs depend on (`Facts`), they are dropped and the procedure restarts.
 
-*Gradients.* A graph adds to fixed memory: each parameter gets a buffer that is put into `.grad` before a step (zeroed
-where `.grad` was None, as after `zero_grad`). Parameters that no backward reaches keep `.grad` None.
+*Gradients.* A graph accumulates into fixed memory: each parameter gets a buffer that is assigned to `.grad` before a
+step (zeroed if `.grad` was None, as after `zero_grad`). Parameters that no backward reaches keep `.grad` None.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a stage's graph begins and ends, and how backward is run through it.
+"""The boundaries of a stage's autograd graph, and running backward through it.
 
-Knows: how an input is cut off from the graph before it, how a gradient enters at an output, and torch's engine. Does
-not know: stages or what is in between.
+Knows: how an input is detached from the graph before it, how a gradient enters at an output, and torch's autograd
+engine. Does not know: stages or their layers.
 """
 
 from __future__ import annotations

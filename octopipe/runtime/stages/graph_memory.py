@@ -1,10 +1,10 @@
-"""Memory of CUDA graphs: a pool that they share, the places of their inputs, views of their outputs.
+"""Memory of CUDA graphs: their shared pool, the addresses of their inputs, views of their outputs.
 
-Knows: how work is captured into a graph from a private pool of torch's allocator, and how tensors outside get to the
-addresses that a graph reads. Does not know: what is captured (`cuda_graphs.py`).
+Knows: how work is captured into a graph from a private pool of torch's allocator, and how other tensors are copied to
+the addresses that a graph reads. Does not know: what is captured (`cuda_graphs.py`).
 
-A tensor that a graph made is only remembered as a view that does not own its memory (`viewed`): were it kept, its
-memory would never be used again by the graphs captured after it, as it is without graphs.
+A tensor produced by a graph is kept only as a view that does not own its memory (`viewed`). Otherwise graphs captured
+later could not reuse its memory, as they do without graphs.
 """
 
 from __future__ import annotations

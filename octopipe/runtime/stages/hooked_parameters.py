@@ -1,8 +1,8 @@
-"""What users hang on parameters, modules and backward: found, so that they get what plain torch gives them.
+"""Detects users' hooks on parameters, modules and backward, so that they behave as in plain PyTorch.
 
-Knows: hooks on the nodes that add to `.grad` (Megatron, apex, Horovod and DeepSpeed put theirs there), hooks that run
-after that and may step an optimizer, forward hooks, and the names of a stage's tensors for messages. Does not know:
-how gradients are split (`wgrad.py` asks which parameters to leave alone).
+Knows: hooks on the nodes that accumulate into `.grad` (as in Megatron, apex, Horovod and DeepSpeed), hooks that run
+after that and may step an optimizer, forward hooks, and the names of a stage's tensors for messages. Does not know: how
+gradients are split (`wgrad.py` asks which parameters to leave alone).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Where modules, losses and hooks keep something between two forwards.
+"""Finds the places where modules, losses and hooks keep state between two forwards.
 
-Knows: to find the places (`state.py`): attributes of modules and of other objects, buffers, lists, dicts, sets, queues,
-numpy arrays, variables in closures, arguments' defaults, attributes of a user's classes, global variables that a
-user's function names, itself or through functions and modules of the user's that it names. Does not know: what
-forwards do to them.
+Knows: how to find the places (`state.py`): attributes of modules and of other objects, buffers, lists, dicts, sets,
+queues, numpy arrays, closure variables, default arguments, attributes of user-defined classes, and global variables
+that a user's function refers to, directly or through other functions and modules of the user. Does not know: what
+forwards do with them.
 
-Not found: iterators and generators half way through, state inside libraries and installed packages, files, functions
-that are only found by their name in a string, and whatever lies behind more than `MOST_PLACES` places. A forward that
-depends on those is found out by its outputs alone.
+Not found: iterators and generators in progress, state inside libraries and installed packages, files, functions that
+are only referred to by name in a string, and everything beyond `MOST_PLACES` places. A forward that depends on such
+state is detected only by its outputs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _LIBRARIES = frozenset(
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
 )  # fmt: skip
 """Packages whose classes and functions keep nothing of a user's in their own namespaces."""
+NO_STATE = "octopipe_no_state"
+"""A class whose attribute of this name is true keeps nothing that belongs to a forward: its objects are not opened. For
+communicators, whose counters and buffers must go on from call to call and are never put back."""
 _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 """Where Python's own modules and installed packages are."""
 
@@ -139,7 +142,7 @@ class _Walk:
     def _object(self, value: Any, label: str) -> None:
         kind = type(value)
         package = kind.__module__.partition(".")[0]
-        if package in _LIBRARIES and package != "octopipe":
+        if (package in _LIBRARIES and package != "octopipe") or getattr(kind, NO_STATE, False):
             return
         self._note(value)
         self._class(kind, label)

@@ -1,13 +1,14 @@
-"""Whether a forward that runs a second time does the same: outputs compared layer by layer, and what it left behind.
+"""Whether a forward gives the same result when it runs again: compares outputs layer by layer, and changed state.
 
-Knows: digests of values, how two of them differ, and the words for it. Does not know: who runs forwards, or when.
+Knows: digests of values, how to compare them, and the error messages. Does not know: who runs forwards, or when.
 
-On a CPU a digest is a hash of the bytes: equal means equal to the last bit. On a GPU some kernels add in another
-order each time, so there a digest is a sketch: 64 sums of the values under signs that depend on the place, whose
-difference has, on average, the norm of the values' difference. Where sketches differ, the forward runs a third time:
-if the second and the third agree, the first was another forward; if not, the first may differ from the second by at
-most `NOISE_FACTOR` times what those two differ, and that by at most `NOISE` of the values' norm. A difference of state
-is not of that size: it shows in the first of two runs alone, or is as large as what is drawn.
+On a CPU, a digest is a hash of the bytes, so equality is bitwise. On a GPU, some kernels add in a different order each
+time, so the digest is a random projection: 64 sums of the values with position-dependent signs, whose difference
+estimates the norm of the difference of the values. If the projections differ, the forward runs a third time. If the
+second and third run agree, the first was a different forward. Otherwise the first may differ from the second by at most
+`NOISE_FACTOR` times the difference between those two, which itself may be at most `NOISE` of the values' norm. A
+difference caused by state is not of that size: it appears only in the first of the runs, or is as large as the random
+values drawn.
 """
 
 from __future__ import annotations

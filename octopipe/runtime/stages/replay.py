@@ -1,16 +1,17 @@
-"""What forwards of one stage change besides their outputs: kept apart between micro-batches, and found again by R.
+"""State that the forwards of one stage change besides their outputs: isolated between micro-batches, restored for R.
 
-Knows: which places (`state.py`) a stage's forwards write to, learned as they run; inputs changed in place; random
-numbers drawn elsewhere than from torch's global generators. Does not know: graphs or gradients.
+Knows: which places (`state.py`) a stage's forwards write to, learned while they run; inputs that are modified in place;
+random numbers that do not come from torch's global generators. Does not know: graphs or gradients.
 
-Two promises follow. *Micro-batches do not meet in a tensor*: where forwards change a tensor in place (an exponential
-mean, a counter), every forward gets a copy to work on, and the real one takes its values over afterwards. So what an
-earlier micro-batch's graph, its deferred W, the next stage or a message still holds is never written to. *R runs as F
-did*: it finds every place, every generator and every input as F found them, and afterwards all is as before R, so
-that counters, statistics and lists move once per micro-batch, as in plain torch.
+This provides two guarantees. *Micro-batches do not share modified tensors*: if forwards modify a tensor in place (an
+exponential mean, a counter), every forward works on a copy, and the original takes over its values afterwards. Data
+that an earlier micro-batch's graph, its deferred W, the next stage or a message still uses is therefore never
+overwritten. *R runs like F*: it sees every place, every generator and every input in the state that F saw, and
+everything is restored afterwards, so that counters, statistics and lists advance once per micro-batch, as in plain
+PyTorch.
 
-The first forward (and the first after `train()` or `eval()`) looks everywhere and copies all tensors; `checking`
-forwards look everywhere; others only at the places known to change.
+The first forward (and the first after `train()` or `eval()`) inspects everything and copies all tensors. Forwards with
+`checking` inspect everything; others inspect only the places that are known to change.
 
     start = replay.before(tensors, loss, again=True, checking=True)     # tensors: all that the forward is given
     ...                                                                 # F

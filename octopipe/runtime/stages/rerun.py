@@ -1,14 +1,14 @@
-"""R without its last product: a forward that runs again only for its graph need not compute what nobody reads.
+"""R without its last matrix product: a forward that only rebuilds the graph need not compute values that nobody reads.
 
-Knows: which linear of a stage comes last, and whether its value matters to backward. Does not know: why a stage runs
-again, or when.
+Knows: which linear layer of a stage comes last, and whether backward depends on its value. Does not know: why or when a
+stage runs again.
 
-Most layers end in `x + down(...)`. Backward of an addition, or of a view, reads no values, so the last product of R has
-no reader; its backward needs its operands alone. The first R of a stage computes everything and looks: after the last
-linear only additions and views may be called, in the graph only they may use it, and nobody may hold their results
-when the forward has ended. From then on that product is left out, zeros standing for it, and every R looks again: where
-the forward took another way, it is repeated in full, and nothing is left out any more. Where somebody could see the
-zeros (forward hooks, layers that keep something between forwards) or R is compared with F, everything is computed.
+Most layers end in `x + down(...)`. The backward of an addition or of a view reads no values, so the result of the last
+product of R is unused; its backward needs only its operands. The first R of a stage computes everything and checks the
+conditions: after the last linear layer only additions and views are called, only these use it in the graph, and nobody
+holds their results when the forward has ended. From then on, that product is skipped and replaced by zeros, and every R
+checks again: if the forward takes a different path, it is repeated completely, and nothing is skipped from then on. If
+the zeros could be observed (forward hooks, layers with state), or if R is compared with F, everything is computed.
 """
 
 from __future__ import annotations

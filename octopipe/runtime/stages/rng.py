@@ -1,8 +1,8 @@
 """Random numbers that do not depend on where or when a layer runs.
 
-Knows: how a run's seed, a training step, a data-parallel replica, a micro-batch and a layer make one number, and how
-the generators of torch are set to it and left as they were. So dropout masks are those of a single-device run under
-every plan, and resume needs no generator state, only the step's number. Does not know: who draws.
+Knows: how the seed of a run, a training step, a data-parallel replica, a micro-batch and a layer determine one seed,
+and how torch's generators are set to it and restored. Dropout masks are therefore those of a single-device run under
+every plan, and resuming needs only the step number, no generator state. Does not know: who draws random numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One micro-batch's passage through a stage: what F, R, I, W and B do, and what is kept between them.
+"""One micro-batch in a stage: what F, R, I, W and B do, and what is kept between them.
 
-Knows: how a forward is cut off from its neighbours' graphs, how R repeats it, and how backward walks it. Does not know:
-what all micro-batches of a stage have in common (`stage.py`), or plans.
+Knows: how a forward is separated from the graphs of adjacent stages, how R repeats it, and how backward runs. Does not
+know: what all micro-batches of a stage share (`stage.py`), or plans.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from octopipe.base.errors import OctoPipeError
 from octopipe.runtime.stages.calling import Loss
 from octopipe.runtime.stages.graph import Dropped, Enter, edge_of, gradient_of_one, run_backward
+from octopipe.runtime.stages.offload import Parcel
 from octopipe.runtime.stages.repeatable import (
     Digest,
     first_difference,
@@ -40,8 +41,8 @@ class StageRun:
     """One micro-batch's passage through a stage: what `Stage.forward` makes, with the graph or for R to build it."""
 
     __slots__ = (
-        "_digests", "_edges", "_inputs", "_kept", "_leaves", "_queue", "_rng", "_seed", "_side", "_stage", "_then",
-        "_wanted", "outputs", "outputs_need_grad",
+        "_digests", "_edges", "_inputs", "_kept", "_leaves", "_parcel", "_queue", "_rng", "_seed", "_side", "_stage",
+        "_then", "_wanted", "outputs", "outputs_need_grad",
     )  # fmt: skip
 
     def __init__(
@@ -55,8 +56,9 @@ class StageRun:
         *,
         again: bool,
         side: Mapping[str, Any] | None = None,
+        parcel: Parcel | None = None,
     ):
-        self._stage, self._then, self._seed, self._side = stage, then, seed, side
+        self._stage, self._then, self._seed, self._side, self._parcel = stage, then, seed, side, parcel
         self._queue = WeightQueue()
         self._edges: list[Any] | None = None
         self._rng: States | None = None
@@ -158,7 +160,9 @@ class StageRun:
         while True:
             graph = grad or stage.grad_inside
             mode.hooked, mode.keeps_nothing = False, again and not stage.needs_saved
-            saved = Dropped(stage.place()) if mode.keeps_nothing else None
+            saved: Dropped | Parcel | None = Dropped(stage.place()) if mode.keeps_nothing else self._parcel
+            if isinstance(saved, Parcel):
+                saved.begin([*self._given(), *stage.held()])
             try:
                 # The mode costs a few microseconds per call of torch: frozen layers do without.
                 with (
@@ -169,10 +173,15 @@ class StageRun:
                     inputs = self._entered() if graph else self._inputs
                     return stage.call(inputs, self._then, self._seed, self._side, digests)
             except (Restart, RuntimeError) as error:
+                if isinstance(saved, Parcel) and "saved tensor hooks" in str(error):
+                    raise OctoPipeError(
+                        f"layers up to {stage.place()} differentiate inside their forward (torch.func), so what they "
+                        "save cannot be moved to host memory; plan without offload there"
+                    ) from error
                 stage.adapt(error, start)
             finally:
                 mode.keeps_nothing = False
-                if saved is not None:
+                if isinstance(saved, Dropped):
                     saved.running = False
             if rng is not None:
                 set_rng_state(rng)

@@ -1,16 +1,16 @@
-"""Layers cut by their vocabulary: shards of a head and of an embedding, and the loss that is made of a head's shards.
+"""Layers split by vocabulary: shards of a head and of an embedding, and the loss computed from the shards of a head.
 
-Knows: which rows of a weight a shard holds, how a shard's logits become two numbers per token, how these become the
-loss, and which losses can be made so. Does not know: ranks, plans or transports.
+Knows: which rows of a weight a shard holds, how the logits of a shard are reduced to two numbers per token, how these
+determine the loss, and which losses support this. Does not know: ranks, plans or transports.
 
-A shard with the logits l of its words hands on, per token, log(sum(exp(l))) and the target's logit (zero where the
-target is not one of its words). The logarithm of the whole softmax's sum is the logsumexp of the former, the target's
-logit the sum of the latter: the loss is exact, and autograd's gradients of the two numbers are exactly what a shard
-needs for the gradients of its own logits.
+For each token, a shard with logits l passes on log(sum(exp(l))) and the target's logit (zero if the target does not
+belong to the shard). The log-sum-exp over the whole vocabulary is the log-sum-exp of the former, and the target's logit
+is the sum of the latter. The loss is exact, and autograd's gradients of the two numbers are exactly what a shard needs
+to compute the gradients of its logits.
 
-Which modules can be cut: those with a method `vocabulary_shard(number, count)` that returns the shard as a module with
-`shard_start` (its first word) and `cut_parameters` (names of the parameters of which it holds a part, all cut along
-dimension 0, with their whole lengths); `nn.Linear` and `nn.Embedding` as they are.
+Modules that can be split: those with a method `vocabulary_shard(number, count)` that returns the shard as a module with
+`shard_start` (its first token id) and `cut_parameters` (names of the parameters of which it holds a part, all split
+along dimension 0, with their full lengths); and `nn.Linear` and `nn.Embedding`.
 """
 
 from __future__ import annotations
@@ -178,6 +178,11 @@ class MeanCrossEntropy:
         start = int(module.shard_start)  # type: ignore[arg-type]
 
         def numbers(output: Any, target: Any) -> tuple[Tensor, Tensor]:
+            # A head that makes its numbers without whole logits has one row per token, as `rows` of this class.
+            lean = getattr(output, "partial_softmax", None) if type(self).rows is MeanCrossEntropy.rows else None
+            found = lean(self.labels(target), start) if callable(lean) else None
+            if found is not None:
+                return cast(tuple[Tensor, Tensor], found)
             lazy = getattr(output, "logits", None)
             logits = lazy() if callable(lazy) else output
             if not isinstance(logits, Tensor):

@@ -1,9 +1,9 @@
 """One stage: modules run in sequence, one micro-batch at a time, in the ops F, R, I, W and B.
 
-Knows: how a stage's forward is cut off from its neighbours' graphs, what is kept between the ops, and when it is let
-go. Does not know: ranks, transports, plans or losses' meaning; the executor calls these methods in the order a plan
-says. How values are taken apart is in `values`, how layers are called in `calling`, what a forward leaves behind and
-how R repeats F in `replay`, how the two are compared in `repeatable`.
+Knows: how a stage's forward is separated from the graphs of adjacent stages, what is kept between the ops, and when it
+is released. Does not know: ranks, transports, plans or the meaning of losses; the executor calls these methods in the
+order of a plan. `values` flattens nested values, `calling` calls layers, `replay` handles state and repeats F as R, and
+`repeatable` compares the two.
 
     stage = Stage([embedding, block], input_grad=False)
     run = stage.forward(tokens)                       # F: run.outputs go to the next stage
@@ -11,12 +11,12 @@ how R repeats F in `replay`, how the two are compared in `repeatable`.
     run.backward_weight()                             # W
     run.backward_full(grads)                          # or B, the two at once
 
-What is kept: after F the graph (or, with `recompute=True`, only the inputs, until R builds the graph);
-after I the operands of the weight GEMMs; after W nothing. Outputs are not kept: the run remembers the graph
-edge, so an output's memory is the receiver's to free.
+What is kept: after F the graph (or, with `recompute=True`, only the inputs, until R builds the graph); after I the
+operands of the weight GEMMs; after W nothing. Outputs are not kept: the run keeps only the edge of the graph, so the
+receiver frees an output's memory.
 
-F of a run that R repeats runs with gradients, as in plain torch, so that layers which look at `torch.is_grad_enabled()`
-do the same both times; what autograd would save is dropped on the spot.
+With recomputation, F runs with gradients enabled, as in plain PyTorch, so that layers which check
+`torch.is_grad_enabled()` behave equally both times; what autograd would save is dropped immediately.
 
 Streams: call all methods of a stage under one CUDA stream. Autocast: enter it around `forward` and
 `recompute` only.
@@ -116,6 +116,10 @@ class Stage:
         (default: floating and complex ones).
         """
         return StageRun(self, inputs, then, seed, input_grad, not recompute, again=recompute, side=side)
+
+    def held(self) -> list[Tensor]:
+        """Parameters and buffers: what the stage has on its device whatever its forwards do."""
+        return [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
 
     def begin_step(self) -> None:
         """Look at what may have changed since the last step (the first forward of a step calls this)."""

@@ -1,4 +1,4 @@
-"""Places in which something is kept between two forwards: read, compared, exchanged and put back.
+"""Places that keep state between two forwards: read, compare, exchange and restore their contents.
 
 Knows: attributes, containers, variables in closures and namespaces as places with contents, the tensors and the random
 generators in them. Does not know: where a module's places are (`places.py`), when a forward runs (`replay.py`).

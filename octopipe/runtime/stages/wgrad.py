@@ -1,10 +1,10 @@
 """The weight-gradient split: input gradients now, weight-gradient GEMMs when asked.
 
-Knows: which torch calls multiply by a parameter, and to run such a call as a function whose backward hands
-back the input gradient at once and leaves the weight gradient in a `WeightQueue`. Does not know: how that
-gradient is computed and added (`wgrad_ops.py`), stages, micro-batches or plans (`stage.py`), nor any module
-class: it looks at function calls, so `nn.Linear`, `F.linear`, `x @ w`, `addmm`, `bmm`, `torch._grouped_mm`
-and `F.embedding` inside anybody's module are all split alike.
+Knows: which torch calls multiply by a parameter, and how to run such a call as a function whose backward returns the
+input gradient immediately and puts the weight gradient into a `WeightQueue`. Does not know: how that gradient is
+computed and added (`wgrad_ops.py`), stages, micro-batches or plans (`stage.py`), or any module class: it intercepts
+function calls, so `nn.Linear`, `F.linear`, `x @ w`, `addmm`, `bmm`, `torch._grouped_mm` and `F.embedding` inside any
+module are all split.
 
 How. `SplitMode` is a `TorchFunctionMode` that is active while a stage runs forward (and backward where
 activation checkpointing re-runs forwards). A call whose weight is a plain trainable parameter, or a view or
@@ -15,10 +15,11 @@ DTensor (FSDP2's modules; of DTensors, anything but a linear that goes the quick
 (`nn.MultiheadAttention`), anything inside `torch.compile`, a functorch transform, forward-mode differentiation, or a
 part of an `autograd.Function` that builds a graph of its own.
 
-A linear goes one of two ways. The quick one is torch's own with a detached weight and a hook on the node of the
-product (not of the output: what is done to that in place must not lose the hook); the other one a function of ours.
-A forward that runs backward itself (`torch.autograd.grad`: forces, penalties) needs the weight in its graph, so it
-goes the other way; it is found out when it does so, and if need be `Restart` tells the stage to run it again.
+A linear layer is implemented in one of two ways. The fast one is torch's own, with a detached weight and a hook on the
+node of the product (not of the output, because in-place changes of the output must not lose the hook). The other one is
+our own autograd function. A forward that runs backward itself (`torch.autograd.grad`: forces, penalties) needs the
+weight in its graph, so it uses the second way; this is detected when it happens, and if necessary `Restart` makes the
+stage run it again.
 
     queue = WeightQueue()
     with SplitMode(module.parameters(), queue):

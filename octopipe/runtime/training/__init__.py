@@ -1,1 +1,1 @@
-"""The training loop: data, checkpoints, plans that change while training."""
+"""The training loop: data, checkpoints, changing the plan during training."""

@@ -1,7 +1,7 @@
-"""Adapting to what is measured: better costs while training, and a better plan when it pays.
+"""Adaptation during training: corrects costs with measured times, and switches to a better plan if that is worthwhile.
 
-Knows: how measured op times correct a cost table, when another plan is worth the move, how layers and optimizer
-state get to their new ranks. Does not know: what is trained or how steps run.
+Knows: how measured op times correct a cost table, when another plan is worth switching to, and how layers and optimizer
+state are moved to their new ranks. Does not know: what is trained or how steps run.
 
     adapter = Adapter(profile, threshold=0.05)
     adapter.observe(pipe.plan, pipe.timeline())                 # after some step
@@ -9,8 +9,8 @@ state get to their new ranks. Does not know: what is trained or how steps run.
     if plan is not None:
         pipe, optimizer = switch(pipe, optimizer, plan, make_pipe=..., make_optimizer=...)
 
-The new pipeline holds bit for bit the parameters, buffers and optimizer state of the old one, so the loss curve goes
-on as it would have (up to the order in which a plan adds up its micro-batches).
+The new pipeline has bitwise the same parameters, buffers and optimizer state as the old one, so the loss curve
+continues unchanged (up to the order in which a plan accumulates its micro-batches).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def corrected(costs: CostTable, plan: Plan, timeline: Timeline, *, blend: float 
     took = spans.end_ms - spans.start_ms
     table = plan.table()
     if not np.array_equal(spans.stage, table.stage) or not np.array_equal(spans.kind, table.kind.astype(np.int32)):
-        raise OctoPipeError("the timeline is of another plan; observe a step of the plan that ran")
+        raise OctoPipeError("the timeline belongs to another plan; observe a step of the plan that ran")
     predicted = stage_times(plan, costs)
     symbols = list(dict.fromkeys(costs.symbols))
     column = {(s, kind): i for i, (s, kind) in enumerate((s, k) for s in symbols for k in _TIMES)}
@@ -188,10 +188,10 @@ def switch(
     mine: dict[int, dict[str, Any]] = {}
     problem = _unfinished(pipe)
     if pipe.plan.shards() or plan.shards():
-        problem = "a layer that is cut over ranks cannot change its plan on the way; save a checkpoint and load it"
+        problem = "a layer that is split over ranks cannot change its plan during a run; save a checkpoint and load it"
     if not problem and isinstance(optimizer, MixedPrecisionOptimizer) and optimizer.owners is not None:
         problem = (
-            "the optimizer's state is divided over data-parallel pipelines, and a switch knows one pipeline; "
+            "the optimizer's state is divided over data-parallel pipelines, and switching supports one pipeline only; "
             "save a checkpoint and load it under the other plan"
         )
     if not problem:
@@ -237,7 +237,10 @@ def _unfinished(pipe: Pipeline) -> str:
     """Gradients that would be lost, in one line."""
     for name, p in pipe.named_parameters():
         if p.grad is not None and bool((local(p.grad) != 0).any()):
-            return f"{name} has a gradient, which a switch would lose; step the optimizer and call zero_grad() first"
+            return (
+                f"{name} has a gradient, which switching plans would lose; step the optimizer and "
+                f"call zero_grad() first"
+            )
     return ""
 
 

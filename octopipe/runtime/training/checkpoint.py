@@ -1,8 +1,8 @@
 """Checkpoints: one file per layer, so that a run resumes under another plan and another number of ranks.
 
-Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint appears whole or not
-at all, and how a damaged one is told from a good one. Does not know: what is trained or on what, or how many
-checkpoints stay (`shelf.py`).
+Knows: a pipeline's parameters, buffers and optimizer state by layer and name; how a checkpoint is written atomically,
+and how a damaged one is detected. Does not know: what is trained or on which data, or how many checkpoints are kept
+(`shelf.py`).
 
     DIR/step-00000050/run.json        step, a checksum for every layer, and what the trainer wants to know again
     DIR/step-00000050/layer-0003.pt   {"layer": 3, "step": 50, "state": {name: tensor},
@@ -11,13 +11,13 @@ checkpoints stay (`shelf.py`).
 
 The settings are those of the parameter's group in the optimizer; files of older versions have none.
 
-Where an optimizer keeps float32 master weights, "state" holds those: a run resumes from it exactly in the same
-precision, and in another one from the same values.
+If the optimizer keeps float32 master weights, "state" contains those: a run resumes exactly in the same precision, and
+from the same values in another one.
 
-A layer's file is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
-have written: whatever is killed when, a folder named `step-...` is complete. Values that are not finite are never
-written. Loading compares every file with its checksum, its layer and its step; files are read without unpickling
-objects. Checkpoints of format 1, which have no checksums, are read as they are.
+The file of a layer is written by the lowest rank that holds it, into a folder that gets its final name once all ranks
+have written. Whatever process is killed at any time, a folder named `step-...` is complete. Values that are not finite
+are never written. Loading checks every file against its checksum, layer and step; files are read without unpickling
+objects. Checkpoints of format 1 have no checksums and are read without this check.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _finite(value: Tensor) -> bool:
 
 def _refused(name: str, home: Path) -> str:
     good = latest(home)
-    mend = "" if good is None else f"; {shown(good)} is the newest good one"
+    mend = "" if good is None else f"; {shown(good)} is the newest valid one"
     return f"{name} holds values that are not finite: no checkpoint was written{mend}; use a smaller learning rate"
 
 
@@ -411,20 +411,20 @@ def read_layer(home: Path, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
     path = home / layer_file(k)
     expected: dict[str, Any] = next((x for x in record.get("layers", []) if x["layer"] == k), {})
     if record["format"] == FORMAT and not expected:
-        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; take another checkpoint")
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list it; use another checkpoint")
     if why := wrong_files(home, {k: expected}, free_memory_bytes()):
-        raise DamagedCheckpoint(f"{why}; take another checkpoint")
+        raise DamagedCheckpoint(f"{why}; use another checkpoint")
     try:
         content: dict[str, Any] = read_content(path)
     except WrongFile as error:
-        raise DamagedCheckpoint(f"{shown(path)}: {error}; take another checkpoint") from None
+        raise DamagedCheckpoint(f"{shown(path)}: {error}; use another checkpoint") from None
     parts = ("state", "optimizer", *(["settings"] if isinstance(content, dict) and "settings" in content else []))
     if not isinstance(content, dict) or not all(_named_values(content, part) for part in parts):
-        raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; take another checkpoint")
+        raise DamagedCheckpoint(f"{shown(path)}: not a layer of a checkpoint; use another checkpoint")
     for what, wanted in (("layer", k), ("step", record["step"])):
         if content.get(what, wanted) != wanted:
             raise DamagedCheckpoint(
-                f"{shown(path)}: holds {what} {brief(content[what])}, not {wanted}; take another checkpoint"
+                f"{shown(path)}: holds {what} {brief(content[what])}, not {wanted}; use another checkpoint"
             )
     return content
 

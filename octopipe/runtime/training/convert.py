@@ -8,8 +8,8 @@ Keys in a DCP folder are the same under every plan and number of ranks:
     model.3.attention.query.weight            layer 3; with a model's config: that model's own names after `model.`
     optimizer.3.attention.query.weight.exp_avg
 
-Folders of torch.distributed.checkpoint are written and not read: their metadata is a pickle, and unpickling what
-somebody else has written runs what they have put in it. Our own files are read without unpickling objects.
+Folders of torch.distributed.checkpoint are written but not read: their metadata is a pickle, and unpickling another
+person's file can run arbitrary code. Our own files are read without unpickling objects.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _check_room(home: Path, record: dict[str, Any]) -> None:
             with opened(home / layer_file(k), free) as (_, size):
                 need += size
         except WrongFile as why:
-            raise OctoPipeError(f"{shown(home / layer_file(k))}: {why}; take another checkpoint") from None
+            raise OctoPipeError(f"{shown(home / layer_file(k))}: {why}; use another checkpoint") from None
     if need > free:
         raise OctoPipeError(
             f"{shown(home)} needs {need / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free; convert it on a "
@@ -219,7 +219,7 @@ def _refuse_used(target: str | os.PathLike[str]) -> None:
     out = Path(target)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise OctoPipeError(f"{shown(out)} is there already; name a folder that is new or empty")
+            raise OctoPipeError(f"{shown(out)} already exists; name a new or empty folder")
     except OSError as error:
         raise OctoPipeError(f"{shown(out)}: cannot be written ({error.strerror}); name another folder") from None
 

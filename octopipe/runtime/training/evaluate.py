@@ -1,10 +1,10 @@
-"""Evaluation: the mean loss over tokens that were kept aside, and the perplexity.
+"""Evaluation: the mean loss over held-out tokens, and the perplexity.
 
-Knows: how a fixed set of samples runs through a pipeline, whatever its micro-batches, with every target counted once.
-Does not know: when a run evaluates (`train.py`).
+Knows: how a fixed set of samples runs through a pipeline with any micro-batches, with every target counted once. Does
+not know: when a run evaluates (`train.py`).
 
-Samples are taken in the file's order, all of them or the first so many: every evaluation of a run sees the same
-tokens. A last batch that is not full is filled with samples whose targets are ignored.
+Samples are taken in the order of the file, either all of them or a given number from the start, so every evaluation of
+a run uses the same tokens. An incomplete last batch is filled with samples whose targets are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def evaluation_samples(source: Source, job: TrainJob) -> int:
     if isinstance(source, Windows):
         return min(source.windows, job.eval_samples or source.windows)
     if job.eval_samples is None:
-        raise OctoPipeError("made-up text has no end; give --eval-samples")
+        raise OctoPipeError("synthetic data has no end; give --eval-samples")
     return job.eval_samples
 
 

@@ -1,7 +1,7 @@
-"""What may end a run early: a signal, or numbers that are not finite.
+"""Reasons to end a run early: a signal, or values that are not finite.
 
-Knows: signals asked for at any moment and answered between two steps; how a loss and a gradient norm are looked at
-on every step without making a GPU wait. Does not know: checkpoints or plans.
+Knows: signals, which are handled between two steps, and how the loss and the gradient norm are checked in every step
+without making a GPU wait. Does not know: checkpoints or plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Memory that this host, or the container around this process, still has.
+"""Available memory of this host, or of the container of this process.
 
-Knows: Linux' own numbers and those of control groups. Does not know: what needs memory (`memory_check.py`). Imports no
-torch.
+Knows: the values reported by Linux and by control groups. Does not know: what needs memory (`memory_check.py`). Imports
+no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A training run on paper: what is asked for, what is told while it goes, what comes out.
+"""The records of a training run: its configuration, its progress reports, its result.
 
-Knows: the records and which jobs make no sense. Does not know: how to train (`train.py`); imports no torch.
+Knows: the records, and which configurations are invalid. Does not know: how to train (`train.py`); imports no torch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TrainJob:
     save_every: int | None = None
     keep: int = 3
     async_save: bool = False
-    """Copy to the host, write behind the next steps; a failure is told at the next step."""
+    """Copy checkpoints to the host and write them during the next steps; a failure is reported at the next step."""
     resume: bool = False
     resume_step: int | None = None
     """Go on from this step's checkpoint instead of the newest good one."""
@@ -150,14 +150,15 @@ class TrainJob:
             )
         if self.tune_measured and (self.tune_s is None or self.dp > 1 or self.lengths):
             raise OctoPipeError(
-                "measuring while tuning runs one pipeline of equal micro-batches; give --tune TIME, without --dp and "
+                "measuring while tuning supports one pipeline of equal micro-batches only; give "
+                "--tune TIME, without --dp and "
                 "--lengths"
             )
         if self.adapt_every is not None:
             if self.adapt_every < 1 or self.adapt_gain <= 0 or self.adapt_s <= 0:
                 raise OctoPipeError("adapt: give whole steps from 1 on, and a gain and a time above 0")
             if self.dp > 1:
-                raise OctoPipeError("adapt switches the plan of one pipeline; leave --dp out")
+                raise OctoPipeError("adapt supports one pipeline only; leave --dp out")
             if self.profile is None and not self.measure:
                 raise OctoPipeError("adapt needs measured costs; give --profile or leave --no-measure out")
         if self.plan is not None:
@@ -186,7 +187,7 @@ class TrainJob:
                 "how many ranks are left"
             )
         if self.elastic and self.resume:
-            raise OctoPipeError("an elastic run goes on by itself where it can; leave --resume out")
+            raise OctoPipeError("an elastic run resumes automatically; leave --resume out")
         if self.resume_step is not None and not self.resume:
             raise OctoPipeError("a step to resume from has no effect on a new run; add --resume")
         if self.seed < 0:
@@ -210,9 +211,9 @@ class TrainJob:
                 "from 0 to below 1 and an eps above 0"
             )
         if self.eval_data is None and (self.eval_every or self.eval_samples):
-            raise OctoPipeError("evaluations need data that was kept aside; add --eval-data")
+            raise OctoPipeError("evaluation needs held-out data; add --eval-data")
         if self.new_data and not self.resume:
-            raise OctoPipeError("--new-data is for a run that goes on; add --resume, or leave it out")
+            raise OctoPipeError("--new-data is for a run that is resumed; add --resume, or leave it out")
 
     def _check_lengths(self) -> None:
         if len(self.groups) != self.dp:
@@ -227,7 +228,7 @@ class TrainJob:
         if self.seq != max(self.lengths):
             raise OctoPipeError(f"seq is {self.seq}; the longest sequence has {max(self.lengths)} tokens")
         if self.adapt_every is not None:
-            raise OctoPipeError("adapt measures micro-batches of one length; leave --adapt or --lengths out")
+            raise OctoPipeError("adapt supports micro-batches of one length only; leave --adapt or --lengths out")
 
     @property
     def replays(self) -> bool:

@@ -1,13 +1,13 @@
-"""A layer's file of a checkpoint that anybody may have made: looked at before it is read, and read within bounds.
+"""The file of one layer in a checkpoint from an untrusted source: checked before it is read, and read within limits.
 
-Knows: what torch.save writes (a zip archive of plain records and one pickle) and what a layer's file may hold. Does not
-know: checkpoints as a whole (`shelf.py`), or what a run does with the tensors.
+Knows: what torch.save writes (a zip archive of uncompressed records and one pickle) and what a layer file may contain.
+Does not know: checkpoints as a whole (`shelf.py`), or what a run does with the tensors.
 
-A folder may come from somebody else. A pipe or a device in a file's place is refused before a byte of it is read; a
-file larger than the memory that is free, and an archive with packed records, before anything is unpacked; an index that
-names more bytes than its records have, before torch sees it; a tensor that claims more elements than its storage holds,
-before anybody computes with it. So reading takes no more memory than twice the file's size, and no more time than it
-takes to read the file twice.
+A folder may come from someone else. The following are rejected: a pipe or a device in place of a file, before any byte
+is read; a file larger than the free memory, and an archive with compressed records, before anything is unpacked; an
+index that names more bytes than its records have, before torch sees it; a tensor with more elements than its storage,
+before it is used. Reading therefore needs at most twice the file's size in memory, and at most the time of reading the
+file twice.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _check_archive(file: BinaryIO, size: int) -> None:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if len(entries) > MAX_RECORDS:
-                raise WrongFile(f"has {len(entries)} records; at most {MAX_RECORDS} are taken")
+                raise WrongFile(f"has {len(entries)} records; at most {MAX_RECORDS} are allowed")
             for entry in entries:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                     raise WrongFile(f"has a packed record ({brief(entry.filename)}), which torch never writes")
@@ -120,7 +120,7 @@ def _check_archive(file: BinaryIO, size: int) -> None:
             if len(index) != 1:
                 raise WrongFile("is not a file of torch.save")
             if index[0].file_size > MAX_INDEX_BYTES:
-                raise WrongFile(f"has an index of {index[0].file_size} bytes; at most {MAX_INDEX_BYTES} are taken")
+                raise WrongFile(f"has an index of {index[0].file_size} bytes; at most {MAX_INDEX_BYTES} are allowed")
             home = index[0].filename.removesuffix("data.pkl")
             sizes = {e.filename.removeprefix(f"{home}data/"): e.file_size for e in entries}
             _Index(archive.read(index[0]), sizes).load()
@@ -200,7 +200,7 @@ def _check_tensors(content: Any, size: int) -> None:
 
 def _bytes_of(tensor: Tensor) -> int:
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise WrongFile(f"holds a tensor of layout {tensor.layout} on {tensor.device}; only plain ones are taken")
+        raise WrongFile(f"holds a tensor of layout {tensor.layout} on {tensor.device}; only plain ones are allowed")
     nbytes = math.prod(tensor.shape) * tensor.element_size()
     if nbytes > tensor.untyped_storage().nbytes():
         raise WrongFile(f"holds a tensor of {nbytes} bytes in a storage of {tensor.untyped_storage().nbytes()}")

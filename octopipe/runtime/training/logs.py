@@ -1,7 +1,7 @@
 """Logs of a run: JSON lines, TensorBoard, Weights & Biases.
 
-Knows: what of a report is logged, under which names, and how each log is written. Does not know: runs; it hears what
-the first rank tells. TensorBoard and wandb are loaded only where they are asked for.
+Knows: which values of a report are logged under which names, and how each log is written. Does not know: runs; it
+receives the reports of the first rank. TensorBoard and wandb are loaded only if they are requested.
 
     {"kind": "run", "time": ..., "model": ..., ...}                       once per start
     {"kind": "step", "time": ..., "step": 10, "loss": 2.1, "lr": ..., "tokens_per_s": ..., "bubble_ratio": ..., ...}

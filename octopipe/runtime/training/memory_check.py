@@ -1,18 +1,18 @@
-"""Whether a run fits: what its ranks will hold, against what their GPUs or this host have free.
+"""Whether a run fits: compares the memory that its ranks need with the free memory of their GPUs or this host.
 
-Knows: bytes of weights, gradients, optimizer state and activations of every rank, and how free memory is asked for.
-Does not know: how a run goes on (`train.py`).
+Knows: the size of weights, gradients, optimizer state and activations of every rank, and how to query free memory. Does
+not know: how a run proceeds (`train.py`).
 
-The prediction takes measured costs where there is a profile; otherwise parameters are exact and activations are those
-of flash attention and fused losses (our own sizes where the model's layers are known, else 34 bytes per token and
-width). So a run that is refused cannot work; one that is let through may still be short of a few percent.
+The prediction uses measured costs if there is a profile. Otherwise parameters are exact, and activations assume flash
+attention and fused losses (analytic sizes if the model's layers are known, otherwise 34 bytes per token and hidden
+unit). A rejected run therefore cannot work, but an accepted run may still lack a few percent.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.costs.analytic.table import setup_costs
@@ -26,6 +26,9 @@ from octopipe.plans.plan import Plan
 from octopipe.runtime.training.host_memory import free_host_bytes
 from octopipe.runtime.training.job import TrainJob
 from octopipe.search.systems import build_plan
+
+if TYPE_CHECKING:
+    from octopipe.huggingface.described import HfModel
 
 GIB = float(1 << 30)
 UNFIT = "does not fit in memory"
@@ -42,9 +45,8 @@ def bytes_per_parameter(job: TrainJob) -> float:
     return job.mode.bytes_per_parameter(state_factor=STATES[job.optimizer], shards=shards)
 
 
-def layer_parameters(job: TrainJob) -> list[int]:
+def layer_parameters(spec: ModelSpec | HfModel) -> list[int]:
     """Parameters of every layer; a tied head counts them too, for the rank that holds it alone."""
-    spec = job.spec
     if isinstance(spec, ModelSpec):
         tied = getattr(spec.layers[-1], "tied", False)
         counts = [layer.parameters for layer in spec]
@@ -82,7 +84,7 @@ def _planned(source: str, layers: int) -> ModelSpec | None:
 def predicted_bytes(job: TrainJob, plan: Plan, profile: Profile | None = None) -> list[float]:
     """What every rank of one pipeline holds at its fullest."""
     if profile is None:
-        static = [n * bytes_per_parameter(job) for n in layer_parameters(job)]
+        static = [n * bytes_per_parameter(job) for n in layer_parameters(job.spec)]
         held = layer_activations(job)
     else:
         static, held = profile.costs.static_bytes.tolist(), profile.costs.activation_bytes.tolist()
@@ -125,6 +127,18 @@ def check_host(job: TrainJob) -> None:
         raise DoesNotFitError(_line(job, "this host", needed, free, each))
 
 
+def check_layers(spec: ModelSpec | HfModel, ranks: int, device: str) -> None:
+    """Before layers are measured one at a time: each rank on this host holds the largest one with its gradients."""
+    free = free_host_bytes()
+    needed = ranks * (PROCESS_BYTES + 8.0 * max(layer_parameters(spec)))
+    if device == "cpu" and free is not None and needed > free:
+        raise DoesNotFitError(
+            f"{spec.name} {UNFIT}: its largest layer with gradients on {ranks} ranks needs about {needed / GIB:.1f} "
+            f"GiB of this host, {free / GIB:.1f} GiB are free; use fewer --nproc"
+            + (", or --scale" if isinstance(spec, ModelSpec) else "")
+        )
+
+
 def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequence[Mapping[str, Any]]) -> str:
     """With the plan that runs: one line about the first place that is too small, or "".
 
@@ -143,7 +157,7 @@ def check_places(job: TrainJob, plan: Plan, profile: Profile | None, seats: Sequ
 
 
 def _line(job: TrainJob, place: str, needed: float, free: float, each: Sequence[float]) -> str:
-    ranks = " ".join(f"{b / GIB:.1f}" for b in each)
+    ranks = ", ".join(f"{b / GIB:.1f}" for b in each)
     mend = "--layers or --scale" if isinstance(job.spec, ModelSpec) else "--layers"
     return (
         f"{job.spec.name} {UNFIT}: the run needs about {needed / GIB:.1f} GiB of {place}, {free / GIB:.1f} GiB are "

@@ -1,7 +1,7 @@
-"""What is told about a step: times, idle time, memory, utilisation.
+"""Progress reports of a step: times, idle time, memory, utilisation.
 
-Knows: how ranks' numbers become one report, the model's FLOPs and the peak of known GPUs. Does not know: when a run
-reports (`train.py`).
+Knows: how the values of all ranks become one report, the model's FLOPs and the peak of known GPUs. Does not know: when
+a run reports (`train.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A run made ready before its ranks start: data read and checked, documents told apart where that works, memory.
+"""Preparation of a run before its ranks start: reads and checks data, decides about document masks, checks memory.
 
-Knows: what is found out once, in the process that starts the ranks, and which lines a reader should see. Does not
+Knows: what is determined once, in the process that starts the ranks, and which lines are shown to the user. Does not
 know: ranks.
 """
 
@@ -39,7 +39,7 @@ def made_ready(job: TrainJob, tell: Callable[[Any], None]) -> TrainJob:
         for text in (*corpus.notes, *_described(samples, path == job.data)):
             tell(Phase(text=text, notice=True))
         if job.lengths and samples.marks(0) is not None:
-            raise OctoPipeError(f"{corpus.where}: --lengths cuts samples of bare tokens; leave it out, or give tokens")
+            raise OctoPipeError(f"{corpus.where}: --lengths applies to token files only; leave it out, or give tokens")
     return job
 
 
@@ -52,7 +52,7 @@ def _described(samples: Windows, trained: bool) -> list[str]:
         f"{samples.seq} tokens" + (", documents kept apart" if samples.apart else "")
     ]
     if samples.cut:
-        out.append(f"{corpus.where}: {samples.cut:,} documents are longer than --seq and lose their end")
+        out.append(f"{corpus.where}: {samples.cut:,} documents are longer than --seq and are truncated")
     return out
 
 
@@ -64,20 +64,22 @@ def _apart(job: TrainJob, corpora: list[Corpus], tell: Callable[[Any], None]) ->
         return False
     if not known:
         if asked:
-            raise OctoPipeError(f"{corpora[0].where} does not say where documents begin; leave --document-mask out")
+            raise OctoPipeError(f"{corpora[0].where} does not state where documents begin; leave --document-mask out")
         return False
-    why = "--lengths says what a sequence is" if job.lengths else _obstacle(job)
+    why = "--lengths defines the sequences" if job.lengths else _obstacle(job)
     if not why:
         return True
     if asked:
-        raise OctoPipeError(f"{job.spec.name}: documents cannot be kept apart: {why}; leave --document-mask out")
-    tell(Phase(text=f"documents of one sample see each other: {why}", notice=True))
+        raise OctoPipeError(
+            f"{job.spec.name}: documents cannot be masked from each other: {why}; leave --document-mask out"
+        )
+    tell(Phase(text=f"documents of one sample attend to each other: {why}", notice=True))
     return False
 
 
 def _obstacle(job: TrainJob) -> str:
     if isinstance(job.spec, ModelSpec):
-        return "octopipe's own layers cannot keep documents of one sequence apart"
+        return "octopipe's own layers cannot mask documents of one sequence from each other"
     import torch
 
     return cannot_keep_apart(job.spec.layers(dtype=torch.float32, device="cpu", seed=0))

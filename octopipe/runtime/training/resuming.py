@@ -1,6 +1,6 @@
-"""Whether a checkpoint can be gone on from: the same model, seed and data, or a line that says what differs.
+"""Whether a run can resume from a checkpoint: the same model, seed and data, or an error that states the difference.
 
-Knows: what a run writes about itself beside its layers. Does not know: how checkpoints lie on the disk (`shelf.py`).
+Knows: what a run stores about itself in addition to its layers. Does not know: how checkpoints are stored (`shelf.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def check_resumable(job: TrainJob, path: Path, record: Mapping[str, Any], data: 
     model, seed = record.get("model"), record.get("seed", job.seed)
     if model != identity(job.spec):
         raise OctoPipeError(
-            f"{shown(path)} is of {str(model)[:200]}, this run is of {identity(job.spec)}; "
+            f"{shown(path)} is a checkpoint of {str(model)[:200]}, this run trains {identity(job.spec)}; "
             "use the same MODEL, --scale and --layers"
         )
     if seed != job.seed:
         raise OctoPipeError(
             f"{shown(path)} was trained with --seed {seed}, this run has {job.seed}: its data and dropout "
-            f"would be others; use --seed {seed}"
+            f"would differ; use --seed {seed}"
         )
     before = record.get("data")
     seen = int(record.get("samples", 0))
@@ -86,4 +86,4 @@ def way_on(job: TrainJob) -> str:
         path, _ = choose(job.checkpoint)
     except OctoPipeError:
         return ""
-    return f"; {shown(path)} is good: --resume goes on from it"
+    return f"; {shown(path)} is valid: --resume continues from it"

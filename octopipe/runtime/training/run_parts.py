@@ -1,6 +1,6 @@
-"""What a training run is made of: its groups of ranks, plan, optimizer, folder and devices.
+"""The components of a training run: process groups, plan, optimizer, folder and devices.
 
-Knows: how each is made from a `TrainJob`. Does not know: the order of things in a run (`train.py`).
+Knows: how each is created from a `TrainJob`. Does not know: the sequence of a run (`train.py`).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def folder(job: TrainJob) -> Iterator[None]:
         raise OctoPipeError(f"{shown(job.checkpoint)}: no checkpoint to resume from; leave --resume out")
     if found is not None and not job.resume and not job.elastic:
         raise OctoPipeError(
-            f"{shown(job.checkpoint)} holds a run up to {found.name}; add --resume to go on with it, "
+            f"{shown(job.checkpoint)} contains a run up to {found.name}; add --resume to continue it, "
             "or name another folder"
         )
     with locked(job.checkpoint):

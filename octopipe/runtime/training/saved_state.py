@@ -1,11 +1,12 @@
-"""What a layer and an optimizer remember, taken out and put back: by layer and parameter, in plain values.
+"""Extraction and restoration of the state of layers and optimizers, by layer and parameter, as plain values.
 
 Knows: state dicts with extra state, optimizer state and the settings of parameter groups, and in which form each can be
 saved or sent without unpickling objects. Does not know: files (`checkpoint.py`) or ranks (`adapt.py`).
 
-A rank's parameter groups are its own: under another plan the same parameters stand in other groups. So a group's
-settings (its learning rate, what a scheduler or the optimizer itself keeps there) are remembered by parameter. A group
-whose parameters agree takes their settings; where they differ, the groups were made otherwise, which is an error.
+Parameter groups are specific to a rank: under another plan, the same parameters are in other groups. Therefore the
+settings of a group (its learning rate, and whatever a scheduler or the optimizer stores there) are saved per parameter.
+When loading, a group takes the settings of its parameters if they agree; if they differ, the groups were built
+differently, which is an error.
 """
 
 from __future__ import annotations
@@ -183,8 +184,9 @@ def put_settings(optimizer: torch.optim.Optimizer, kept: Iterable[tuple[str, Ten
             for key in wanted.keys() & settings.keys():
                 if not _equal(wanted[key], settings[key]):
                     raise OctoPipeError(
-                        f"{first} and {name} are in one group of the optimizer, but had {key} {_told(wanted[key])} and "
-                        f"{_told(settings[key])}; make the groups as they were"
+                        f"{first} and {name} are in one parameter group of the optimizer, but had "
+                        f"{key} {_told(wanted[key])} and "
+                        f"{_told(settings[key])}; build the parameter groups as before"
                     )
         if mine:
             found.append((group, mine[0][1]))

@@ -55,12 +55,12 @@ class Schedule:
         if not (math.isfinite(self.rate) and self.rate >= 0 and math.isfinite(self.least) and self.least >= 0):
             raise OctoPipeError(f"learning rates {self.rate} and {self.least}; give numbers from 0 on")
         if self.least > self.rate:
-            raise OctoPipeError(f"the least learning rate, {self.least}, is above {self.rate}; give a smaller --min-lr")
+            raise OctoPipeError(f"the final learning rate, {self.least}, is above {self.rate}; give a smaller --min-lr")
         if self.warmup < 0 or (self.decay is not None and self.decay < 1):
-            raise OctoPipeError("steps of warm-up and decay count from 0 and from 1 on; give such numbers")
+            raise OctoPipeError("warm-up steps must be at least 0 and decay steps at least 1")
         if self.kind != "constant" and self.warmup >= self.steps:
             raise OctoPipeError(
-                f"{self.warmup} steps of warm-up leave nothing of {self.steps} steps to decay in; use a shorter "
+                f"{self.warmup} warm-up steps leave none of {self.steps} steps for the decay; use a shorter "
                 "--warmup or --schedule constant"
             )
         if self.kind == "wsd" and self.warmup + self.decay_steps > self.steps:

@@ -1,7 +1,7 @@
-"""Layers that are cut over ranks, whole again for a checkpoint, and cut again from one.
+"""Layers that are split over ranks: assembled for a checkpoint, and split again when loading.
 
-Knows: which rows of a parameter and of its optimizer state this rank holds, and how the parts meet at the rank that
-writes the layer. Does not know: files. A checkpoint never shows that a layer was cut: it resumes under any plan.
+Knows: which rows of a parameter and of its optimizer state this rank holds, and how the parts are collected on the rank
+that writes the layer. Does not know: files. A checkpoint always contains whole layers, so it resumes under any plan.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The folder of a run's checkpoints: who may write to it, which checkpoints stay, which one to go on from.
+"""The folder of a run's checkpoints: who may write to it, which checkpoints are kept, which one to resume from.
 
-Knows: the folder, a checkpoint's files and their checksums. Does not know: what is in them (`checkpoint.py`), or torch.
+Knows: the folder, the files of a checkpoint and their checksums. Does not know: their contents (`checkpoint.py`), or
+torch.
 
-A run holds a lock on its folder and has written to it once before its first step, so that two runs never mix their
-steps and a folder that takes nothing is noticed before the work is done, not after it. The newest checkpoints stay,
-and beside them one verified older one, at least as far back as the newest ones reach: a run that went wrong slowly
-has not yet pushed it out. What a killed run has left half written is removed by the next one; its name never is a
-checkpoint's.
+A run locks its folder and writes a test file before its first step, so that two runs never mix their steps, and a
+folder that is not writable is detected before any work is done. The newest checkpoints are kept, and in addition one
+verified older one, at least as far back as the newest ones reach, so that it is still available if a run slowly goes
+wrong. Partial checkpoints of a killed run are removed by the next one; their names never look like a checkpoint's.
 
-A run that goes on from an earlier step is a new branch of the run. When its first checkpoint appears, the later
-checkpoints of the old branch move into a folder of their own (`branch-1`, `branch-2`, ...): the newest checkpoint is
-the new branch's from then on, and the old branch can be resumed from its folder like any other run.
+A run that resumes from an earlier step is a new branch. When its first checkpoint is saved, the later checkpoints of
+the old branch move to a separate folder (`branch-1`, `branch-2`, ...). The newest checkpoint then belongs to the new
+branch, and the old branch can be resumed from its folder like any other run.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     )
     number = record.get("num_layers")
     if not good or not (isinstance(number, int) and _count(number) and number <= MAX_LAYERS):
-        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; take another checkpoint")
+        raise DamagedCheckpoint(f"{shown(path)}: {RUN} does not list its layers; use another checkpoint")
     expected = {
         "optimizer": (_name, "a name or null"),
         "model": (_name, "a name"),
@@ -82,7 +82,7 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     for key, (meant, words) in expected.items():
         if key in record and (isinstance(record[key], bool) or not meant(record[key])):
             raise DamagedCheckpoint(
-                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; take another checkpoint"
+                f"{shown(path)}: {RUN} has {key} {brief(record[key])}, not {words}; use another checkpoint"
             )
     return {"optimizer": None, **record}
 
@@ -289,14 +289,14 @@ def resolve(path: str | os.PathLike[str], step: int | None = None) -> Path:
         if step is not None:
             raise OctoPipeError(f"{shown(path)} is one checkpoint; leave --step out, or name its run's folder")
         if why := damage(path, to_load=True):
-            raise DamagedCheckpoint(f"{why}; take another checkpoint")
+            raise DamagedCheckpoint(f"{why}; use another checkpoint")
         return Path(path)
     if not checkpoints(path):
         refuse_dcp(path)
         raise OctoPipeError(f"{shown(path)}: no checkpoint there; name the folder that train --checkpoint wrote")
     found, problems = choose(path, step)
     for why in problems:
-        log.warning("%s: passed over; %s is used, the newest good checkpoint", why, found.name)
+        log.warning("%s: passed over; %s is used, the newest valid checkpoint", why, found.name)
     return found
 
 

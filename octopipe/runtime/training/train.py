@@ -1,13 +1,13 @@
 """The trainer: a model, a plan (given, a system's, or tuned on the spot), data, an optimizer, checkpoints.
 
-Knows: the order of things in a training run and what is told about each step. Does not know: flags and screens
+Knows: the sequence of a training run and what is reported about each step. Does not know: flags and terminal output
 (verbs/train.py), processes (`launch.py`), how a step runs (`pipeline.py`).
 
     result = train(TrainJob(spec=preset("nemotron-h-8b").scaled(0.05), nproc=2, steps=20, tune_s=10.0))
     result.losses, result.step_ms, result.predicted_ms
 
-Equal jobs have equal losses under every plan: the same parameters to start with, the same tokens, and gradients that
-add up in micro-batch order wherever the plan runs W in that order (otherwise they differ by rounding).
+Equal jobs have equal losses under every plan: the same initial parameters, the same tokens, and gradients that are
+accumulated in micro-batch order if the plan runs W in that order (otherwise they differ by rounding).
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class _Run:
         return bool(self._everyone.first(latest(job.checkpoint) is not None if self.seat.rank == 0 else None))
 
     def resume(self) -> int:
-        """Load the newest good checkpoint, or the one asked for; the step to go on with."""
+        """Load the newest valid checkpoint, or the one asked for; the step to go on with."""
         with moment("while the checkpoint to go on from was chosen"):
             path = self._everyone.first_or_fail(self._choose)
         self._data_begins = check_resumable(self.job, path, read_record(path), self._about_data)
@@ -275,7 +275,7 @@ class _Run:
             self._notice(note)
         record = load_checkpoint(path, self.pipe, self.optimizer)
         if changed := schedule_words(record.get("schedule"), self._rate.about()):
-            self._notice(f"the learning rate goes on by another schedule: {changed}")
+            self._notice(f"the learning rate continues with a different schedule: {changed}")
         self.seen = int(record.get("samples", 0))
         self.pipe.step_number = record["step"]
         self.saved = str(path)
@@ -287,7 +287,7 @@ class _Run:
         for why in problems:
             self._notice(f"damaged checkpoint: {why}")
         if problems:
-            self._notice(f"going on from {path.name}, the newest good checkpoint")
+            self._notice(f"resuming from {path.name}, the newest valid checkpoint")
         return path
 
     def _notice(self, text: str) -> None:
@@ -376,8 +376,8 @@ class _Run:
         self.saved = str(saving.finish())
         if saving.set_aside is not None:
             self._notice(
-                f"checkpoints of the branch that was left are in {shown(saving.set_aside)}; --checkpoint with that "
-                "folder and --resume go on with it"
+                f"checkpoints of the previous branch are in {shown(saving.set_aside)}; --checkpoint with that "
+                "folder and --resume continues it"
             )
 
     def _adapt(self, step: int) -> None:

@@ -1,7 +1,7 @@
-"""What every rank loads before its first step, loaded once: a fork server imports this module, ranks start from it.
+"""Modules that every rank needs before its first step, loaded once: a fork server imports this module and forks ranks.
 
-Knows: what is slow to load. Optimizers pull in torch's compiler, lowering its compiled kernels: seconds of work that
-ranks would repeat side by side. No tensor is touched here, since threads do not survive a fork.
+Knows: what is slow to load. Optimizers import torch's compiler, and lowering loads its compiled kernels: seconds of
+work that every rank would repeat. No tensor is created here, because threads do not survive a fork.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What travels between ranks, and how: messages, buffers, transports."""
+"""Communication between ranks: messages, buffers, transports."""

@@ -1,8 +1,8 @@
-"""Buffers that are used again as soon as nobody holds them.
+"""Buffers that are reused as soon as nobody holds them.
 
-Knows: which of its buffers are free, by asking how many tensors share the memory. Does not know: who uses them;
-a received activation is given back by being dropped, wherever autograd, a deferred weight gradient or a user's
-module had kept it.
+Knows: which of its buffers are free, from the number of tensors that share the memory. Does not know: who uses them; a
+received activation is returned to the pool when its last reference is dropped, whether that is held by autograd, a
+deferred weight gradient or a user's module.
 
 >>> pool = BufferPool(torch.device("cpu"), small_bytes=0)
 >>> first = pool.take((4,), torch.float32).data_ptr()

@@ -1,10 +1,10 @@
-"""The calls of libcuda that torch does not offer, or not without holding Python's lock.
+"""Calls of libcuda that torch does not provide, or only while holding the GIL.
 
-Knows: raw handles and addresses. Does not know: what they stand for.
+Knows: raw handles and addresses. Does not know: what they refer to.
 
-Called through ctypes, which lets go of the interpreter's lock. torch's own `Event.query` keeps it, and the driver makes
-a query wait while another thread's launch waits for room in a full queue: a watchdog that asked through torch would
-stand still with the lock in its hands, and with it every thread that could say what is wrong.
+The calls go through ctypes, which releases the GIL. torch's own `Event.query` holds it, and the driver blocks a query
+while another thread's launch waits for space in a full queue. A watchdog that queried through torch would block while
+holding the GIL, and so would every thread that could report the problem.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Values as bytes, and back, without pickle: what ranks tell each other can name things, but never call them.
+"""Encoding of values as bytes without pickle: messages between ranks can name types and functions but never call them.
 
-Knows: numbers, text, containers, tensors and arrays, enums, dataclasses and whatever `values` can take apart. Does not
-know: how bytes travel.
+Knows: numbers, text, containers, tensors and arrays, enums, dataclasses and whatever `values` can flatten. Does not
+know: how bytes are transferred.
 
-A pickle is a program; whoever can write to a rank's socket would run it there. Here a message is msgpack with a tag
-before everything that is not a number or a text. Types and functions go by name, and only those that this process has
-loaded already are found again: nothing is imported for a message. A type is used for what it is: a mapping, a
-sequence, a dataclass (made without its `__init__`), an enum, or a type that torch's pytree knows.
+A pickle is a program: anyone who can write to a rank's socket could run code there. Here a message is msgpack with a
+tag before everything that is not a number or text. Types and functions are sent by name, and only those that the
+receiver has already loaded are resolved: a message never causes an import. A type is only used as what it is: a
+mapping, a sequence, a dataclass (created without its `__init__`), an enum, or a type registered with torch's pytree.
 
 >>> decoded(encoded({"a": (1, 2.5, None), 3: [b"x", 1 << 80]}))
 {'a': (1, 2.5, None), 3: [b'x', 1208925819614629174706176]}

@@ -1,13 +1,13 @@
-"""A memory fence: what this process wrote before it is seen by others before what it writes after it, and so for reads.
+"""A memory fence: other processes see writes before it before writes after it; the same holds for reads.
 
-Knows: which machines keep that order by themselves. Does not know: what lies in the memory.
+Knows: which processors guarantee this order without a fence. Does not know: what the memory contains.
 
-Two processes that share memory hand it over by a number: the writer stores the data, then the number; the reader sees
-the number, then loads the data; it notes the number as taken, and the writer stores the next data. x86 lets no store
-overtake a store and no load a load, and no store a load before it, so the order of the program is the order that the
-other side sees. Arm, POWER and RISC-V let all of them overtake each other: there the number could arrive before the
-data, and the data be loaded before the number, or overwritten while it is still being read. A fence between the two, on
-either side, forbids that; Python has none, so LLVM makes one.
+Two processes synchronise on shared memory by a number. The writer stores the data, then the number; the reader sees the
+number, then loads the data, then records that it has taken it; the writer stores the next data. On x86, stores are not
+reordered with stores, loads not with loads, and a store not with an earlier load, so the other side sees the program
+order. Arm, POWER and RISC-V may reorder all of these: the number could become visible before the data, or the data
+could be loaded before the number or overwritten while it is being read. A fence between the two accesses, on both
+sides, prevents this. Python has no fence, so one is generated with LLVM.
 """
 
 from __future__ import annotations

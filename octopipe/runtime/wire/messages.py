@@ -1,10 +1,10 @@
-"""What crosses a stage boundary, described so that the other side can make room for it.
+"""Messages between stages, with a description that lets the receiver allocate buffers.
 
-Knows: how a value (a tensor, or containers of tensors and constants, see `values`) becomes a `Spec` and a small
-header, and back; which tensors are no plain memory. Does not know: how bytes travel (`transports`).
+Knows: how a value (a tensor, or containers of tensors and constants, see `values`) becomes a `Spec` and a small header,
+and back; which tensors are not plain memory. Does not know: how bytes are transferred (`transports`).
 
-A forward message is a header and the tensors; small tensors ride inside the header. A gradient message has no
-header: it holds one gradient per tensor of the forward message that asked for one, in order.
+A forward message consists of a header and the tensors; small tensors are included in the header. A gradient message has
+no header: it contains one gradient for each tensor of the forward message that requires one, in order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Values that ranks tell each other over a gloo group, and what is said when one of them does not answer.
+"""Exchange of values between ranks over a gloo group, with readable errors when a rank does not answer.
 
-Knows: how a value's bytes (see `plain`) reach all members of a group, or one. Does not know: what the values mean.
+Knows: how the bytes of a value (see `encoding`) reach all members of a group, or one. Does not know: what values mean.
 
-gloo's own errors name sockets and source lines. Here a wait that fails says what the ranks were doing together
-(`moment`), and whether somebody was lost or did not answer in time.
+gloo's own errors name sockets and source lines. Here the error of a failed wait states what the ranks were doing
+(`moment`), and whether a rank was lost or did not answer in time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A candidate of the iterative tuners: partition, placement and orders, and the desk on which they are judged.
+"""A candidate of the iterative tuners: partition, placement and orders, and the `Desk` that evaluates them.
 
-Knows: how a plan is held as arrays, what it costs (prices from `price.py`), how its orders are timed and kept inside
-memory. Does not know: phases or moves.
+Knows: how a plan is represented as arrays, what it costs (costs from `price.py`), how its orders are timed and kept
+within memory. Does not know: phases or moves.
 
-The scheduling O of Algorithm 1 is an order per rank, as in the paper: moves change it op by op, and a change of the
-partition leaves it as it is. Any plan can be held, with fused backwards, recomputation and several routes; a plan that
-is given comes back as it was until a move betters it.
+The schedule O of Algorithm 1 is an order per rank, as in the paper: moves change it op by op, and a change of the
+partition leaves it unchanged. Any plan can be represented, including fused backwards, recomputation and several routes;
+a given plan is returned unchanged unless a move improves it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,12 @@ from numpy.typing import NDArray
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, F, I, Op, Plan, R, Stage, W, route_neighbours
 from octopipe.plans.price import hop_times, stage_memory, stage_times
-from octopipe.search.algorithm1.replay import arrange, replay
+from octopipe.search.algorithm1.arrange import TOO_SLOW, Rules, arrange
+from octopipe.search.algorithm1.prices import Floats, Ints, Prices
+from octopipe.search.algorithm1.replay import replay
 from octopipe.search.algorithm1.settings import SETTINGS, Settings
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prices:
-    """What the stages of a structure cost; arrays as in `price.py`."""
-
-    ms: Floats
-    """[kind, stage, micro_batch]"""
-    forward_ms: Floats
-    gradient_ms: Floats
-    kept: Floats
-    held: Floats
-    stash: Floats
-    work: Floats
-    static: Floats
-    rank: Ints
-    before: Ints
-    after: Ints
-    route: Ints
-    update_ms: Floats
-    """Per rank, the optimizer after its last op."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,10 +177,7 @@ class Desk:
     def time(self, st: State) -> tuple[float, int, Floats]:
         """Step time (reductions aside; infinite on a deadlock), the first op beyond memory or -1, starts."""
         p, start = st.prices, np.zeros(st.ops.shape[0])
-        makespan, over = replay(
-            st.offsets, st.ops, p.ms, p.before, p.after, p.route, p.rank, p.forward_ms, p.gradient_ms, p.kept, p.held,
-            p.stash, p.work, p.static, self.capacity, start, self._last,
-        )  # fmt: skip
+        makespan, over = replay(p, st.offsets, st.ops, self.capacity, start, self._last)
         return (float((self._last + p.update_ms).max()) if makespan >= 0 else np.inf), int(over), start
 
     def judge(self, st: State, cutoff_ms: float = np.inf) -> tuple[float, State]:
@@ -281,12 +256,9 @@ class Desk:
         # The busiest rank's F, R, I and W.
         size = 4 * int(np.bincount(p.rank).max()) * most
         out = np.zeros((self.num_ranks, size, 3), np.int32)
-        lengths = arrange(
-            size, np.ascontiguousarray(keys), most if flight is None else flight, wait_ms, overrun, again, p.ms, p.rank,
-            p.forward_ms, p.gradient_ms, p.kept, p.held, p.stash, p.work, p.static, self.capacity,
-            cutoff_ms, out,
-        )  # fmt: skip
-        if lengths[0] == -2:
+        rules = Rules(np.ascontiguousarray(keys), most if flight is None else flight, wait_ms, overrun, again)
+        lengths = arrange(p, rules, size, self.capacity, cutoff_ms, out)
+        if lengths[0] == TOO_SLOW:
             raise TooSlow
         if lengths[0] < 0:
             return None

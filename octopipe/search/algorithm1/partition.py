@@ -2,10 +2,10 @@
 
 Paper, section VI, "Partitioning Tuning". Knows: which migrations are worth a simulation. Does not know: phases.
 
-Layers move between ranks that need not be neighbours in the chain: all stage boundaries between a stage of the
-one and a stage of the other slide by as many layers, so the stages between keep their sizes. Layers differ, so two
-slides at once can even out ranks where one cannot. A rank's load is its work in a step and the time until its first
-micro-batch can arrive: what it must do, from when it can. Placement and orders stay as they are.
+Layers move between ranks that need not be adjacent in the chain: all stage boundaries between a stage of one rank and a
+stage of the other shift by the same number of layers, so the stages in between keep their sizes. Layers differ, so two
+shifts at once can balance ranks where one cannot. The load of a rank is its work in a step plus the time until its
+first micro-batch can arrive. Placement and orders are not changed.
 """
 
 from __future__ import annotations

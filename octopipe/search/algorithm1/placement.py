@@ -7,8 +7,8 @@ exchanging. Does not know: phases.
   the finest), each on another rank. Finer stages reach the ranks earlier and leave them later: boundary bubbles shrink.
 - Exchange: of two ranks with comparable work the one with the longer bubbles gives a layer for a heavier one.
 
-The order follows its layers (`structure.retimed`). Where the schedule phase is on, it is also derived anew from the
-same times by list scheduling, and for whole dispersions from a few simple rules.
+The order follows its layers (`structure.retimed`). If the schedule phase is enabled, the order is also derived again
+from the same times by list scheduling, and for dispersions of all stages from a few simple rules.
 """
 
 from __future__ import annotations

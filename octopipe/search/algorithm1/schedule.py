@@ -1,18 +1,18 @@
-"""Schedule tuning: advance F and I, delay W, and put other work where a rank waits for a transfer.
+"""Schedule tuning: advance F and I, delay W, and insert other work where a rank waits for a transfer.
 
-Paper, section VI, "Scheduling Tuning". Knows: which ops stand in the way of a bubble's end, and how orders change.
-Does not know: phases. That a W is advanced where memory lacks is `Desk.advance_weights`.
+Paper, section VI, "Scheduling Tuning". Knows: which ops delay the end of a bubble, and how orders change. Does not
+know: phases. `Desk.advance_weights` advances a W where memory is short.
 
-1. From the last op and from the longest bubbles it walks back through what each op waited for. An F or I that was
-   ready while its rank ran another op goes before that one (advance; where the other is a W: delay of W).
-2. Where a rank waits for a transfer, a later op that is ready goes into the gap, and the producers of its next ops are
-   advanced, so that one of them is there to run meanwhile (overlap-aware insertion).
-3. A W that stands in the way goes to a later bubble of its rank, or to the end (delay of W).
-4. All at once: the order derived anew with F and I as early as they can be and W in the gaps.
-Every advance is judged twice: as it stands, and with the rest derived anew around it.
+1. Starting from the last op and from the longest bubbles, the search traces back what each op waited for. An F or I
+   that was ready while its rank ran another op is moved before that op (advance; if the other is a W: delay of W).
+2. Where a rank waits for a transfer, a later op that is ready is moved into the gap, and the producers of the rank's
+   next ops are advanced, so that one of them can run meanwhile (overlap-aware insertion).
+3. A W that delays other ops is moved to a later bubble of its rank, or to the end (delay of W).
+4. All of these at once: the order is derived again with F and I as early as possible and W in the gaps.
+Every advance is evaluated twice: as it is, and with the rest of the order derived again.
 
-Under a memory limit, and where recomputation is allowed, what is recomputed is tuned here too: it decides which
-orders fit.
+Under a memory limit, if recomputation is allowed, this phase also decides what is recomputed, because that determines
+which orders fit.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@ Each iteration reads the current plan's bubbles and tunes one phase:
 - else boundary bubbles exceed residual bubbles: placement (placement.py);
 - else: schedule (schedule.py).
 
-An iteration judges a few of the phase's moves and takes the best one: of the partition phase it is one migration that
-is evaluated again, as the paper's counts of iterations (Table IV) show. What the paper leaves open, and our reading:
-- idle times are those of a step, so the layer's time is that of all micro-batches (no migration can shift less);
-- a phase that finds nothing better hands over to the next one until the plan changes;
-- a placement is judged by the step time less the imbalance it leaves: the partition phase comes next and mends that;
-- when a few iterations away from the best plan led to nothing better, the search goes back to it;
-- the search begins with 1F1B; given up there, it begins again from the fastest published plans that fit, so that it is
-  behind none of them;
-- some phases may be switched off (the paper's ablation); then 1F1B is the only start.
+An iteration evaluates a few moves of its phase and applies the best one; in the partition phase it evaluates one
+migration, as the paper's iteration counts (Table IV) show. The paper leaves some points open; our interpretation:
+- idle times are per step, so the layer's time is that of all micro-batches (no migration can shift less);
+- if a phase finds no improvement, the next phase takes over until the plan changes;
+- a placement is evaluated by the step time less the remaining imbalance, which the partition phase removes next;
+- after a few iterations without improvement on the best plan, the search returns to that plan;
+- the search starts from 1F1B; when it stagnates there, it restarts from the fastest published plans that fit, so that
+  it is no slower than any of them;
+- phases can be disabled (the paper's ablation); 1F1B is then the only starting point.
 
 Knows: the phase rule, what is accepted and when to stop. Does not know: the moves.
 """
@@ -298,7 +298,7 @@ class IterativeSearch:
 
 
 class RandomSearch(IterativeSearch):
-    """Random search: the same framework and moves, with the phase drawn by lot whatever the bubbles say.
+    """Random search: the same framework and moves, with phases chosen at random instead of by the bubbles.
 
     The paper's comparison in "Pipeline Search Cost".
     """

@@ -1,7 +1,7 @@
-"""Structures of a chain: layers on ranks, and what becomes of an order when they change.
+"""Structures of a chain: layers on ranks, and how an order is adapted when they change.
 
-Knows: how stages follow from layers and their homes, and that an order survives by the times at which its layers ran.
-Does not know: which change is worth while.
+Knows: how stages result from layers and their ranks, and how an order is transferred by the times at which its layers
+ran. Does not know: which change is an improvement.
 """
 
 from __future__ import annotations

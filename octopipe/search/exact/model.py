@@ -220,10 +220,12 @@ def _memory(stated: Model, costs: CostTable, ranks: int, micro_batches: int, end
             for m in range(micro_batches):
                 size = (costs.factor(m) * np.ones(costs.num_layers))[layer] / unit
                 held = math.floor(float(costs.activation_bytes[layer] * size))
-                kept = min(held, math.floor(float(costs.stash_bytes[layer] * size)))
+                stash = math.floor(float(costs.stash_bytes[layer] * size))
+                kept = min(held, stash)
                 begins = stated.full.get((layer, m), start["F", layer, m])
                 until_i, until_w = end["I", layer, m], end["W", layer, m]
                 spans = [(begins, until_i, held - kept, here[r]), (begins, until_w, kept, here[r])]
+                spans.append((until_i, until_w, stash - kept, here[r]))  # what a forward inside I brings back
                 if stated.drops:
                     stays = _keeps_input(stated, layer, r)
                     given = math.floor(float(costs.boundary_bytes[layer - 1] * size)) if layer else 0

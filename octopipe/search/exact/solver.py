@@ -1,20 +1,20 @@
 """The exact method: partition, placement and order as one CP-SAT problem, for small cases.
 
-Knows: how to state the whole problem to OR-tools' CP-SAT, and how to read a plan and a proven bound off it. Does
-not know: heuristics. ortools is imported when a solve begins; it comes with the `exact` extra.
+Knows: how to formulate the whole problem for OR-tools' CP-SAT, and how to extract a plan and a proven bound. Does not
+know: heuristics. ortools is imported when a solve begins; it is part of the `exact` extra.
 
-Every layer is a stage of its own. That loses nothing in time: a coarser stage's op is its layers' ops back to back on
-one rank, and tensors change hands only between ranks. (Neighbours on one rank are joined again where that costs no
-time.) Micro-batches of equal size pass every layer first in, first out, and of equal ranks the lower number is reached
-first; both by exchanging names.
+Every layer is a separate stage. This costs no time: an op of a coarser stage is equivalent to its layers' ops back to
+back on one rank, and transfers happen only between ranks. (Adjacent stages on one rank are merged again if that costs
+no time.) Micro-batches of equal size pass every layer first in, first out, and among equal ranks the lower number is
+reached first; both are without loss of generality by renaming.
 
-Its optimum is that of plans that hold every layer once: bidirectional pipelines, which hold layers twice and reduce
-their gradients, are outside. Under a memory limit recomputation is decided as well, where it is allowed: a layer that
-drops its activations keeps its input (nothing, where the layer before is on the same rank, drops them too and all their
-ops follow each other: one stage then), and runs its forward again before I, unless no other micro-batch's op stands
-between F and I. Times are whole units of about a millionth of the step, rounded down; memory counts activations and
-static bytes but not buffers of transfers. Both only loosen the problem, so its bound holds; the plan is judged by the
-simulator, and it is called optimal when the two meet.
+The optimum is over plans that hold every layer once: bidirectional pipelines, which hold layers twice and reduce their
+gradients, are excluded. Under a memory limit, recomputation is decided as well, if it is allowed: a layer that drops
+its activations keeps its input (nothing, if the preceding layer is on the same rank, drops its activations too and
+their ops are adjacent: then the two form one stage) and runs its forward again before I, unless no op of another
+micro-batch runs between F and I. Times are integer units of about a millionth of the step, rounded down; memory counts
+activations and static bytes but not transfer buffers. Both relax the problem, so its bound is valid. The plan is
+evaluated by the simulator, and it is called optimal if its time equals the bound.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Plans whose paths fork and join, searched for: a head cut by its vocabulary over several ranks."""
+"""Search for plans whose paths fork and join: a head split by vocabulary over several ranks."""

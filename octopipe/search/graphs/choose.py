@@ -1,6 +1,6 @@
-"""The last step of a search that may cut the head: the best plan with a cut head against the best one without.
+"""The last step of a search that may split the head: compares the best plan with a split head and the best without.
 
-Knows: what is compared, and what a search reports of it. Does not know: how either is found.
+Knows: what is compared, and what a search reports about it. Does not know: how either plan is found.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The search for plans whose head is cut by its vocabulary: how many shards, on which ranks, and every op's place.
+"""The search for plans whose head is split by vocabulary: number of shards, their ranks, and the order of all ops.
 
-Knows: where structures start, moves of structures and keys, annealing, and that only plans which fit are handed back.
-Does not know: how a schedule is made (`schedule`), what a layout costs (`layout`), recomputation, copies of layers.
+Knows: initial structures, moves on structures and keys, annealing, and that only plans that fit are returned. Does not
+know: how a schedule is built (`schedule`), what a layout costs (`layout`), recomputation, copies of layers.
 
-Everything random comes from one seed; with a number of moves instead of a time, the plan depends on that alone.
+All random numbers come from one seed; with a number of moves instead of a time budget, the plan depends only on that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan
 from octopipe.search.graphs.layout import Layout, Priced, Prices
-from octopipe.search.graphs.orders import follow, polish
-from octopipe.search.graphs.schedule import A_F, A_I, C_I, LOOK, NUM_NUMBERS, OVER, RESERVE, schedule
+from octopipe.search.graphs.orders import Waits, follow, polish
+from octopipe.search.graphs.schedule import A_F, A_I, C_I, LOOK, NUM_NUMBERS, OVER, RESERVE, Priorities, schedule
 from octopipe.search.graphs.surrogate import layout_of
 from octopipe.search.tuner.core.problem import make_rng
 from octopipe.simulation.simulator import simulate
@@ -136,18 +136,14 @@ class CutHeadSearch:
         needed = np.zeros((2, size, count), np.int64)
         needed[0] = (priced.before[0] >= 0).sum(axis=1)[:, None]
         needed[1] = 1 + (priced.after[0] >= 0).sum(axis=1)[:, None]
-        fixed = (
-            priced.ms, priced.held, priced.stash, priced.nbytes, priced.rank, priced.before, priced.after, priced.share,
-            np.zeros(count, np.int64), self._prices.latency, self._prices.per_byte, priced.room,
-            np.zeros((2, size, count)), np.zeros((2, size, count), np.int64), needed,
-        )  # fmt: skip
+        waits = Waits(needed, np.zeros_like(needed), np.zeros(needed.shape))
         seq, lengths = self._sequence(plan)
         best, rng = seq.copy(), make_rng(self.seed, size)
-        now = best_ms = float(follow(seq, lengths, *fixed, math.inf))
+        now = best_ms = float(follow(priced, seq, lengths, waits, math.inf))
         begin = self._share()
         while now < math.inf and (share := self._share(best_ms)) < until:
             heat = POLISH_HOT * (POLISH_COLD / POLISH_HOT) ** ((share - begin) / max(until - begin, 1e-9)) * best_ms
-            now, best_ms = polish(seq, best, lengths, *fixed, rng, POLISH_MOVES, heat, now, best_ms)
+            now, best_ms = polish(priced, seq, best, lengths, waits, rng, POLISH_MOVES, heat, now, best_ms)
             self.judged += POLISH_MOVES
         self._out[:, : best.shape[1]], self._lengths[:] = best, lengths
         better = self.plan(layout)
@@ -393,17 +389,10 @@ class CutHeadSearch:
         priced = self._known[asked]
         if priced is None:
             return math.inf
-        count, micro_batches = priced.rank.size, self.num_micro_batches
-        turns = np.broadcast_to(np.arange(micro_batches, dtype=np.int64), (count, micro_batches))
-        return float(
-            schedule(
-                priced.ms, priced.held, priced.stash, priced.nbytes, priced.rank, priced.before, priced.after,
-                priced.share, np.zeros(micro_batches, np.int64), self._prices.latency, self._prices.per_byte,
-                priced.room, priced.later, np.array(keys.forward), np.array(keys.inward),
-                np.array(keys.flight, np.int64), np.array(keys.numbers), np.ascontiguousarray(turns),
-                np.full(count, micro_batches, np.int64), cutoff, self._out, self._lengths,
-            )
-        )  # fmt: skip
+        order = Priorities(
+            np.array(keys.forward), np.array(keys.inward), np.array(keys.flight, np.int64), np.array(keys.numbers)
+        )
+        return float(schedule(priced, order, cutoff, self._out, self._lengths))
 
     def _made(self, member: Member) -> tuple[Plan, Timeline] | None:
         """The member's plan and timeline; schedules get less memory until it fits, None where it never does."""

@@ -1,12 +1,12 @@
-"""A structure with a cut head: which stages there are, how they hang together, what they cost.
+"""A structure with a split head: its stages, their connections and their costs.
 
 Knows: how a body of consecutive stages, shards of the head (and of the embedding) and the loss become stages and
-arrows, and their prices as the scheduler reads them. Does not know: keys, orders or how structures are searched.
+edges, and their costs in the form that the scheduler reads. Does not know: keys, orders or how structures are searched.
 
     body 0 -> body 1 -> ... -> body n-1 -> each shard of the head -> the loss
 
-Where the embedding is cut as well, its shards stand before the body, which adds up their outputs. A head that is tied
-to the embedding is cut like it, on the same ranks, so that every rank holds each of its rows once.
+If the embedding is split as well, its shards precede the body, which adds their outputs. A head that is tied to the
+embedding is split in the same way on the same ranks, so that every rank holds each of its rows once.
 """
 
 from __future__ import annotations
@@ -73,18 +73,36 @@ class Layout:
 
 
 class Priced(NamedTuple):
-    """A layout as `schedule` reads it."""
+    """A layout as the kernels `schedule` and `orders` read it."""
 
     ms: Floats
+    """[F, I or W, stage, micro-batch]"""
     held: Floats
+    """[stage, micro-batch]: bytes from F until I,"""
     stash: Floats
+    """and from I until W."""
     nbytes: Floats
+    """[stage, micro-batch]: what a stage's output takes."""
     rank: Ints
     before: Ints
+    """[path, stage, k]: the stages that feed it; -1: none."""
     after: Ints
     share: Floats
+    """[path, stage]: over how many ranks its output spreads."""
     room: Floats
+    """[rank]: bytes for activations."""
     later: Floats
+    """[stage]: bytes that one micro-batch will still hold on the same rank."""
+    path: Ints
+    """[micro-batch]"""
+    turns: Ints
+    """[stage, k]: the micro-batches that pass a stage, in their order;"""
+    counts: Ints
+    """[stage]: how many of them."""
+    latency: Floats
+    """[rank, rank], ms"""
+    per_byte: Floats
+    """[rank, rank], ms per byte"""
 
 
 class Prices:
@@ -155,5 +173,7 @@ class Prices:
         contiguous = np.ascontiguousarray
         return Priced(
             contiguous(ms), contiguous(held), contiguous(stash), nbytes, rank, before.astype(np.int64),
-            after.astype(np.int64), share, room, later,
+            after.astype(np.int64), share, room, later, np.zeros(shape[1], np.int64),
+            np.tile(np.arange(shape[1], dtype=np.int64), (count, 1)), np.full(count, shape[1], np.int64),
+            self.latency, self.per_byte,
         )  # fmt: skip

@@ -1,33 +1,43 @@
-"""Orders of ops timed as they stand, over paths that fork and join, and polished; compiled.
+"""Compiled timing and local search of given orders, over paths that fork and join.
 
-Knows: the times of a structure's ops and transfers, its arrows, and moves of one op within its rank's order. Does not
-know: how orders come about (`schedule`), or plans.
+Knows: the times of a structure's ops and transfers, its edges, and moves of one op within its rank's order. Does not
+know: how orders are built (`schedule`), or plans.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from octopipe.base.compile import njit
+from octopipe.search.graphs.schedule import OP_F, OP_I, OP_W, join
 from octopipe.search.tuner.core.problem import below, uniform
+from octopipe.simulation.timing import FOR_F, FOR_I
 
 NEAR, FAR = 4, 40
 """How far an F or I, and a W, is moved at most."""
 
 
-@njit
-def follow(  # type: ignore[no-untyped-def]
-    seq, lengths, ms, held, stash, nbytes, rank, before, after, share, path, latency, per_byte, room, arrived, missing,
-    needed, cutoff,
-):  # fmt: skip
-    """Makespan of the orders `seq[rank, :lengths[rank]]`; infinite where they wait for each other, exceed a rank's room
-    or take longer than `cutoff`. An op is packed as (kind * stages + stage) * micro-batches + micro-batch.
+class Waits(NamedTuple):
+    """What ops wait for, and room to follow that; all of them [F or I, stage, micro-batch]."""
 
-    `needed[way, stage, micro-batch]`: how many results its F (0) and its I (1) wait for. `arrived` and `missing` are
-    room of the same shape.
-    """
-    size, micro_batches, ranks, inf = rank.size, path.size, room.size, np.inf
-    missing[:] = needed
+    needed: Any
+    """How many results an op waits for."""
+    missing: Any
+    """How many of them are not known yet."""
+    arrived: Any
+    """When the last of those that are known arrives."""
+
+
+@njit
+def follow(p, seq, lengths, waits, cutoff):  # type: ignore[no-untyped-def]
+    """Makespan of the orders `seq[rank, :lengths[rank]]` of a layout with prices `p` (`layout.Priced`); infinite where
+    they wait for each other, exceed a rank's room or take longer than `cutoff`. An op is packed as
+    (kind * stages + stage) * micro-batches + micro-batch."""
+    size, micro_batches, ranks, inf = p.rank.size, p.path.size, p.room.size, np.inf
+    arrived, missing = waits.arrived, waits.missing
+    missing[:] = waits.needed
     arrived[:] = 0.0
     done = np.zeros((size, micro_batches), np.int64)
     clock, used = np.zeros(ranks), np.zeros(ranks)
@@ -41,53 +51,36 @@ def follow(  # type: ignore[no-untyped-def]
             at = head[r]
             while at < lengths[r]:
                 code = seq[r, at]
-                m = code % micro_batches
-                rest = code // micro_batches
-                s = rest % size
-                kind = rest // size
-                p = path[m]
-                if kind == 0:
-                    if missing[0, s, m] > 0:
+                m, rest = code % micro_batches, code // micro_batches
+                s, kind = rest % size, rest // size
+                if kind == OP_F:
+                    if missing[FOR_F, s, m] > 0:
                         break
-                    used[r] += held[s, m]
-                    if used[r] > room[r]:
+                    used[r] += p.held[s, m]
+                    if used[r] > p.room[r]:
                         return inf
-                    now = max(now, arrived[0, s, m]) + ms[0, s, m]
-                    arrived[1, s, m] = max(arrived[1, s, m], now)
-                    missing[1, s, m] -= 1
-                    for k in range(after.shape[2]):
-                        t = after[p, s, k]
+                    now = max(now, arrived[FOR_F, s, m]) + p.ms[0, s, m]
+                    arrived[FOR_I, s, m] = max(arrived[FOR_I, s, m], now)
+                    missing[FOR_I, s, m] -= 1
+                    for k in range(p.after.shape[2]):
+                        t = p.after[p.path[m], s, k]
                         if t >= 0:
-                            q = rank[t]
-                            there = now
-                            if q != r:
-                                hop = latency[r, q] + nbytes[s, m] * share[p, s] * per_byte[r, q]
-                                there = max(now, channel[r, q]) + hop
-                                channel[r, q] = there
-                            arrived[0, t, m] = max(arrived[0, t, m], there)
-                            missing[0, t, m] -= 1
-                elif kind == 2:
-                    if missing[1, s, m] > 0:
+                            join(p, arrived, missing, channel, FOR_F, t, m, r, now, s)
+                elif kind == OP_I:
+                    if missing[FOR_I, s, m] > 0:
                         break
-                    used[r] -= held[s, m] - stash[s, m]
-                    now = max(now, arrived[1, s, m]) + ms[1, s, m]
+                    used[r] -= p.held[s, m] - p.stash[s, m]
+                    now = max(now, arrived[FOR_I, s, m]) + p.ms[1, s, m]
                     done[s, m] = 1
-                    for k in range(before.shape[2]):
-                        t = before[p, s, k]
+                    for k in range(p.before.shape[2]):
+                        t = p.before[p.path[m], s, k]
                         if t >= 0:
-                            q = rank[t]
-                            there = now
-                            if q != r:
-                                hop = latency[r, q] + nbytes[t, m] * share[p, t] * per_byte[r, q]
-                                there = max(now, channel[r, q]) + hop
-                                channel[r, q] = there
-                            arrived[1, t, m] = max(arrived[1, t, m], there)
-                            missing[1, t, m] -= 1
+                            join(p, arrived, missing, channel, FOR_I, t, m, r, now, t)
                 else:
                     if done[s, m] == 0:
                         break
-                    used[r] -= stash[s, m]
-                    now += ms[2, s, m]
+                    used[r] -= p.stash[s, m]
+                    now += p.ms[2, s, m]
                 at += 1
                 moved = True
             head[r] = at
@@ -103,12 +96,9 @@ def follow(  # type: ignore[no-untyped-def]
 
 
 @njit
-def polish(  # type: ignore[no-untyped-def]
-    seq, best, lengths, ms, held, stash, nbytes, rank, before, after, share, path, latency, per_byte, room, arrived,
-    missing, needed, rng, moves, heat, now, best_ms,
-):  # fmt: skip
+def polish(p, seq, best, lengths, waits, rng, moves, heat, now, best_ms):  # type: ignore[no-untyped-def]
     """`moves` moves of one op each at the temperature `heat` (ms); returns the makespans of `seq` and of `best`."""
-    size, micro_batches, ranks = rank.size, path.size, room.size
+    size, micro_batches, ranks = p.rank.size, p.path.size, p.room.size
     for _ in range(moves):
         r = below(rng, ranks)
         length = lengths[r]
@@ -116,16 +106,13 @@ def polish(  # type: ignore[no-untyped-def]
             continue
         a = below(rng, length)
         kind = seq[r, a] // micro_batches // size
-        far = FAR if kind == 3 else NEAR
+        far = FAR if kind == OP_W else NEAR
         b = min(max(a + below(rng, 2 * far + 1) - far, 0), length - 1)
         if a == b:
             continue
         jump(seq, r, a, b)
         most = now - heat * np.log(max(uniform(rng), 1e-300))
-        found = follow(
-            seq, lengths, ms, held, stash, nbytes, rank, before, after, share, path, latency, per_byte, room, arrived,
-            missing, needed, most,
-        )  # fmt: skip
+        found = follow(p, seq, lengths, waits, most)
         if not found <= most:
             jump(seq, r, b, a)
             continue

@@ -1,20 +1,23 @@
-"""List scheduling over paths that fork and join, compiled: a structure and its keys become orders.
+"""Compiled list scheduling over paths that fork and join: turns a structure and its keys into orders.
 
-Knows: prices of a structure, the arrows of its paths, and how a rank decides what to run next. Does not know: plans,
+Knows: costs of a structure, the edges of its paths, and how a rank decides what to run next. Does not know: plans,
 layers, or how structures are varied.
 
-Timing is that of the simulator under directed channels. Orders are built in time order: the rank that is free first
-decides next, so it is known exactly what has arrived. A rank runs the ready F or I with the smallest key, and may wait
-a little (`LOOK`) for a better one that is on its way. A stage keeps at most `flight` micro-batches between F and I. An
-F needs room for what it holds and for a share (`RESERVE`) of what its micro-batch will still hold on the rank. W fills
-the gaps, and goes ahead where it frees the memory that the best F lacks.
+Timing equals that of the simulator under directed channels (`simulation/timing.py`). Orders are built in time order:
+the rank that is free first decides next, so it is known exactly what has arrived. A rank runs the ready F or I with the
+smallest key, and may wait briefly (`LOOK`) for a better one that is in flight. A stage keeps at most `flight`
+micro-batches between F and I. An F needs memory for what it holds and for a share (`RESERVE`) of what its micro-batch
+will still hold on the rank. W fills the gaps, and runs earlier if it frees the memory that the best F lacks.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from octopipe.base.compile import njit
+from octopipe.simulation.timing import FOR_F, FOR_I, handed_over
 
 A_F, A_I, C_I, LOOK, OVER, RESERVE, NUM_NUMBERS = range(7)
 """Places in `numbers`: by how much an F's and an I's key rise from one micro-batch to the next, what is added to every
@@ -22,46 +25,69 @@ I's key, how long a rank waits for a better op (ms), by how much a W may run int
 of later stages' bytes that is kept free."""
 OP_F, OP_I, OP_W = 0, 2, 3
 """As plan.KINDS."""
+MS_F, MS_I, MS_W = 0, 1, 2
+"""Rows of `Priced.ms` and of `Desk.done`."""
+
+
+class Priorities(NamedTuple):
+    """By what a rank decides."""
+
+    forward: Any
+    """[stage]"""
+    inward: Any
+    flight: Any
+    """[stage]: most micro-batches between F and I."""
+    numbers: Any
+
+
+class Desk(NamedTuple):
+    """What is known while orders are built."""
+
+    arrived: Any
+    """[2, stage, micro-batch]: when the last of the results that F and I wait for arrives, of those known so far."""
+    missing: Any
+    """[2, stage, micro-batch]: how many of these results are not known yet."""
+    channel: Any
+    done: Any
+    """[3, stage]: how many F, I and W have run."""
+    clock: Any
+    """[rank]: when it decides next."""
+    free: Any
+    """[rank]: since when it waits, where it does."""
+    idle: Any
+    """[rank]: does it wait?"""
+    used: Any
+    """[rank]: bytes."""
+    work: Any
+    """[rank]: ms that are left."""
+    left: Any
+    """[rank]: ops that are left."""
+    mine: Any
+    """[rank, k]: its stages;"""
+    holds: Any
+    """[rank]: how many of them."""
 
 
 @njit
-def schedule(  # type: ignore[no-untyped-def]
-    ms, held, stash, nbytes, rank, before, after, share, path, latency, per_byte, room, later, key_f, key_i, flight,
-    numbers, turns, counts, cutoff, out, lengths,
-):  # fmt: skip
-    """Makespan of the orders that the keys give; infinite where they block or exceed `cutoff`.
-
-    `ms[F, I, W]`, `held`, `stash` and `nbytes` are [stage, micro-batch]; `before` and `after` [path, stage, k] name the
-    neighbours (-1: none), `share[path, stage]` over how many ranks its output spreads; `turns[stage]` lists the
-    micro-batches that pass it, `counts` how many. `out[rank]` gets the ops packed, `lengths` how many.
-    """
-    size, micro_batches, ranks, inf = rank.size, path.size, room.size, np.inf
-    arrived = np.zeros((2, size, micro_batches))
-    missing = np.zeros((2, size, micro_batches), np.int64)
-    done = np.zeros((3, size), np.int64)
-    clock, free, used, work = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-    left = np.zeros(ranks, np.int64)
-    idle = np.zeros(ranks, np.int64)
-    channel = np.zeros((ranks, ranks))
-    mine = np.zeros((ranks, size), np.int64)
-    holds = np.zeros(ranks, np.int64)
-    for s in range(size):
-        r = rank[s]
-        mine[r, holds[r]] = s
-        holds[r] += 1
-        left[r] += 3 * counts[s]
-        for j in range(counts[s]):
-            m = turns[s, j]
-            p = path[m]
-            for k in range(before.shape[2]):
-                if before[p, s, k] >= 0:
-                    missing[0, s, m] += 1
-            missing[1, s, m] = 1
-            for k in range(after.shape[2]):
-                if after[p, s, k] >= 0:
-                    missing[1, s, m] += 1
-            for kind in range(3):
-                work[r] += ms[kind, s, m]
+def schedule(p, keys, cutoff, out, lengths):  # type: ignore[no-untyped-def]
+    """Makespan of the orders that the keys give a layout with prices `p` (`layout.Priced`); infinite where they block
+    or exceed `cutoff`. `out[rank]` gets the ops packed, `lengths` how many."""
+    size, micro_batches, ranks, inf = p.rank.size, p.path.size, p.room.size, np.inf
+    desk = Desk(
+        arrived=np.zeros((2, size, micro_batches)),
+        missing=np.zeros((2, size, micro_batches), np.int64),
+        channel=np.zeros((ranks, ranks)),
+        done=np.zeros((3, size), np.int64),
+        clock=np.zeros(ranks),
+        free=np.zeros(ranks),
+        idle=np.zeros(ranks, np.int64),
+        used=np.zeros(ranks),
+        work=np.zeros(ranks),
+        left=np.zeros(ranks, np.int64),
+        mine=np.zeros((ranks, size), np.int64),
+        holds=np.zeros(ranks, np.int64),
+    )
+    set_up(p, desk)
     for r in range(ranks):
         lengths[r] = 0
     end = 0.0
@@ -69,133 +95,168 @@ def schedule(  # type: ignore[no-untyped-def]
         r = -1
         unfinished = False
         for k in range(ranks):
-            if left[k] > 0:
+            if desk.left[k] > 0:
                 unfinished = True
-                if clock[k] < inf and (r < 0 or clock[k] < clock[r]):
+                if desk.clock[k] < inf and (r < 0 or desk.clock[k] < desk.clock[r]):
                     r = k
         if not unfinished:
             return end
         if r < 0:
             return inf
-        now = clock[r]
-        if now + work[r] > cutoff:
+        now = desk.clock[r]
+        if now + desk.work[r] > cutoff:
             return inf
-        ready, kind, low = -1, OP_F, inf
-        soon_low, soon_at, next_at = inf, inf, inf
-        blocked = inf
-        for place in range(holds[r]):
-            s = mine[r, place]
-            j = done[0, s]
-            if j < counts[s] and j - done[1, s] < flight[s]:
-                m = turns[s, j]
-                if missing[0, s, m] == 0:
-                    at = arrived[0, s, m]
-                    key = numbers[A_F] * j + key_f[s]
-                    if used[r] + held[s, m] + numbers[RESERVE] * later[s] > room[r]:
-                        if at <= now and key < blocked:
-                            blocked = key
-                    elif at <= now:
-                        if key < low:
-                            low, ready, kind = key, s, OP_F
-                    else:
-                        next_at = min(next_at, at)
-                        if at <= now + numbers[LOOK] and key < soon_low:
-                            soon_low, soon_at = key, at
-            j = done[1, s]
-            if j < done[0, s]:
-                m = turns[s, j]
-                if missing[1, s, m] == 0:
-                    at = arrived[1, s, m]
-                    key = numbers[C_I] + numbers[A_I] * j + key_i[s]
-                    if at <= now:
-                        if key < low:
-                            low, ready, kind = key, s, OP_I
-                    else:
-                        next_at = min(next_at, at)
-                        if at <= now + numbers[LOOK] and key < soon_low:
-                            soon_low, soon_at = key, at
-        if soon_low < low:
-            ready = -1
-            next_at = soon_at
-        gap = next_at - now if ready < 0 else -1.0
-        if ready < 0 or blocked < low:
-            best = -inf
-            for place in range(holds[r]):
-                s = mine[r, place]
-                if done[2, s] < done[1, s]:
-                    m = turns[s, done[2, s]]
-                    took = ms[2, s, m]
-                    if gap < 0.0:
-                        score = stash[s, m]
-                    elif gap == inf:
-                        score = -np.float64(done[2, s])
-                    elif took <= gap + 1e-9:
-                        score = took
-                    elif took <= gap + numbers[OVER]:
-                        score = gap - took
-                    else:
-                        continue
-                    if score > best:
-                        best, ready, kind = score, s, OP_W
-        if ready < 0:
-            clock[r] = next_at
-            idle[r] = 1
-            free[r] = now
+        s, kind, next_at = choose(p, keys, desk, r)
+        if s < 0:
+            desk.clock[r] = next_at
+            desk.idle[r] = 1
+            desk.free[r] = now
             continue
-        s = ready
-        if kind == OP_F:
-            j = done[0, s]
-            m = turns[s, j]
-            over = now + ms[0, s, m]
-            work[r] -= ms[0, s, m]
-            done[0, s] += 1
-            used[r] += held[s, m]
-            p = path[m]
-            arrived[1, s, m] = max(arrived[1, s, m], over)
-            missing[1, s, m] -= 1
-            for k in range(after.shape[2]):
-                t = after[p, s, k]
-                if t >= 0:
-                    q = rank[t]
-                    at = over
-                    if q != r:
-                        hop = latency[r, q] + nbytes[s, m] * share[p, s] * per_byte[r, q]
-                        at = max(over, channel[r, q]) + hop
-                        channel[r, q] = at
-                    arrived[0, t, m] = max(arrived[0, t, m], at)
-                    missing[0, t, m] -= 1
-                    if missing[0, t, m] == 0 and idle[q] == 1:
-                        clock[q] = min(clock[q], max(arrived[0, t, m], free[q]))
-        elif kind == OP_I:
-            j = done[1, s]
-            m = turns[s, j]
-            over = now + ms[1, s, m]
-            work[r] -= ms[1, s, m]
-            done[1, s] += 1
-            used[r] -= held[s, m] - stash[s, m]
-            p = path[m]
-            for k in range(before.shape[2]):
-                t = before[p, s, k]
-                if t >= 0:
-                    q = rank[t]
-                    at = over
-                    if q != r:
-                        hop = latency[r, q] + nbytes[t, m] * share[p, t] * per_byte[r, q]
-                        at = max(over, channel[r, q]) + hop
-                        channel[r, q] = at
-                    arrived[1, t, m] = max(arrived[1, t, m], at)
-                    missing[1, t, m] -= 1
-                    if missing[1, t, m] == 0 and idle[q] == 1:
-                        clock[q] = min(clock[q], max(arrived[1, t, m], free[q]))
-        else:
-            m = turns[s, done[2, s]]
-            over = now + ms[2, s, m]
-            work[r] -= ms[2, s, m]
-            done[2, s] += 1
-            used[r] -= stash[s, m]
+        m, over = run(p, desk, r, s, kind)
         out[r, lengths[r]] = (kind * size + s) * micro_batches + m
         lengths[r] += 1
-        left[r] -= 1
-        clock[r] = over
-        idle[r] = 0
+        desk.left[r] -= 1
+        desk.clock[r] = over
+        desk.idle[r] = 0
         end = max(end, over)
+
+
+@njit
+def set_up(p, desk):  # type: ignore[no-untyped-def]
+    """Which stages a rank holds, what they wait for, and how much there is to do."""
+    for s in range(p.rank.size):
+        r = p.rank[s]
+        desk.mine[r, desk.holds[r]] = s
+        desk.holds[r] += 1
+        desk.left[r] += 3 * p.counts[s]
+        for j in range(p.counts[s]):
+            m = p.turns[s, j]
+            for k in range(p.before.shape[2]):
+                if p.before[p.path[m], s, k] >= 0:
+                    desk.missing[FOR_F, s, m] += 1
+            desk.missing[FOR_I, s, m] = 1
+            for k in range(p.after.shape[2]):
+                if p.after[p.path[m], s, k] >= 0:
+                    desk.missing[FOR_I, s, m] += 1
+            for kind in range(3):
+                desk.work[r] += p.ms[kind, s, m]
+
+
+@njit
+def choose(p, keys, desk, r):  # type: ignore[no-untyped-def]
+    """What rank r runs now: the stage, or -1 where it waits; the kind; and until when it waits."""
+    now, numbers, inf = desk.clock[r], keys.numbers, np.inf
+    ready, kind, low = -1, OP_F, inf
+    soon_low, soon_at, next_at = inf, inf, inf
+    blocked = inf
+    for place in range(desk.holds[r]):
+        s = desk.mine[r, place]
+        j = desk.done[MS_F, s]
+        if j < p.counts[s] and j - desk.done[MS_I, s] < keys.flight[s]:
+            m = p.turns[s, j]
+            if desk.missing[FOR_F, s, m] == 0:
+                at = desk.arrived[FOR_F, s, m]
+                key = numbers[A_F] * j + keys.forward[s]
+                if desk.used[r] + p.held[s, m] + numbers[RESERVE] * p.later[s] > p.room[r]:
+                    if at <= now and key < blocked:
+                        blocked = key
+                elif at <= now:
+                    if key < low:
+                        low, ready, kind = key, s, OP_F
+                else:
+                    next_at = min(next_at, at)
+                    if at <= now + numbers[LOOK] and key < soon_low:
+                        soon_low, soon_at = key, at
+        j = desk.done[MS_I, s]
+        if j < desk.done[MS_F, s]:
+            m = p.turns[s, j]
+            if desk.missing[FOR_I, s, m] == 0:
+                at = desk.arrived[FOR_I, s, m]
+                key = numbers[C_I] + numbers[A_I] * j + keys.inward[s]
+                if at <= now:
+                    if key < low:
+                        low, ready, kind = key, s, OP_I
+                else:
+                    next_at = min(next_at, at)
+                    if at <= now + numbers[LOOK] and key < soon_low:
+                        soon_low, soon_at = key, at
+    if soon_low < low:
+        ready = -1
+        next_at = soon_at
+    if ready < 0 or blocked < low:
+        w = fitting_weight(p, keys, desk, r, next_at - now if ready < 0 else -1.0)
+        if w >= 0:
+            ready, kind = w, OP_W
+    return ready, kind, next_at
+
+
+@njit
+def fitting_weight(p, keys, desk, r, gap):  # type: ignore[no-untyped-def]
+    """The stage whose W fills a gap best: the longest that fits, else the one that overruns least; where there is no
+    gap (negative), the one that frees most. -1: none."""
+    best, found = -np.inf, -1
+    for place in range(desk.holds[r]):
+        s = desk.mine[r, place]
+        if desk.done[MS_W, s] < desk.done[MS_I, s]:
+            m = p.turns[s, desk.done[MS_W, s]]
+            took = p.ms[MS_W, s, m]
+            if gap < 0.0:
+                score = p.stash[s, m]
+            elif gap == np.inf:
+                score = -np.float64(desk.done[MS_W, s])
+            elif took <= gap + 1e-9:
+                score = took
+            elif took <= gap + keys.numbers[OVER]:
+                score = gap - took
+            else:
+                continue
+            if score > best:
+                best, found = score, s
+    return found
+
+
+@njit
+def run(p, desk, r, s, kind):  # type: ignore[no-untyped-def]
+    """Run the next op of a stage on rank r and hand on what it makes: its micro-batch and its end."""
+    row = MS_F if kind == OP_F else MS_I if kind == OP_I else MS_W
+    m = p.turns[s, desk.done[row, s]]
+    over = desk.clock[r] + p.ms[row, s, m]
+    desk.work[r] -= p.ms[row, s, m]
+    desk.done[row, s] += 1
+    if kind == OP_F:
+        desk.used[r] += p.held[s, m]
+        desk.arrived[FOR_I, s, m] = max(desk.arrived[FOR_I, s, m], over)
+        desk.missing[FOR_I, s, m] -= 1
+        for k in range(p.after.shape[2]):
+            t = p.after[p.path[m], s, k]
+            if t >= 0:
+                reach(p, desk, FOR_F, t, m, r, over, s)
+    elif kind == OP_I:
+        desk.used[r] -= p.held[s, m] - p.stash[s, m]
+        for k in range(p.before.shape[2]):
+            t = p.before[p.path[m], s, k]
+            if t >= 0:
+                reach(p, desk, FOR_I, t, m, r, over, t)
+    else:
+        desk.used[r] -= p.stash[s, m]
+    return m, over
+
+
+@njit
+def reach(p, desk, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
+    """Hand a result on to stage t, whose rank looks again where that was the last result it waited for."""
+    q = p.rank[t]
+    last = join(p, desk.arrived, desk.missing, desk.channel, row, t, m, r, end, giver)
+    if last and desk.idle[q] == 1:
+        desk.clock[q] = min(desk.clock[q], max(desk.arrived[row, t, m], desk.free[q]))
+
+
+@njit
+def join(p, arrived, missing, channel, row, t, m, r, end, giver):  # type: ignore[no-untyped-def]
+    """Hand a result of rank r on to stage t; True where it was the last one that t waited for. `giver` is the stage
+    whose output, or the gradient of whose output, travels."""
+    q = p.rank[t]
+    hop = p.latency[r, q] + p.nbytes[giver, m] * p.share[p.path[m], giver] * p.per_byte[r, q]
+    arrived[row, t, m] = max(arrived[row, t, m], handed_over(channel, r, q, end, hop))
+    missing[row, t, m] -= 1
+    return missing[row, t, m] == 0

@@ -1,8 +1,8 @@
-"""A chain that stands for a model with a cut head, so that the default search can find where the body goes.
+"""A chain that approximates a model with a split head, so that the default search can place the body.
 
-Knows: how a cut head is written as a chain (one shard is left at the end, the other shards' work is spread evenly over
-the layers before it, as it is over the ranks), and how a plan of that chain becomes one with shards. Does not know: how
-either is searched.
+Knows: how a split head is represented as a chain (one shard remains at the end, and the work of the others is spread
+evenly over the layers before it, as it is over the ranks), and how a plan for that chain becomes one with shards. Does
+not know: how either is searched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans with pairs searched for: partition, placement, order and pairs decided together, where ops have an exchange.
+"""Search for plans with pairs: decides partition, placement, order and pairs together, for ops with an exchange.
 
 >>> from octopipe.search.pairing.search import PairSearch
 """

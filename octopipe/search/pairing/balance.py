@@ -1,7 +1,7 @@
-"""Partitions balanced for pairs, compiled: every rank about as much work as the others, within its memory.
+"""Compiled balancing of partitions for pairs: distributes work evenly over the ranks, within their memory.
 
-Knows: what each layer adds to a rank's time when its ops run as pairs, how many micro-batches each stage has under way,
-bytes. Does not know: orders; a few thousand partitions are judged in the time that one schedule takes, so a search
+Knows: what each layer adds to a rank's time when its ops run as pairs, how many micro-batches each stage has in flight,
+and memory. Does not know: orders; a few thousand partitions are evaluated in the time of one schedule, so that a search
 starts from a good one.
 """
 

@@ -1,10 +1,10 @@
-"""Orders with pairs polished: one slot moved, taken apart, joined with its neighbour, a W set free or taken in.
+"""Local search on orders with pairs: moves a slot, splits a pair, pairs adjacent ops, splits off or merges a W.
 
-Knows: any plan whose paths are chains and that recomputes nothing, on one route or several. Does not know: structures;
-stages and ranks stay as they are.
+Knows: any plan whose paths are chains and that does not recompute, with one route or several. Does not know:
+structures; stages and ranks are not changed.
 
-Every change is timed over all ranks at once; it stays when the step is no longer for it, or longer by a little while
-the walk is young. A plan whose memory does not hold is never handed back.
+Every change is timed over all ranks. It is accepted if the step does not get longer, or gets only slightly longer early
+in the search. A plan that exceeds memory is never returned.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from octopipe.plans.plan import CODES, Op, Plan, route_neighbours
 from octopipe.plans.price import hop_times
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
+from octopipe.simulation.timing import NEVER, begin_paths, note_run, pass_on, start_of
 
 Slot = tuple[Op, ...]
 HOT, HOT_SLOTS = 1e-3, 0.3
@@ -43,10 +44,8 @@ def slots_ms(  # type: ignore[no-untyped-def]
     A slot is a row of six: stage, kind and micro-batch of its first op, and of its second (stage -1: none).
     """
     ranks = offsets.size - 1
-    stages = stage_rank.size
-    micro_batches = route.size
-    arrived = np.full((2, stages, micro_batches), -1.0)
-    ended = np.full((2, stages, micro_batches), -1.0)
+    arrived = np.empty((2, stage_rank.size, route.size))
+    begin_paths(arrived, before, route)
     channel = np.zeros((ranks, ranks))
     clock = np.zeros(ranks)
     head = offsets[:-1].copy()
@@ -56,52 +55,27 @@ def slots_ms(  # type: ignore[no-untyped-def]
         for r in range(ranks):
             now = clock[r]
             at = head[r]
-            ready = True
-            while ready and at < offsets[r + 1]:
+            while at < offsets[r + 1]:
                 start = now
                 for part in range(2):
-                    s = slots[at, 3 * part]
+                    s, k, m = slots[at, 3 * part], slots[at, 3 * part + 1], slots[at, 3 * part + 2]
+                    if s >= 0 and start >= 0.0:
+                        begins = start_of(arrived, k, s, m, now)
+                        start = NEVER if begins == NEVER else max(start, begins)
+                if start == NEVER:
+                    return -1.0
+                if start == np.inf:
+                    break
+                now = start + duration[at]
+                for part in range(2):
+                    s, k, m = slots[at, 3 * part], slots[at, 3 * part + 1], slots[at, 3 * part + 2]
                     if s >= 0:
-                        k = slots[at, 3 * part + 1]
-                        m = slots[at, 3 * part + 2]
-                        if k == 0:
-                            if before[route[m], s] >= 0:
-                                here = arrived[0, s, m]
-                                if here < 0.0:
-                                    ready = False
-                                start = max(start, here)
-                        elif k == 3:
-                            if ended[1, s, m] < 0.0:
-                                ready = False
-                        else:
-                            if ended[0, s, m] < 0.0:
-                                ready = False
-                            if after[route[m], s] >= 0:
-                                here = arrived[1, s, m]
-                                if here < 0.0:
-                                    ready = False
-                                start = max(start, here)
-                if ready:
-                    now = start + duration[at]
-                    for part in range(2):
-                        s = slots[at, 3 * part]
-                        if s >= 0:
-                            k = slots[at, 3 * part + 1]
-                            m = slots[at, 3 * part + 2]
-                            if k != 3:
-                                way = 0 if k == 0 else 1
-                                ended[way, s, m] = now
-                                t = after[route[m], s] if k == 0 else before[route[m], s]
-                                if t >= 0:
-                                    there = now
-                                    to = stage_rank[t]
-                                    if to != r:
-                                        there = max(there, channel[r, to])
-                                        there += forward_ms[s, m] if k == 0 else gradient_ms[s, m]
-                                        channel[r, to] = there
-                                    arrived[way, t, m] = there
-                    at += 1
-                    moved = True
+                        note_run(arrived, k, s, m, False)
+                        pass_on(
+                            arrived, k, s, m, before, after, route, stage_rank, channel, now, forward_ms, gradient_ms
+                        )
+                at += 1
+                moved = True
             left -= at - head[r]
             head[r] = at
             clock[r] = now

@@ -1,7 +1,7 @@
-"""Prices of a structure with pairs, compiled: what every op takes alone and every two ops of a rank together.
+"""Compiled costs of a structure with pairs: the time of every op alone and of every two ops of a rank together.
 
-Knows: layers' segments as arrays, stages as bounds over layers. Does not know: orders. The rule stands in
-`plans/two_lanes.py`; here it is filled in for all pairs of a structure at once, since a search asks for thousands.
+Knows: layers' segments as arrays, stages as bounds over layers. Does not know: orders. The rule is defined in
+`plans/two_lanes.py`; here it is evaluated for all pairs of a structure at once, because a search needs thousands.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The search for plans with pairs: structures and keys varied together, judged by list scheduling with pairs.
+"""The search for plans with pairs: varies structures and keys together and evaluates them by list scheduling.
 
-Knows: where structures start (loops and waves over balanced stages, and whatever plan is handed in), moves, annealing,
-and that only plans which fit are handed back. Does not know: how a schedule is made (`schedule`), recomputation, copies
-of layers.
+Knows: initial structures (loops and waves over balanced stages, and a given plan), moves, annealing, and that only
+plans that fit are returned. Does not know: how a schedule is built (`schedule`), recomputation, copies of layers.
 
-Everything random comes from one seed; with a number of moves instead of a time, the plan depends on that alone.
+All random numbers come from one seed; with a number of moves instead of a time budget, the plan depends only on that.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import KINDS, Op, Plan, Stage
 from octopipe.search.pairing.balance import Weights, balance
+from octopipe.search.pairing.desk import Slots, Structure
 from octopipe.search.pairing.prices import ACTIVATION, ALONE_F, ALONE_I, ALONE_W, FB, Layers, layers_of, price
-from octopipe.search.pairing.rhythm import APART_W, rhythm
-from octopipe.search.pairing.schedule import schedule
+from octopipe.search.pairing.rhythm import APART_W, Beat, rhythm
+from octopipe.search.pairing.schedule import Keys, schedule
 from octopipe.search.pairing.states import Drawing, State, full_rotation
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
@@ -38,8 +38,9 @@ FITTED = 6
 """How often a state is scheduled again with less room where the plan made of it does not fit."""
 OVER = 2.0
 """By which share a steady schedule counts as longer for every share of its memory that it is over the limit."""
-APART = (0.0, 1.0, 2.0)
-"""Shares of a full rotation: W of so many of the last micro-batches is kept out of pairs in steady starts."""
+APART, ALL_APART = (0.0, 1.0, 2.0), (0.5, 1.0)
+"""W of so many of the last micro-batches is kept out of pairs in steady starts: shares of a full rotation, and of all
+micro-batches. Where pairs leave little of the exchange exposed, W inside them only makes them longer."""
 BALANCED = 300
 """Partitions judged per stage before a steady start is scheduled."""
 ROTATIONS = (1.0, 0.94, 0.87, 0.75, 0.6, 0.45, 0.3)
@@ -158,9 +159,12 @@ class PairSearch:
                 continue
             tried.add(rotation)
             # W of the last micro-batches in pairs, or apart from them, until the last ones that are under way at once.
-            variants = [steady.copy() for _ in APART]
-            for variant, part in zip(variants, APART, strict=True):
-                variant.numbers[APART_W] = float(round(part * turn))
+            apart = [round(part * turn) for part in APART] + [
+                round(part * self.num_micro_batches) for part in ALL_APART
+            ]
+            variants = [steady.copy() for _ in apart]
+            for variant, number in zip(variants, apart, strict=True):
+                variant.numbers[APART_W] = float(number)
             ms, best = min(((self._ms(each), k) for k, each in enumerate(variants)))
             if ms < math.inf:
                 out.append(variants[best])
@@ -225,15 +229,15 @@ class PairSearch:
         if structure is None:
             return math.inf
         keys = np.array(state.key_f), np.array(state.key_i)
-        size = self.num_ranks, self.num_micro_batches, self._out, self._lengths
-        numbers = np.array(state.numbers)
+        numbers, slots = np.array(state.numbers), Slots(self._out, self._lengths)
         if state.rotation:
             starts = state.starts(self.num_micro_batches)
-            ms = float(rhythm(*structure, *keys, starts, numbers, *size, self._over_by))
-            return ms * (1.0 + OVER * float(np.max(self._over_by / structure[-1])))
-        return float(schedule(*structure, *keys, np.array(state.flight, np.int64), numbers, *size))
+            ms = float(rhythm(structure, Beat(*keys, starts, numbers), self.num_micro_batches, slots, self._over_by))
+            return ms * (1.0 + OVER * float(np.max(self._over_by / structure.room)))
+        flight = np.array(state.flight, np.int64)
+        return float(schedule(structure, Keys(*keys, flight, numbers), self.num_micro_batches, slots))
 
-    def _structure(self, state: State) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.int64], Floats] | None:
+    def _structure(self, state: State) -> Structure | None:
         """Prices of a state's structure, found once while only keys change; None where its weights leave no room."""
         key = (tuple(state.bounds), tuple(state.rank), self._less.tobytes())
         if key not in self._known:
@@ -242,7 +246,7 @@ class PairSearch:
             self._known[key] = self._priced(state)
         return self._known[key]
 
-    def _priced(self, state: State) -> tuple[Floats, Floats, Floats, Floats, NDArray[np.int64], Floats] | None:
+    def _priced(self, state: State) -> Structure | None:
         size, costs = len(state.rank), self.costs
         rank = np.array(state.rank, np.int64)
         bounds = np.array(state.bounds, np.int64)
@@ -264,7 +268,7 @@ class PairSearch:
             if rank[s] != rank[s + 1]:
                 hop_f[s] = costs.network.transfer_ms(int(rank[s]), int(rank[s + 1]), nbytes)
                 hop_i[s + 1] = costs.network.transfer_ms(int(rank[s + 1]), int(rank[s]), nbytes)
-        return own, together, hop_f, hop_i, rank, room
+        return Structure(own, together, hop_f, hop_i, rank, room)
 
     def _made(self, state: State) -> tuple[Plan, Timeline] | None:
         """The state's plan and its timeline; where it does not fit, scheduled again with as much less room as it was

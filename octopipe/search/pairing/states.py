@@ -1,15 +1,16 @@
-"""States of the search for pairs: a structure with what turns it into orders, drawn, read off a plan, and moved.
+"""States of the search for pairs: a structure with the parameters of its orders; how they are drawn and moved.
 
-Knows: loops and waves over balanced stages, the places of ops in a steady rhythm, random changes. Does not know: how
-a state is judged (`search`).
+Knows: loops and waves over balanced stages, the positions of ops in a periodic schedule, random changes. Does not know:
+how a state is evaluated (`search`).
 
-A state is either *free* (keys and flights for list scheduling, `schedule`) or *steady* (places within a period and a
+A state is either *free* (keys and flights for list scheduling, `schedule`) or *steady* (positions within a period and a
 rotation, `rhythm`).
 
-**Rotation.** In a steady state every slot of a rank pairs an F with an I, and between a micro-batch's F and the I that
-comes back to the same rank lie as many slots as its way has stages. So many micro-batches are under way at once, and
-that is what the activations of a plan with pairs take. `rotation` says how many micro-batches start in that time at
-most: fewer take less memory, and leave slots empty at all ranks in turn, so that all pairs stay pairs.
+**Rotation.** In the steady state, every slot of a rank pairs an F with an I, and the number of slots between a
+micro-batch's F and its I on the same rank equals the number of stages on its way. As many micro-batches are in flight
+at once, and this determines the activation memory of a plan with pairs. `rotation` is the maximum number of
+micro-batches that start in that time: fewer need less memory, and leave slots empty on all ranks in turn, so that all
+pairs stay intact.
 """
 
 from __future__ import annotations

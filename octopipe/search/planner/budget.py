@@ -1,7 +1,7 @@
-"""One budget of wall-clock time for a whole search, and what pieces of it are expected to take.
+"""One budget of wall-clock time for a whole search, and the expected duration of its tasks.
 
-Knows: when the search must end, and how long simulations and tuning have taken per op so far on this machine, so that
-no piece is begun that would end too late. Does not know: what the pieces are for (`search.py`).
+Knows: when the search must end, and how long simulation and tuning have taken per op so far on this machine, so that no
+task is started that would end too late. Does not know: what the tasks are for (`search.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of the splits that were simulated is the answer: the simplest of those that are as fast as the fastest.
+"""Selection of the answer among the simulated splits: the simplest of those about as fast as the fastest.
 
 Knows: what makes a split simple to run. Does not know: how splits are found (`search.py`).
 """
@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from octopipe.search.planner.pricing import Candidate
+from octopipe.search.planner.splits import Split
 
 MARGIN = 0.02
 """Splits this close to the fastest are within the model's own error of each other."""
@@ -30,7 +31,8 @@ def simplest(rivals: Sequence[Candidate], margin: float, today: Candidate | None
 def complexity(candidate: Candidate) -> float:
     """How much there is to get right: groups of GPUs by their size, a schedule of one's own, memory at its limit."""
     s = candidate.split
-    groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep) + 0.5 * math.log2(s.vp)
+    groups = 2 * math.log2(s.tp * s.cp) + math.log2(s.pp * s.ep * s.etp) + 0.5 * math.log2(s.vp)
+    groups += 0.5 * (s.hsdp > 1)
     memory = 2.0 if candidate.peak_gib > SPARE * candidate.limit_gib else 0.0
     order = ORDERS.get(candidate.how, 1.0)
     return groups + order + memory + (candidate.recompute != "none") + 0.25 * (s.zero >= 2)
@@ -49,11 +51,10 @@ def hoped_first(candidate: Candidate) -> float:
 
 def varied(kept: Sequence[Candidate], *, each: int) -> list[Candidate]:
     """In the same order, but no more than `each` that differ in stages per rank alone."""
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[Split, int] = {}
     out = []
     for candidate in kept:
-        s = candidate.split
-        key = (s.tp, s.cp, s.ep, s.pp, s.dp, s.micro_batch_size, s.zero)
+        key = candidate.split.coarse
         seen[key] = seen.get(key, 0) + 1
         if seen[key] <= each:
             out.append(candidate)

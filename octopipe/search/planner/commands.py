@@ -1,4 +1,4 @@
-"""How a split is started: commands for Megatron-LM, torchtitan, PyTorch, DeepSpeed and `octopipe train`.
+"""Launch commands for a split: Megatron-LM, torchtitan, PyTorch, DeepSpeed and `octopipe train`.
 
 Knows: how each runtime is launched, and why one cannot run a split. Does not know: how a split was found, or
 Megatron-LM's flags (`megatron_line.py`).
@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.fields import ranges_text
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.megatron_line import megatron_line
 from octopipe.search.planner.pricing import Candidate
@@ -100,13 +101,26 @@ def for_torch(candidate: Candidate) -> None:
 def torch(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str | None) -> str:
     for_torch(candidate)
     split, start = candidate.split, torchrun(candidate)
-    mesh = f"a mesh of pp {split.pp} x dp {split.dp} x cp {split.cp} x tp {split.tp}, {sharding(candidate)}"
+    replicas = f"dp {split.dp}" if split.hsdp == 1 else f"dp {split.hsdp} (replicated) x {split.dp // split.hsdp}"
+    mesh = f"a mesh of pp {split.pp} x {replicas} x cp {split.cp} x tp {split.tp}, {sharding(candidate)}"
+    if split.ep > 1:
+        mesh += f", experts over {split.ep} ranks" + (f" of {split.etp} GPUs each" if split.etp > 1 else "")
     if candidate.setup.recompute != "none":
         mesh += f", {recomputed(candidate)}"
+    mesh += untrained(candidate)
+    if candidate.setup.offload_layers is not None:
+        mesh += f", the first {candidate.setup.offload_layers} blocks under torch.autograd.graph.save_on_cpu"
     if split.pp == 1:
         return f"{start} train.py  # your own script: {mesh}; no pipeline"
     export = f"octopipe export {needs_file(plan_file)} --to pytorch -o schedule.csv"
     return f"{export} && {start} train.py  # your own script: {mesh}; its schedule reads schedule.csv"
+
+
+def untrained(candidate: Candidate) -> str:
+    """What is frozen and adapted, as words that follow others."""
+    setup = candidate.setup
+    words = f", adapters of rank {setup.lora} on every matrix of a block and all else frozen" if setup.lora else ""
+    return words + (f", layers {ranges_text(setup.frozen)} frozen" if setup.frozen else "")
 
 
 def sharding(candidate: Candidate) -> str:
@@ -128,13 +142,16 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         raise OctoPipeError(
             "torchtitan divides weights or gradients of replicas too (FSDP2); plan with --for torchtitan"
         )
+    if split.etp > 1:
+        raise OctoPipeError("torchtitan's expert ranks hold whole experts; plan with --for torchtitan, or --etp 1")
     if setup.recompute == "full" and setup.recompute_layers is not None:
         raise OctoPipeError("torchtitan checkpoints every block or none; give --recompute full or none")
     assert setup.seq is not None and setup.global_batch is not None
     tokens = setup.seq * split.micro_batch_size
     degrees = {"tensor": split.tp, "pipeline": split.pp, "context": split.cp, "expert": split.ep}
     flags = [f"--parallelism.{name}_parallel_degree {size}" for name, size in degrees.items() if size > 1]
-    flags += [f"--parallelism.data_parallel_shard_degree {split.dp}"]
+    flags += [f"--parallelism.data_parallel_shard_degree {split.dp // split.hsdp}"]
+    flags += [f"--parallelism.data_parallel_replicate_degree {split.hsdp}"] if split.hsdp > 1 else []
     if split.dp * split.cp > 1:
         keep = "never" if split.pp > 1 or split.zero < 3 else "always"
         flags += [f"--parallelism.fsdp_reshard_after_forward {keep}"]
@@ -147,6 +164,7 @@ def torchtitan(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str
         flags += ["--parallelism.pipeline_parallel_schedule _PipelineScheduleRuntime"]
         flags += ["--parallelism.pipeline_parallel_schedule_csv schedule.csv"]
     note = f"; {recomputed(candidate)}: choose it in the config" if setup.recompute != "none" else ""
+    note += f"; adapters: LoRAConverter of rank {setup.lora} in the config" if setup.lora else ""
     module, config = TITAN_CONFIGS.get(spec.name, ("${MODULE}", "${CONFIG}"))
     about = f"your config of {model}" if module == "${MODULE}" else f"torchtitan's own config of {model}"
     start = f"{torchrun(candidate)} -m torchtitan.train --module {module} --config {config}"
@@ -159,12 +177,17 @@ def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str 
         raise OctoPipeError("DeepSpeed's pipeline runs plain 1F1B over an even partition; plan with --for deepspeed")
     if split.cp * split.ep * split.vp > 1:
         raise OctoPipeError("DeepSpeed's pipeline has no context or expert parallelism and one stage a rank")
+    if split.hsdp > 1:
+        raise OctoPipeError("DeepSpeed's ZeRO divides over all replicas; plan with --hsdp 1")
+    if 0 < setup.offload_optimizer < 1:
+        raise OctoPipeError("DeepSpeed keeps all of the optimizer state in the host's memory or none (below ZeRO-3)")
+    host = ', "offload_optimizer": {"device": "cpu"}' if setup.offload_optimizer else ""
     settings = (
         f'{{"train_batch_size": {setup.global_batch}, "train_micro_batch_size_per_gpu": {split.micro_batch_size}, '
-        f'"zero_optimization": {{"stage": {split.zero}}}, "bf16": {{"enabled": true}}}}'
+        f'"zero_optimization": {{"stage": {split.zero}{host}}}, "bf16": {{"enabled": true}}}}'
     )
     pipeline = f"PipelineModule(num_stages={split.pp})" if split.pp > 1 else "no PipelineModule"
-    script = f"your own script, {pipeline}, tp {split.tp}; ds.json: {settings}"
+    script = f"your own script, {pipeline}, tp {split.tp}{untrained(candidate)}; ds.json: {settings}"
     return f"{torchrun(candidate)} train.py --deepspeed ds.json  # {script}"
 
 
@@ -186,6 +209,8 @@ def command_lines(
         if runtime not in ("any", name):
             continue
         try:
+            if reason := RUNTIMES[name].refuses(candidate.setup):
+                raise OctoPipeError(reason)
             out[name] = line(candidate, spec, model, plan_file)
         except OctoPipeError as error:
             out[name] = f"none: {error}"

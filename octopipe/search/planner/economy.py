@@ -1,9 +1,9 @@
-"""What a split costs to run: time lost to failures, money and energy per token.
+"""The operating cost of a split: time lost to failures, and money and energy per token.
 
-Knows: how often a job of many GPUs fails, how often it had best write a checkpoint, and what share of its time is then
-useful work; what GPU hours and watts make of a token. Does not know: how fast a split is (`pricing.py`).
+Knows: how often a job on many GPUs fails, the optimal checkpoint interval, the resulting share of useful work, and the
+price and energy of a token. Does not know: how fast a split is (`pricing.py`).
 
-Failures come at random and independently, each GPU's every `mtbf_hours` on average, and stop the whole job: it restarts
+Failures are random and independent, every `mtbf_hours` on average for each GPU, and stop the whole job, which restarts
 from the last checkpoint. Between two checkpoints a job works for `interval_s` and writes for `checkpoint_s`; with M
 seconds between failures of the job and R to restart, a segment takes M e^(R/M) (e^((interval + checkpoint)/M) - 1)
 seconds on average (Daly, "A higher order estimate of the optimum checkpoint interval", 2006, equation 13).

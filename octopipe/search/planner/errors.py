@@ -1,10 +1,10 @@
-"""How far predictions are from runs: the error bar of every row.
+"""The expected error of predictions: the error bar of every row.
 
-Knows: which stack's measured errors hold for a set-up. Does not know: rates (`costs/analytic/calibration.py`), or how
+Knows: which stack's measured errors apply to a set-up. Does not know: rates (`costs/analytic/calibration.py`), or how
 rows are shown.
 
-The bar is of absolute speed. Splits of one model on one cluster share most of that error, so their order is more
-certain than it says; what counts as a tie is `choice.MARGIN`.
+The error bar refers to absolute speed. Splits of one model on one cluster share most of that error, so their ranking is
+more certain than the bar suggests; `choice.MARGIN` defines what counts as a tie.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A split judged without a simulation: step time, memory and recomputation of 1F1B, plain or interleaved, and what
-tuning may come to.
+"""Estimates of a split without simulation: step time, memory and recomputation of 1F1B, plain or interleaved, and an
+estimate of what tuning can reach.
 
-Knows: the closed forms of (interleaved) 1F1B over the even partition, and how evenly layers can be dealt to ranks. Does
-not know: how splits are enumerated (`splits.py`) or tuned (`search.py`). The simulator has the last word; this ranks.
+Knows: the closed forms of (interleaved) 1F1B for the even partition, and how evenly layers can be distributed over
+ranks. Does not know: how splits are enumerated (`splits.py`) or tuned (`search.py`). Estimates only rank splits; the
+simulator decides.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +26,7 @@ class Estimate:
 
     step_ms: float
     tuned_ms: float
-    """The same with layers dealt to ranks as evenly as their sizes allow: what a tuned plan comes near to."""
+    """The same with layers distributed over ranks as evenly as their sizes allow, which a tuned plan approaches."""
     peak_gib: float
     """Of the fullest rank."""
     limit_gib: float
@@ -44,23 +46,35 @@ def estimate(
     *,
     modes: tuple[str, ...] = ("none", "selective", "full"),
     pairs: bool = False,
+    layouts: bool = False,
 ) -> Estimate:
     """The least recomputation that fits, and what the step then takes; the leanest where nothing fits. `pairs`: a tuned
-    plan may hide the experts' exchange behind compute."""
+    plan may hide the experts' exchange behind compute. `layouts`: stages on faster ranks may hold more layers."""
+
+    def under(mode: str) -> Estimate:
+        costs = price(mode)
+        paired = pairs and mode != "full"  # no runtime runs pairs whose layers are checkpointed
+        even = _under(costs, mode, even_sizes(costs, pp * chunks), pp, micro_batches, paired)
+        sizes = sizes_by_speed(costs, [r % pp for r in range(pp * chunks)]) if layouts else None
+        if sizes is None:
+            return even
+        other = _under(costs, mode, sizes, pp, micro_batches, paired)
+        return min((even, other), key=lambda found: (not found.fits, found.step_ms))
+
     if "full" in modes and len(modes) > 1:
         # Most splits of a large model do not fit at all: ask the leanest first.
-        leanest = _under(price("full"), "full", pp, chunks, micro_batches, pairs)
+        leanest = under("full")
         if not leanest.fits:
             return leanest
     best: Estimate | None = None
     for mode in modes:
-        best = _under(price(mode), mode, pp, chunks, micro_batches, pairs)
+        best = under(mode)
         if best.fits:
             break
     assert best is not None
     if best.fits and best.recompute == "full" and len(modes) > 1:
         # Between selective and all layers, memory and time are taken as straight lines.
-        lean = _under(price("selective"), "selective", pp, chunks, micro_batches, pairs)
+        lean = under("selective")
         if lean.peak_gib > best.limit_gib > best.peak_gib:
             share = min(1.0, (lean.peak_gib - best.limit_gib) / (lean.peak_gib - best.peak_gib) + 1.0 / (1 + chunks))
             if share < 1.0:
@@ -107,8 +121,21 @@ def paired_ms(costs: CostTable) -> np.ndarray:
     return np.where(compute >= behind, exchange + compute - behind, exchange)
 
 
-def _under(costs: CostTable, mode: str, pp: int, chunks: int, m: int, pairs: bool = False) -> Estimate:
-    sizes = np.array(even_sizes(costs, pp * chunks))
+def sizes_by_speed(costs: CostTable, ranks: Sequence[int]) -> list[int] | None:
+    """Layers per stage, each with as much work as its rank is fast; None where all are equally fast, or where a stage
+    would be empty."""
+    slow = np.array([costs.slowdown(rank) for rank in ranks])
+    if slow.min() == slow.max():
+        return None
+    done = np.concatenate(([0.0], np.cumsum(costs.layer_ms)))
+    wanted = np.cumsum(1.0 / slow)[:-1] / (1.0 / slow).sum() * done[-1]
+    inner = np.searchsorted((done[:-1] + done[1:]) / 2, wanted)
+    sizes = np.diff(np.concatenate(([0], inner, [costs.num_layers])))
+    return [int(size) for size in sizes] if sizes.min() > 0 else None
+
+
+def _under(costs: CostTable, mode: str, sizes: Sequence[int], pp: int, m: int, pairs: bool) -> Estimate:
+    chunks = len(sizes) // pp
     edges = np.concatenate(([0], np.cumsum(sizes)))
     rank_of = np.arange(pp * chunks) % pp
 

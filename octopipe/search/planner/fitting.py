@@ -1,12 +1,11 @@
-"""A stack's rates from training runs: a robust fit of few numbers, and how well it predicts runs it has not seen.
+"""Fits the rates of a stack to training runs: a robust fit of few numbers, and its accuracy on unseen runs.
 
-Knows: which rates a set of runs can tell apart, what they are before any run is seen, the fit, and its leave-one-out
-errors. Does not know: where runs come from (`costs/runs.py`) or what a stack file looks like
-(`costs/analytic/calibration.py`).
+Knows: which rates a set of runs can determine, their prior values, the fit, and its leave-one-out errors. Does not
+know: where runs come from (`costs/runs.py`) or the format of a stack file (`costs/analytic/calibration.py`).
 
-Every rate is fitted as a factor on a prior that knows no run (`PRIOR`), with a penalty for moving away from it
-(`SPREAD`): two runs move a rate a little, twenty decide it. Residuals are logarithms of predicted over measured tokens
-per second; beyond `ODD` they count by their size instead of their square, so that one odd run does not bend the rest.
+Every rate is fitted as a factor relative to a prior (`PRIOR`), with a penalty for deviating from it (`SPREAD`): two
+runs change a rate slightly, twenty determine it. Residuals are logarithms of predicted over measured tokens per second.
+Beyond `ODD` they count linearly instead of quadratically, so that a single outlier does not distort the fit.
 """
 
 from __future__ import annotations

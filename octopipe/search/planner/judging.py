@@ -1,10 +1,10 @@
-"""Every split bounded, the promising ones judged by estimate.
+"""Computes a bound for every split and an estimate for the promising ones.
 
-Knows: in which order splits are judged and which are kept. Does not know: how one is priced (`pricing.py`), simulated
-or tuned (`search.py`).
+Knows: in which order splits are estimated and which are kept. Does not know: how a split is priced (`pricing.py`),
+simulated or tuned (`search.py`).
 
-A split cannot be faster than its work divided evenly over all pipeline ranks, plus the shortest way of filling the
-pipeline; splits are judged in the order of that bound until it exceeds the worst of the splits kept.
+A split cannot be faster than its work divided evenly over all pipeline ranks, plus the shortest time to fill the
+pipeline. Splits are estimated in the order of that bound until it exceeds the estimate of the worst split kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cache
 from itertools import zip_longest
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.measured import PUBLISHED_RUNS
 from octopipe.search.planner.budget import Stop, never
 from octopipe.search.planner.choice import simpler_first
@@ -24,15 +25,19 @@ from octopipe.search.planner.runtimes import Runtime
 from octopipe.search.planner.splits import Split, finer
 
 KEPT = 24
-SEEDS = 4
-"""Splits of every length of pipeline that are judged before the others, by their bounds."""
+SEEDS = 2
+"""Splits of every length of pipeline, tensor-parallel size and kind of sharding that are judged before the others."""
 REFINED = 8
 """Splits that are tried with every number of stages per rank."""
 Say = Callable[[str], None]
 
 
-def modes_of(recompute: str, runtime: Runtime) -> tuple[str, ...]:
+def modes_of(recompute: str, runtime: Runtime, base: Setup | None = None) -> tuple[str, ...]:
     """Ways of recomputing to judge splits under, the least first."""
+    if base is not None and base.offload_layers is not None:
+        if recompute not in ("auto", "none"):
+            raise OctoPipeError(f"offload_layers is for runs without recomputation; leave --recompute {recompute} out")
+        return ("none",)
     if recompute == "auto":
         return ("none", "full") if runtime.recomputes_by_ops else ("none", "selective", "full")
     if recompute == "selective" and runtime.recomputes_by_ops:
@@ -49,27 +54,30 @@ def judge(
     over: Stop = never,
     tuned: bool = True,
     always: Iterable[Split] = (),
-) -> tuple[list[Candidate], int, bool]:
+) -> tuple[list[Candidate], int, float | None]:
     """The `KEPT` fastest splits that fit, by estimate, and as many by what tuning may come to; how many were judged;
-    and whether others would have been. Splits whose bound is above all of those kept are never judged, nor, once time
-    is `over`, those whose bounds are the worst. Those of `always` are judged before all others, and then some of every
-    length of pipeline: where time is short, none of them goes unseen."""
+    and, where time ended it, the lowest bound of those that were not (None: nothing is left that may be better).
+
+    Splits whose bound is above all of those kept are never judged, nor, once time is `over`, those whose bounds are the
+    worst. Those of `always` are judged before all others, and then some of every length of pipeline, tensor-parallel
+    size and kind of sharding: where time is short, none of them goes unseen.
+    """
     queue = sorted((pricer.bound_ms(split), split) for split in every if pricer.may_fit(split))
-    lengths: dict[int, list[Split]] = {}
+    kinds: dict[tuple[int, int, bool], list[Split]] = {}
     for _, split in queue:
-        lengths.setdefault(split.pp, []).append(split)
-    seeds = [split for some in zip_longest(*(found[:SEEDS] for found in lengths.values())) for split in some if split]
+        kinds.setdefault((split.pp, split.tp, split.zero >= 2), []).append(split)
+    seeds = [split for some in zip_longest(*(found[:SEEDS] for found in kinds.values())) for split in some if split]
     first = [split for split in dict.fromkeys([*always, *seeds]) if pricer.may_fit(split)]
     heaps: tuple[list[tuple[float, int, Candidate]], ...] = ([], []) if tuned else ([],)
     seen: set[Split] = set()
-    judged, cut_short = 0, False
+    judged, left_ms = 0, None
     for bound, split in [*((0.0, split) for split in first), *queue]:
         if split in seen:
             continue
         if all(len(heap) >= KEPT and bound >= -heap[0][0] for heap in heaps):
             break
         if heaps[0] and over():
-            cut_short = True
+            left_ms = min((ms for ms, other in queue if other not in seen), default=None)
             break
         seen.add(split)
         judged += 1
@@ -82,7 +90,7 @@ def judge(
                 if len(heap) > KEPT:
                     heapq.heappop(heap)
     kept = {number: candidate for heap in heaps for _, number, candidate in heap}
-    return sorted(kept.values(), key=simpler_first), judged, cut_short
+    return sorted(kept.values(), key=simpler_first), judged, left_ms
 
 
 def refined(
@@ -103,7 +111,7 @@ def refined(
 def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime: Runtime) -> list[Split]:
     """Splits that published runs of this model used, as far as they divide this cluster and batch: whatever the bounds
     say, they are among those tried. Replicas follow from the number of GPUs."""
-    coarse = {_without_vp(split) for split in every}
+    coarse = {_groups(split) for split in every}
     out = []
     for tp, cp, ep, pp, vp, size, zero in sorted(set(_published().get(pricer.spec.name, ()))):
         if gpus % (tp * cp * pp):
@@ -112,16 +120,18 @@ def published_splits(pricer: Pricer, every: Iterable[Split], gpus: int, runtime:
         levels = runtime.zero_levels(pp)
         level = zero if zero in levels else levels[0]
         split = Split(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, vp=vp, micro_batch_size=size, zero=level)
+        if pricer.global_batch % (dp * size) or _groups(split) not in coarse:
+            continue
         m = pricer.global_batch // (dp * size)
         most = min(runtime.most.get("vp", vp), pricer.spec.num_layers // pp)
-        if _without_vp(split) in coarse and (vp == 1 or (m % pp == 0 and vp <= most)):
+        if vp == 1 or (m % pp == 0 and vp <= most):
             out.append(split)
     return out
 
 
-def _without_vp(split: Split) -> tuple[int, ...]:
-    """What identifies a split but for its stages per rank."""
-    return (split.tp, split.cp, split.ep, split.pp, split.dp, split.micro_batch_size, split.zero)
+def _groups(split: Split) -> tuple[int, ...]:
+    """A split's groups of GPUs, whatever its micro-batches and stages are."""
+    return split.tp, split.cp, split.ep, split.etp, split.pp, split.dp, split.zero, split.hsdp
 
 
 @cache

@@ -1,7 +1,7 @@
-"""A split as a folder one can launch: the script, a Slurm file, and a page that says what was priced.
+"""The launch folder of a split: the script, a Slurm file, and a README that states what was priced.
 
-Knows: how a runtime's command becomes `train.sh`, what Slurm needs around it, what belongs on the page. Does not know:
-the commands (`commands.py`), the plan's own file, or where files are written (cli/verbs/plan.py).
+Knows: how a runtime's command becomes `train.sh`, what Slurm needs in addition, and the contents of the README. Does
+not know: the commands (`commands.py`), the plan file, or where files are written (cli/verbs/plan.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from octopipe.base.display import milliseconds
 from octopipe.search.planner.commands import nodes_of
 from octopipe.search.planner.pricing import Candidate
 from octopipe.search.planner.runtimes import RUNTIMES
@@ -94,7 +95,7 @@ def _page(
     out = [f"# {title}", "", f"{setup.words()}.", "", "## What was priced", ""]
     out += [
         f"- split: {candidate.split.words()} ({candidate.how})",
-        f"- a step: {candidate.step_ms / 1e3:.3f} s, {candidate.tokens_per_gpu_per_second:.0f} tokens/GPU/s{share}",
+        f"- a step: {milliseconds(candidate.step_ms)}, {candidate.tokens_per_gpu_per_second:.0f} tokens/GPU/s{share}",
         f"- bubble: {100 * candidate.bubble:.1f} %",
         f"- memory of the fullest GPU: {candidate.peak_gib:.1f} of {candidate.limit_gib:.1f} GiB",
         f"- recomputation: {candidate.recompute}",

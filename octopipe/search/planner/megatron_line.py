@@ -3,9 +3,9 @@
 Knows: Megatron-LM's flags and the rules of its `validate_args` at the version `runtimes.py` names. Does not know: how a
 split was found or priced.
 
-Memory and traffic of a split are promised for exactly these flags, so whatever was priced has a flag here: gradients in
-bf16, the pieces that selective recomputation runs again, experts that tensor parallelism does not divide, FSDP's
-checkpoint format. A line that Megatron-LM would refuse is refused here with the reason.
+The predicted memory and communication of a split hold for exactly these flags, so everything that was priced has a flag
+here: gradients in bf16, the modules that selective recomputation runs again, experts that tensor parallelism does not
+shard, FSDP's checkpoint format. A command that Megatron-LM would reject is rejected here with the reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     setup, split = candidate.setup, candidate.split
     assert setup.gpu is not None
     experts = any(isinstance(part, Moe) for layer in spec for part in layer.parts)
-    if candidate.how not in ("1f1b", "interleaved", "layout", "estimated"):
+    if candidate.how not in ("1f1b", "interleaved", "interleaved-overlap", "layout", "estimated"):
         plan = candidate.plan
         whole = plan is not None and len(plan.routes) == 1 and all(isinstance(s.recompute, bool) for s in plan.stages)
         ours = "octopipe.megatron.forward_backward_func(plan) runs it on Megatron's chunks; " if whole else ""
@@ -77,6 +77,11 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     cluster = setup.cluster()
     if split.ep > 1 or (experts and split.tp > 1):
         flags.append(f"--expert-model-parallel-size {split.ep} --expert-tensor-parallel-size {cluster.expert_tp}")
+        flags += _routing(candidate, spec)
+    if experts:
+        # Where nothing but matrices of experts is divided, the stream is gathered once and not every routed copy of it.
+        gathers = split.ep == 1 and cluster.expert_tp > 1
+        flags.append(f"--moe-token-dispatcher-type {'allgather' if gathers else 'alltoall'}")
     if candidate.how == "interleaved-overlap":
         # Its exchange runs beside the other direction's computation; W is kept apart for what stays exposed.
         flags.append("--overlap-moe-expert-parallel-comm --delay-wgrad-compute")
@@ -90,6 +95,15 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         flags += ["--overlap-grad-reduce --overlap-param-gather --no-gradient-accumulation-fusion"]
     elif split.zero == 1:
         flags += ["--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"]
+    if split.hsdp > 1:
+        flags.append(f"--num-distributed-optimizer-instances {split.hsdp}")
+    if setup.offload_layers is not None:
+        flags.append(f"--cpu-offloading-num-layers {setup.offload_layers}")
+    if setup.offload_optimizer:
+        if split.zero != 1:
+            raise OctoPipeError("--optimizer-cpu-offload wants the distributed optimizer; give --zero 1")
+        share = f"--optimizer-offload-fraction {setup.offload_optimizer:g}"
+        flags.append(f"--optimizer-cpu-offload {share} --use-precision-aware-optimizer")
     flags.append("--bf16")
     if setup.gradient_bytes == 2:
         flags.append("--grad-reduce-in-bf16")
@@ -99,6 +113,22 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
     elif setup.precision == "nvfp4":
         flags.append("--fp4-format e2m1 --fp4-recipe nvfp4")
     return [*flags, *_recompute(candidate, spec)]
+
+
+def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
+    """Node-limited routing: as many groups of experts as the expert ranks span nodes, and how many of them a token may
+    use. Without a limit, or where the ranks lie on no more nodes than that, nothing is said."""
+    setup, cluster = candidate.setup, candidate.setup.cluster()
+    nodes = -(-cluster.ep * cluster.expert_tp // cluster.node_size)
+    if setup.nodes_per_token is None or nodes <= setup.nodes_per_token:
+        return []
+    routed = next(part for layer in spec for part in layer.parts if isinstance(part, Moe))
+    if routed.experts % nodes or routed.top_k % setup.nodes_per_token:
+        raise OctoPipeError(
+            f"Megatron-LM's group-limited routing wants groups of equal size: {routed.experts} experts on {nodes} "
+            f"nodes, {routed.top_k} of them per token on {setup.nodes_per_token}"
+        )
+    return [f"--moe-router-num-groups {nodes} --moe-router-group-topk {setup.nodes_per_token}"]
 
 
 def _context(candidate: Candidate) -> list[str]:
@@ -229,9 +259,7 @@ def _feed_forward(dense: list[Mlp], experts: list[Moe], name: str) -> list[str]:
     if experts:
         p = experts[0]
         flags.append(f"--num-experts {p.experts} --moe-router-topk {p.top_k} --moe-ffn-hidden-size {p.ffn}")
-        flags.append(
-            "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss"
-        )
+        flags.append("--moe-grouped-gemm --moe-router-load-balancing-type aux_loss")
         flags += [] if dense else [f"--ffn-hidden-size {p.ffn}"]
         flags += [f"--moe-shared-expert-intermediate-size {p.shared_ffn}"] if p.shared_ffn else []
         flags += [f"--moe-latent-size {p.latent}"] if p.latent else []

@@ -1,29 +1,34 @@
-"""A split with its numbers: priced, bounded, estimated, simulated.
+"""The numbers of a split: costs, bound, estimate, simulation.
 
-Knows: how one split's costs, bound and step time are found, each once. Does not know: which splits there are
-(`splits.py`) or how a budget is spent on them (`search.py`).
+Knows: how the costs, the bound and the step time of one split are computed, each once. Does not know: which splits
+there are (`splits.py`) or how a budget is spent on them (`search.py`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
-from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.calibration import rates_of
+from octopipe.costs.analytic.footprint import WEIGHT_BYTES
+from octopipe.costs.analytic.frozen import backward_share, layer_states, trained_share
+from octopipe.costs.analytic.layer_pricing import Pricing, strides_of
 from octopipe.costs.analytic.table import price_layers
+from octopipe.costs.analytic.traffic import ring_ms
+from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.segments import together_ms
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec, Moe
 from octopipe.plans.plan import Plan
-from octopipe.search.planner.estimate import Estimate, estimate
+from octopipe.search.planner.estimate import Estimate, estimate, sizes_by_speed
 from octopipe.search.planner.splits import Split, least_state_bytes
-from octopipe.search.recompute import least_recomputing, plan_under, recomputing
+from octopipe.search.recompute import Price, least_recomputing, plan_under, recomputing
 from octopipe.search.restricted import with_cuts
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
@@ -53,8 +58,15 @@ class Candidate:
     timeline: Timeline | None = None
     spec: ModelSpec | None = None
 
+    def __post_init__(self) -> None:
+        # Sums over arrays are numpy's numbers, which not every writer of JSON takes.
+        for name in ("step_ms", "tuned_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "fits", bool(self.fits))
+
     def as_dict(self) -> dict[str, object]:
-        names = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
+        names = ("tp", "cp", "ep", "etp", "pp", "dp", "vp", "micro_batch_size", "zero", "hsdp")
         more = ("how", "step_ms", "tokens_per_gpu_per_second", "mfu", "bubble", "peak_gib", "limit_gib", "fits")
         return {
             **{n: getattr(self.split, n) for n in names},
@@ -87,6 +99,17 @@ def evenly_routed_ms(candidate: Candidate) -> float | None:
     return simulate(candidate.plan, even, check=False).step_ms
 
 
+class _Work(NamedTuple):
+    """One micro-batch through the whole model, in milliseconds on one GPU of a rank."""
+
+    forward_ms: float
+    total_ms: float
+    lane_ms: float
+    """The busier of its compute and its exchange; all of it where ops do not run in pairs."""
+    fastest: float
+    """The fastest rank's slowdown."""
+
+
 class Pricer:
     """Costs of splits, each priced once."""
 
@@ -111,61 +134,112 @@ class Pricer:
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
-        self._known: dict[Setup, CostTable] = {}
-        self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self.trained, self.passed = trained_share(spec, base), backward_share(spec, base)
+        assert base.gpu is not None
+        self.rates = rates_of(base.gpu, base.precision, base.stack)
+        self._known: dict[tuple[object, ...], CostTable] = {}
+        self._work: dict[tuple[int, ...], _Work] = {}
+        self._judged: dict[tuple[Split, tuple[str, ...]], Candidate] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
-        setup = split.setup(self.base, self.global_batch)
-        setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
-        if setup not in self._known:
-            self._known[setup] = costs_of_setup(self.spec, setup)
-        return self._known[setup]
+        s = split  # costs do not depend on its stages per rank
+        key = (s.tp, s.cp, s.ep, s.etp, s.pp, s.dp, s.micro_batch_size, s.zero, s.hsdp, mode, layers)
+        found = self._known.get(key)
+        if found is None:
+            setup = split.setup(self.base, self.global_batch)
+            setup = replace(setup, recompute=mode, recompute_layers=layers)  # type: ignore[arg-type]
+            found = self._known[key] = costs_of_setup(self.spec, setup)
+        return found
 
     def bound_ms(self, split: Split) -> float:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
-        # gathers and reductions.
-        among = (split.zero, split.dp) if split.zero >= 2 else ()
-        key = (split.tp, split.cp, split.ep, split.micro_batch_size, split.dp * split.cp % split.ep, among)
+        # A layer's own time does not depend on how many ranks and replicas there are.
+        key: tuple[int, ...] = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size)
+        if self.base.nodes:  # which cards a rank has depends on how many there are
+            key = (*key, split.zero, split.dp, split.pp, split.hsdp)
         if key not in self._work:
             self._work[key] = self._least_work(split)
-        work, lane, fastest = self._work[key]
-        # One micro-batch's way has nothing to hide behind; all of them together do.
-        return fastest * (m * lane / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+        work = self._work[key]
+        if split.zero >= 2 and not self.base.nodes:
+            return m * self._sharded_ms(split, work)
+        # Ops run in pairs, and hide what they exchange, where there are other ranks: one micro-batch's way has nothing
+        # to hide behind, all of them together do.
+        lane = work.lane_ms if split.pp > 1 else work.total_ms
+        way = (split.pp - 1) / (split.pp * split.vp) * work.total_ms
+        return work.fastest * (m * lane / split.pp + way)
 
-    def _least_work(self, split: Split) -> tuple[float, float, float]:
-        """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
-        it where ops do not run in pairs), and the fastest rank's slowdown."""
+    def _least_work(self, split: Split) -> _Work:
         if self.base.nodes:
-            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0))
-            work = float(costs.layer_ms.sum())
-            return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
-        setup = split.setup(self.base, self.global_batch)
-        setup = setup if split.zero >= 2 else replace(setup, zero=0)
+            costs = self.costs(split if split.zero >= 2 else replace(split, zero=0, hsdp=1))
+            forward, total = float(costs.forward_ms.sum()), float(costs.layer_ms.sum())
+            slow = float(min(costs.slowdown(r) for r in range(split.pp)))
+            return _Work(forward_ms=forward, total_ms=total, lane_ms=total, fastest=slow)
+        setup = replace(split.setup(self.base, self.global_batch), zero=0, hsdp=1)
         layers = price_layers(self.spec, Pricing.of(setup))[0]
-        work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
+        forward = sum(x.forward_ms for x in layers)
+        total = forward + sum(x.input_ms + x.weight_ms for x in layers)
         rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
         exchange = sum(ms for lane, ms in rows if lane == "exchange")
-        return work, max(work - exchange, exchange) if self.pairs else work, 1.0
+        return _Work(
+            forward_ms=forward,
+            total_ms=total,
+            lane_ms=max(total - exchange, exchange) if self.pairs else total,
+            fastest=1.0,
+        )
+
+    def _sharded_ms(self, split: Split, work: _Work) -> float:
+        """One micro-batch where replicas divide gradients or weights: the gathers and reductions of all layers together
+        beside all of their work. Layer by layer no more of them can be hidden."""
+        gpu = self.base.gpu
+        assert gpu is not None
+        sizes = {"tp": split.tp, "cp": split.cp, "dp": split.dp, "ep": split.ep, "etp": split.etp, "hsdp": split.hsdp}
+        cluster = Cluster(gpu=gpu, gpus_per_node=self.base.gpus_per_node, **sizes)
+        gather = reduce = 0.0
+        counts = (self.dense / split.tp, self.experts / (split.ep * split.etp))
+        copies = (split.dp * split.cp // split.hsdp, cluster.expert_dp // split.hsdp)
+        for count, n, stride in zip(counts, copies, strides_of(cluster), strict=True):
+            gather += (
+                ring_ms(cluster, WEIGHT_BYTES * count, n, stride, share=self.rates.link) if split.zero == 3 else 0.0
+            )
+            gradient = self.trained * self.base.gradient_bytes * count
+            inside = ring_ms(cluster, gradient, n, stride, share=self.rates.link)
+            between = ring_ms(cluster, gradient / n, split.hsdp, stride * n, share=self.rates.link)
+            reduce += max(inside, 2 * between)
+        forward, backward = work.forward_ms, work.total_ms - work.forward_ms
+        pairs = ((forward, gather), (backward, self.passed * gather + reduce))
+        return sum(max(pair) + self.rates.hidden * min(pair) for pair in pairs)
 
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
         limit = max((self.base.rank_memory_bytes() if not self.base.nodes else ()) or (math.inf,))
-        state = least_state_bytes(split, self.dense, self.experts, self.base.gradient_bytes, self.base.state_bytes)
+        state = least_state_bytes(split, self.dense, self.experts, self.base, self.trained)
         m = self.global_batch // (split.dp * split.micro_batch_size)
         tokens = (self.base.seq or 1) * split.micro_batch_size / split.cp
         width = self.spec.layers[0].hidden / (split.tp if self.base.sequence_parallel else 1)
         # The first rank has min(m, pp) micro-batches under way, each with 1/pp of the layers, embedding and head aside.
-        kept = 2.0 * tokens * width * (self.spec.num_layers - 2) * min(m, split.pp) / split.pp
+        layers = sum(state != "idle" for state in layer_states(self.spec.num_layers, self.base.frozen)[1:-1])
+        kept = 2.0 * tokens * width * layers * min(m, split.pp) / split.pp
         return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
+        """The split by estimate, each once: a search that goes on judging begins where it was."""
+        if (split, modes) not in self._judged:
+            self._judged[split, modes] = self._estimated(split, modes)
+        return self._judged[split, modes]
+
+    def _estimated(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        found = estimate(lambda *how: self.costs(split, *how), split.pp, split.vp, m, modes=modes, pairs=self.pairs)
+        layouts = self.layouts and bool(self.base.nodes)
+
+        def judged(price: Price, modes: tuple[str, ...], pairs: bool) -> Estimate:
+            return estimate(price, split.pp, split.vp, m, modes=modes, pairs=pairs, layouts=layouts)
+
+        found = judged(lambda *how: self.costs(split, *how), modes, self.pairs and split.pp > 1)
         interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
-        if interleaved and split.ep > 1 and split.pp > 1 and found.fits:
-            hidden = estimate(lambda *how: exchange_hidden(self.costs(split, *how)), split.pp, split.vp, m, modes=modes)
+        # The exchange is hidden where no whole layers are recomputed.
+        if interleaved and split.ep > 1 and split.pp > 1 and found.fits and found.recompute in ("none", "selective"):
+            hidden = judged(lambda *how: exchange_hidden(self.costs(split, *how)), (found.recompute,), False)
             found = replace(found, step_ms=hidden.step_ms, tuned_ms=min(found.tuned_ms, hidden.tuned_ms))
         return self._candidate(split, self.costs(split), "estimated", found)
 
@@ -204,6 +278,8 @@ class Pricer:
         def build(costs: CostTable, micro_batches: int = m) -> Plan:
             return build_plan(system, costs, split.pp, micro_batches, **options)
 
+        if self.base.offload_layers is not None:
+            recompute = "none"  # what waits on the host is not computed again
         if self.recompute_ops:
             costs = self.costs(split)
             plan = build(costs)
@@ -225,16 +301,10 @@ class Pricer:
         faster and fits."""
         plan, costs = even.plan, even.costs
         assert plan is not None and costs is not None
-        slow = np.array([costs.slowdown(stage.rank) for stage in plan.stages])
-        if not self.layouts or slow.min() == slow.max():
+        sizes = sizes_by_speed(costs, [stage.rank for stage in plan.stages]) if self.layouts else None
+        if sizes is None:
             return even
-        done = np.concatenate(([0.0], np.cumsum(costs.layer_ms)))
-        wanted = np.cumsum(1.0 / slow)[:-1] / (1.0 / slow).sum() * done[-1]
-        inner = np.searchsorted((done[:-1] + done[1:]) / 2, wanted)
-        cuts = [0, *(int(min(max(k, 1), plan.num_layers - 1)) for k in inner), plan.num_layers]
-        held = {stage.rank for k, stage in enumerate(plan.stages) if cuts[k] < cuts[k + 1]}
-        if len(held) < plan.num_ranks:
-            return even
+        cuts = [0, *(int(cut) for cut in np.cumsum(sizes))]
         found = self.of_plan(even.split, with_cuts(plan, cuts), costs, "layout")
         return found if found.fits >= even.fits and found.step_ms < even.step_ms else even
 

@@ -1,6 +1,6 @@
-"""What is kept of a search beside its plan: the splits, and the best one on fewer and on more GPUs.
+"""The record of a search in addition to its plan: the splits, and the best one on fewer and on more GPUs.
 
-Knows: which numbers a picture of a cluster's plan needs. Does not know: how it is drawn (report/cluster.py).
+Knows: which numbers the cluster panel of a report needs. Does not know: how it is drawn (report/cluster.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ STEPS = (0.25, 0.5, 2.0, 4.0)
 """Numbers of GPUs beside the one that was asked for, as shares of it."""
 
 
-def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[dict[str, Any]]) -> dict[str, Any]:
+def record_of(
+    found: Found,
+    spec: ModelSpec,
+    *,
+    words: list[str],
+    scaling: list[dict[str, Any]],
+    commands: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """The record that a plan carries and that the panel draws, best first."""
     rows = [*found.ranked[: MOST_ROWS - 1]]
     out = [row_of(c, spec) for c in rows]
@@ -40,6 +47,7 @@ def record_of(found: Found, spec: ModelSpec, *, words: list[str], scaling: list[
         "words": words,
         "candidates": out,
         "scaling": scaling,
+        "commands": dict(commands or {}),
     }
 
 
@@ -81,7 +89,7 @@ def scaled(
         pricer = Pricer(spec, base, global_batch, recompute_ops=runtime.recomputes_by_ops, overlaps=runtime.overlaps)
         every = list(splits(spec, base, gpus=count, global_batch=global_batch, fixed=open_ones, runtime=runtime))
         judging = Budget(seconds=budget_s / (2 * len(STEPS)))
-        kept, *_ = judge(pricer, every, modes_of("auto", runtime), lambda words: None, over=judging.over)
+        kept, *_ = judge(pricer, every, modes_of("auto", runtime, base), lambda words: None, over=judging.over)
         if not kept:
             rows.append({"gpus": count, "fits": False})
             continue

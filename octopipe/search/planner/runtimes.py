@@ -3,10 +3,10 @@
 Knows: the rules of Megatron-LM, torchtitan, plain torch.distributed.pipelining, DeepSpeed and `octopipe train`, each
 at a stated version. Does not know: their flags (`commands.py`, `megatron_line.py`), splits or costs.
 
-What a pipeline does to ZeRO is the rule that matters most. Between micro-batches every one of these runtimes keeps
-weights and gradients whole: torch's pipelining turns FSDP's resharding and gradient reduction off until the last
-micro-batch, torchtitan does not reshard under a pipeline, DeepSpeed refuses ZeRO-2 and ZeRO-3 there, and Megatron-LM's
-FSDP replaces the pipeline. Only optimizer state stays divided, which is ZeRO-1 in memory and in traffic.
+The most important rule is the effect of a pipeline on ZeRO. Between micro-batches, every one of these runtimes keeps
+weights and gradients unsharded: torch's pipelining disables FSDP's resharding and gradient reduction until the last
+micro-batch, torchtitan does not reshard in a pipeline, DeepSpeed rejects ZeRO-2 and ZeRO-3 there, and Megatron-LM's
+FSDP replaces the pipeline. Only optimizer state stays sharded, which is ZeRO-1 in memory and in communication.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
+
+from octopipe.costs.cluster.setup import Setup
 
 Target = Literal["octopipe", "torch", "megatron"]
 
@@ -35,6 +37,10 @@ class Runtime:
     """Which plans a search for it may return (see `search/restricted.py`); None: none but the schedules it brings."""
     overlaps: tuple[str, ...] = ()
     """Schedules in which it hides the experts' exchange behind the other direction's computation."""
+    trains: tuple[str, ...] = ()
+    """What it trains beside all weights: `lora` (adapters), `frozen` (some layers as they are)."""
+    offloads: tuple[str, ...] = ()
+    """What it can keep in the host's memory, of what is priced here: `optimizer` state, whole layers' `activations`."""
     recomputes_by_ops: bool = False
     """Recomputes what the plan's R ops say, and nothing else; the others know checkpointed layers."""
 
@@ -51,6 +57,24 @@ class Runtime:
     def zero_levels(self, pp: int) -> tuple[int, ...]:
         return self.zero if pp == 1 else self.zero_with_pipeline
 
+    def refuses(self, setup: Setup) -> str:
+        """Why it cannot run such a set-up, whatever the split; empty where it can."""
+        if setup.lora is not None and "lora" not in self.trains:
+            return f"{self.title} has no adapters (LoRA)"
+        if setup.frozen and "frozen" not in self.trains:
+            return f"{self.title} has no switch that freezes single layers"
+        if setup.offload_layers is not None and "activations" not in self.offloads:
+            return f"{self.title} keeps no layer's activations in the host's memory"
+        if setup.offload_optimizer and "optimizer" not in self.offloads:
+            return f"{self.title} keeps no share of the optimizer state in the host's memory"
+        return ""
+
+    @property
+    def title(self) -> str:
+        """The name that its users call it by."""
+        names = {"megatron": "Megatron-LM's pretraining script", "torch": "torch", "octopipe": "`octopipe train`"}
+        return {**names, "deepspeed": "DeepSpeed"}.get(self.name, self.name)
+
 
 RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
     {
@@ -63,6 +87,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             target="megatron",
             # --overlap-moe-expert-parallel-comm wants interleaved 1F1B and no whole layers recomputed.
             overlaps=("interleaved-overlap",),
+            offloads=("optimizer", "activations"),
         ),
         # FSDP2, DTensor TP, context and expert parallelism around torch.distributed.pipelining.
         "torchtitan": Runtime(
@@ -70,8 +95,10 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             version="torchtitan, main of August 2026 (b5bcd76)",
             zero=(2, 3),
             zero_with_pipeline=(1,),
+            most={"etp": 1},  # its expert ranks hold whole experts
             target="torch",
             overlaps=("dualpipev",),
+            trains=("lora",),
         ),
         "torch": Runtime(
             name="torch",
@@ -79,6 +106,8 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero=(1, 2, 3),
             zero_with_pipeline=(1,),
             target="torch",
+            trains=("lora", "frozen"),
+            offloads=("activations",),
         ),
         # Its pipeline engine runs plain 1F1B over one chain of stages, without context or expert parallelism.
         "deepspeed": Runtime(
@@ -86,8 +115,10 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             version="DeepSpeed 0.18",
             zero=(1, 2, 3),
             zero_with_pipeline=(1,),
-            most={"cp": 1, "ep": 1, "vp": 1},
+            most={"cp": 1, "ep": 1, "etp": 1, "vp": 1, "hsdp": 1},
             target=None,
+            trains=("lora", "frozen"),
+            offloads=("optimizer",),
         ),
         # `octopipe train` divides models over pipelines and replicas; it shards no tensor and no state.
         "octopipe": Runtime(
@@ -95,7 +126,7 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             version="this package",
             zero=(0,),
             zero_with_pipeline=(0,),
-            most={"tp": 1, "cp": 1, "ep": 1},
+            most={"tp": 1, "cp": 1, "ep": 1, "etp": 1, "hsdp": 1},
             recomputes_by_ops=True,
         ),
         # Every split that at least one of the others runs.
@@ -105,6 +136,8 @@ RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
             zero=(1, 2, 3),
             zero_with_pipeline=(1,),
             overlaps=("interleaved-overlap", "dualpipev"),
+            trains=("lora", "frozen"),
+            offloads=("optimizer", "activations"),
         ),
     }
 )

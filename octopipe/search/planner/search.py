@@ -1,6 +1,6 @@
-"""The search: every split bounded, the promising ones judged, the best few simulated and tuned.
+"""The search: bounds every split, estimates the promising ones, and simulates and tunes the best few.
 
-Knows: how one budget is spent. Does not know: how splits are judged (`judging.py`), tuned (`tuning.py`) or chosen
+Knows: how one budget is spent. Does not know: how splits are estimated (`judging.py`), tuned (`tuning.py`) or selected
 (`choice.py`), or how results are shown (cli/verbs/plan.py).
 """
 
@@ -9,24 +9,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
+from octopipe.base.limits import MAX_SEED
+from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.models.spec import ModelSpec
 from octopipe.search.planner.budget import Budget, Stop, never
 from octopipe.search.planner.choice import MARGIN, hoped_first, simplest, varied
+from octopipe.search.planner.commands import runs_on
 from octopipe.search.planner.judging import Say, judge, modes_of, published_splits, refined
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, least_state_bytes, splits
-from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate
+from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
 
 SIMULATED, TUNED = 8, 2
 """Splits that are simulated at least, and tuned at first, where time allows."""
-JUDGING, SIMULATING = 0.3, 0.5
-"""Shares of the budget after which judging and the first simulations end; tuning gains more than either."""
-AGAIN = 0.8
+JUDGING, SIMULATING = 0.3, 0.2
+"""Shares of the budget for judging and for the first simulations; tuning gains more than either."""
+JUDGING_S = 8.0
+"""Seconds that judging gets where its share would be less, as long as there are twice as many."""
+ROUNDS = 3
+"""How often a search that has time left goes on tuning what is best so far."""
+AGAIN = 0.9
 """Before this share of the budget is spent, a search that had to stop judging goes on with it."""
 TUNING_S = 20.0
 """For every so many seconds of the budget beyond the first, one more split is tuned."""
@@ -80,14 +87,22 @@ def search(
     budget = Budget(seconds=budget_s, clock=clock, began=began, stop=stop)
     run = _Run(spec, base, gpus, global_batch, dict(fixed or {}), runtime, recompute, seed, budget, say)
     present = run.today(today) if today else None
-    run.judge(JUDGING)
-    run.simulate()
+    # A short budget is better spent on finding the split than on tuning a poor one.
+    judging = max(JUDGING, min(2 * JUDGING, JUDGING_S / budget_s))
+    run.judge(judging)
+    run.simulate(judging + SIMULATING)
+    run.schedule(judging + 1.5 * SIMULATING)
     run.improve()
-    if run.cut_short and not budget.over(AGAIN):
-        # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
-        run.judge(1.0 - 0.5 * (1.0 - AGAIN))
-        run.simulate()
+    # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
+    while run.left_ms is not None and not budget.over(AGAIN):
+        before = run.judged
+        run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
+        run.simulate(1.0)
+        run.schedule(1.0)
         run.improve()
+        if run.judged == before:
+            break
+    run.deepen(ROUNDS)
     return run.result(present, margin)
 
 
@@ -107,8 +122,11 @@ class _Run:
         budget: Budget,
         say: Say | None,
     ):
+        if reason := runtime.refuses(base):
+            raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
         self.spec, self.base, self.gpus, self.fixed = spec, base, gpus, fixed
-        self.runtime, self.recompute, self.seed, self.budget = runtime, recompute, seed, budget
+        self.runtime, self.seed, self.budget = runtime, seed, budget
+        self.recompute = recompute if base.offload_layers is None else "none"
         self.tell: Say = say or (lambda words: None)
         pairs = runtime.target == "octopipe" and not runtime.recomputes_by_ops
         self.pricer = Pricer(
@@ -120,7 +138,7 @@ class _Run:
             overlaps=runtime.overlaps,
             layouts=runtime.target is not None,
         )
-        self.modes = modes_of(recompute, runtime)
+        self.modes = modes_of(recompute, runtime, base)
         self.every = list(splits(spec, base, gpus=gpus, global_batch=global_batch, fixed=fixed, runtime=runtime))
         if not self.every:
             given = ", ".join(f"{k} {v}" for k, v in fixed.items())
@@ -129,24 +147,28 @@ class _Run:
                 + (f" with {given}; give fewer sizes" if given else "; change the batch or the GPUs")
             )
         self.kept: list[Candidate] = []
-        self.judged, self.cut_short = 0, False
+        self.judged = 0
+        self.left_ms: float | None = None
         self.simulated: list[Candidate] = []
         self.tuned: list[Candidate] = []
         self.skipped: list[str] = []
+        self.improved: set[Split] = set()
+        self.scheduled: set[Split] = set()
+        self.published: set[Split] = set()
 
     def judge(self, until: float) -> None:
         """Keep the best by estimate, until this share of the budget is spent; splits that published runs used are
         looked at in any case."""
         known = published_splits(self.pricer, self.every, self.gpus, self.runtime)
-        known = [split for split in known if all(getattr(split, k) == v for k, v in self.fixed.items())]
-        self.kept, self.judged, self.cut_short = judge(
+        self.published = {s for s in known if all(getattr(s, k) == v for k, v in self.fixed.items())}
+        self.kept, self.judged, self.left_ms = judge(
             self.pricer,
             self.every,
             self.modes,
             self.tell,
             over=lambda: self.budget.over(until),
             tuned=self.runtime.tuned,
-            always=known,
+            always=sorted(self.published),
         )
         if "vp" not in self.fixed:
             later = min(until + 0.1, 1.0)
@@ -154,43 +176,83 @@ class _Run:
         if not self.kept and self.budget.stop():
             raise StoppedError("the search was stopped before it found a first split; give it more time")
         if not self.kept:
-            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes))
+            raise DoesNotFitError(_nothing_fits(self.pricer, self.every, self.modes, self.runtime))
         self.skipped = []
-        if self.cut_short:
-            self.skipped.append(
-                f"Judging stopped after {self.judged} of {len(self.every)} splits; those left out have worse bounds "
-                "than the ones judged. A longer --budget looks at them too."
-            )
 
-    def simulate(self) -> None:
-        """The best by estimate, op by op: until none is left that its estimate puts ahead of the best."""
+    def simulate(self, until: float) -> None:
+        """The best by estimate, op by op: until none is left that its estimate puts ahead of the best, or this share of
+        the budget is spent."""
         self.tell("simulating the best few")
         for candidate in varied(self.kept, each=2):
             best_ms = self.best_ms
             settled = len(self.simulated) >= SIMULATED and candidate.step_ms >= best_ms
-            if best_ms < math.inf and (settled or self.budget.over(SIMULATING) or not self._affords(candidate)):
+            if best_ms < math.inf and (settled or self.budget.over(until) or not self._affords(candidate)):
                 break
             if self._known(candidate.split) is None:
                 self._simulated(candidate.split)
+
+    @property
+    def hopeful(self) -> list[Candidate]:
+        """Pipelines by what tuning may come to."""
+        return varied([c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1], each=1)
+
+    def schedule(self, until: float) -> None:
+        """Published splits and the most hopeful ones under the published schedules that need a runtime for any order,
+        until this share of the budget is spent: most of what tuning would gain, for a few simulations each."""
+        if not self.runtime.any_order:
+            return
+        used = [c for c in self.hopeful if c.split in self.published]
+        for candidate in [*used, *self.hopeful[:SIMULATED]]:
+            if self.budget.over(until) or not self._affords(candidate):
+                return
+            if candidate.split not in self.scheduled and candidate.tuned_ms < self.best_ms:
+                self._scheduled(self._known(candidate.split) or self._simulated(candidate.split))
+
+    def _scheduled(self, begun: Candidate) -> None:
+        self.scheduled.add(begun.split)
+        self.simulated += schedules(self.pricer, begun, self.budget)
 
     def improve(self) -> None:
         """Tune the most promising splits, and simulate what is left, for as long as there is time."""
         if self.runtime.tuned:
             number = TUNED + int(self.budget.seconds // TUNING_S) - 1
-            hopeful = [c for c in sorted(self.kept, key=hoped_first) if c.split.pp > 1]
-            worth = varied(hopeful, each=1)[: max(number, TUNED)]
-            for i, candidate in enumerate(worth):
-                if self.budget.stop():
+            for candidate in self.hopeful[: 2 * number]:
+                if self.budget.over():
                     return
-                self._improve(candidate, (self.budget.left() if i == len(worth) - 1 else self._slice(len(worth) - i)))
+                if candidate.split in self.improved or candidate.tuned_ms >= self.best_ms:
+                    continue  # nothing that tuning may find here would be the answer
+                self.improved.add(candidate.split)
+                self._improve(candidate, self.budget.left() / max(number, 1))
+                number -= 1
         for candidate in varied(self.kept, each=2):
             if self.budget.over() or not self._affords(candidate):
                 return
             if candidate.step_ms < 1.02 * self.best_ms and self._known(candidate.split) is None:
                 self._simulated(candidate.split)
 
-    def _slice(self, among: int) -> float:
-        return self.budget.left() / among
+    def deepen(self, rounds: int) -> None:
+        """Tune what is best so far again, from where it is and with other random numbers, while there is time."""
+        for number in range(1, rounds + 1):
+            found = [c for c in (*self.simulated, *self.tuned) if c.fits and c.plan is not None]
+            best = min(found, key=lambda c: c.step_ms, default=None)
+            if best is None or best.split.pp == 1 or not self.runtime.tuned or self.budget.over(AGAIN):
+                return
+            if without_kernels(self.budget):
+                return
+            self.tell(f"tuning {best.split.words()} again")
+            left = self.budget.left(ops_of(best))
+            better, why_not, _ = tune_candidate(
+                self.pricer,
+                best,
+                left,
+                (self.seed + number) % (MAX_SEED + 1),
+                self.runtime,
+                self.recompute,
+                self.budget,
+            )
+            self.tuned += [] if better is None else [better]
+            if why_not:
+                return
 
     def _improve(self, candidate: Candidate, seconds: float) -> None:
         """One split under published schedules and tuned, within about so many seconds."""
@@ -200,10 +262,11 @@ class _Run:
             self._skip(candidate, candidate.step_ms, "the time left is too short to simulate it")
             return
         begun = begun or self._simulated(candidate.split)
-        if self.runtime.any_order:
-            self.simulated += schedules(self.pricer, begun, self.budget)
-        if candidate.tuned_ms >= self.best_ms:
-            return  # nothing that tuning may find here would be the answer
+        if self.runtime.any_order and begun.split not in self.scheduled:
+            self._scheduled(begun)
+        if reason := without_kernels(self.budget):
+            self._skip(candidate, begun.step_ms, reason)
+            return
         self.tell(f"tuning {candidate.split.words()}")
         left = min(seconds - (self.budget.used() - began), self.budget.left(ops_of(begun)))
         better, why_not, _ = tune_candidate(
@@ -218,6 +281,17 @@ class _Run:
         hope = 100 * (min(now_ms, self.best_ms) / candidate.tuned_ms - 1.0)
         may = f" By estimate, more time may bring up to {hope:.0f} %." if hope >= 1.0 else ""
         self.skipped.append(f"{candidate.split.words()} was not tuned: {why}.{may}")
+
+    def _unjudged(self, best: Candidate) -> list[str]:
+        """What time left out, and the most that it can bring: a bound holds for every order of a split's ops."""
+        if self.left_ms is None:
+            return []
+        most = best.step_ms / self.left_ms - 1.0
+        gain = f"is more than {100 * most:.0f} % faster than this answer" if most > 0 else "is faster than this answer"
+        return [
+            f"Time ended the judging after {self.judged} of {len(self.every)} splits; by their bounds none of the "
+            f"others {gain}. A longer --budget looks at them too."
+        ]
 
     @property
     def best_ms(self) -> float:
@@ -245,6 +319,10 @@ class _Run:
     def result(self, present: Candidate | None, margin: float) -> Found:
         interrupted = self.budget.stop()
         fitting = sorted((c for c in self.simulated if c.fits), key=lambda c: c.step_ms)
+        if self.runtime.name == "any":
+            # An answer that no runtime runs is none, however fast.
+            fitting = [c for c in fitting if runs_on(c, self.spec)]
+            self.tuned = [c for c in self.tuned if runs_on(c, self.spec)]
         rivals = [*fitting, *self.tuned, *([present] if present is not None and present.fits else [])]
         if not rivals and interrupted:
             raise StoppedError("the search was stopped before it found a split that fits; give it more time")
@@ -265,9 +343,9 @@ class _Run:
             today=present,
             splits=len(self.every),
             judged=self.judged,
-            cut_short=self.cut_short,
+            cut_short=self.left_ms is not None,
             seconds=self.budget.used(),
-            skipped=tuple(self.skipped),
+            skipped=(*self._unjudged(best), *self.skipped),
             margin=margin,
             fastest=fastest if fastest is not best else None,
             interrupted=interrupted,
@@ -282,6 +360,7 @@ def _today(
     recompute: str,
 ) -> Candidate:
     """What the user runs now, under the same model."""
+    assert base.gpu is not None
     sizes = {"tp": 1, "cp": 1, "ep": 1, "pp": 1, "vp": 1, "micro_batch_size": 1, "zero": base.zero, **today}
     product = sizes["tp"] * sizes["cp"] * sizes["pp"]
     dp = sizes.pop("dp", 0) or gpus // product
@@ -291,6 +370,9 @@ def _today(
         raise OctoPipeError(f"today's split ({named}) {need} GPUs, the cluster has {gpus}; check its sizes")
     if sizes["pp"] > 1:
         sizes["zero"] = min(sizes["zero"], 1)  # what every runtime makes of it under a pipeline
+    if "etp" not in sizes:
+        sizes["etp"] = Cluster(gpu=base.gpu, tp=sizes["tp"], cp=sizes["cp"], dp=dp, ep=sizes["ep"]).expert_tp
+        sizes["etp"] = sizes["etp"] if pricer.experts else 1
     split = Split(dp=dp, **sizes)
     if pricer.global_batch % (dp * split.micro_batch_size):
         raise OctoPipeError(
@@ -300,17 +382,27 @@ def _today(
     return pricer.simulated(split, recompute)
 
 
-def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...]) -> str:
-    """The leanest split and what it lacks."""
-    leanest = min(
-        every,
-        key=lambda s: (
-            least_state_bytes(s, pricer.dense, pricer.experts, pricer.base.gradient_bytes),
-            s.micro_batch_size,
-            s.vp,
-        ),
+def _nothing_fits(pricer: Pricer, every: Sequence[Split], modes: tuple[str, ...], runtime: Runtime) -> str:
+    """The leanest split and what it lacks; and whether the host's memory would help."""
+    words = _unfit(pricer, pricer.candidate(_leanest(pricer, every), modes))
+    small = [split for split in every if split.zero < 2]
+    if pricer.base.offload_optimizer or not small or "optimizer" not in runtime.offloads:
+        return words
+    host = Pricer(pricer.spec, replace(pricer.base, offload_optimizer=1.0), pricer.global_batch)
+    found = host.candidate(_leanest(host, small), modes)
+    if not found.fits:
+        return words
+    return (
+        f"{words}; or keep the optimizer state in the host's memory: --offload-optimizer 1 fits {found.split.words()}"
     )
-    return _unfit(pricer, pricer.candidate(leanest, modes))
+
+
+def _leanest(pricer: Pricer, every: Sequence[Split]) -> Split:
+    def size(split: Split) -> tuple[float, int, int]:
+        state = least_state_bytes(split, pricer.dense, pricer.experts, pricer.base, pricer.trained)
+        return state, split.micro_batch_size, split.vp
+
+    return min(every, key=size)
 
 
 def _unfit(pricer: Pricer, found: Candidate) -> str:

@@ -1,6 +1,6 @@
-"""Which ways of dividing a model over a cluster there are.
+"""Enumeration of the ways to split a model over a cluster.
 
-Knows: what must divide what, what the user has fixed, and what a runtime can run. Does not know: which split is good
+Knows: the divisibility rules, what the user has fixed, and what a runtime can run. Does not know: which split is good
 (`estimate.py`, `search.py`).
 """
 
@@ -22,7 +22,9 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8)
 LEAST_SLICE = 512
 """Fewer tokens of a sequence per GPU than this are not tried with context parallelism."""
 MOST_PP = 64
-FIXABLE = ("tp", "cp", "ep", "pp", "dp", "vp", "micro_batch_size", "zero")
+SHARDED_NODES = (1, 2, 4, 8)
+"""Nodes that one copy of a model's state is divided over, where HSDP is tried."""
+FIXABLE = ("tp", "cp", "ep", "etp", "pp", "dp", "vp", "micro_batch_size", "zero", "hsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -38,6 +40,10 @@ class Split:
     """Stages per pipeline rank."""
     micro_batch_size: int
     zero: int
+    etp: int = 1
+    """GPUs that divide one expert's matrices; 1 for a model without experts."""
+    hsdp: int = 1
+    """Copies of what ZeRO divides."""
 
     def setup(self, base: Setup, global_batch: int) -> Setup:
         return replace(
@@ -45,15 +51,23 @@ class Split:
             tp=self.tp,
             cp=self.cp,
             ep=self.ep,
+            etp=self.etp,
             pp=self.pp,
             dp=self.dp,
+            hsdp=self.hsdp,
             zero=self.zero,
             micro_batch_size=self.micro_batch_size,
             micro_batches=global_batch // (self.dp * self.micro_batch_size),
         )
 
+    @property
+    def coarse(self) -> Split:
+        """The split but for its stages per rank."""
+        return replace(self, vp=1)
+
     def words(self) -> str:
-        named = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp, "vp": self.vp, "dp": self.dp}
+        names = ("tp", "cp", "ep", "etp", "pp", "vp", "dp", "hsdp")
+        named = {name: getattr(self, name) for name in names}
         text = ", ".join(f"{k} {v}" for k, v in named.items() if v > 1 or k in ("tp", "pp"))
         sharding = {2: ", ZeRO-2", 3: ", FSDP"}.get(self.zero, "")
         return f"{text}, micro-batch {self.micro_batch_size}{sharding}"
@@ -76,7 +90,8 @@ def splits(
     fixed = dict(fixed or {})
     assert base.gpu is not None and base.seq is not None
     layers = spec.num_layers  # embedding and head may be stages of their own
-    experts = [part.experts for layer in spec for part in layer.parts if isinstance(part, Moe)]
+    routed = [part for layer in spec for part in layer.parts if isinstance(part, Moe)]
+    experts, widths = [part.experts for part in routed], sorted({part.ffn for part in routed})
     softmax = any(isinstance(part, Attention | LatentAttention) for layer in spec for part in layer.parts)
 
     # All-to-alls divide heads over the context-parallel group as well.
@@ -92,16 +107,16 @@ def splits(
         for cp in allowed("cp", [c for c in slices if c == 1 or base.seq // c >= LEAST_SLICE or "cp" in fixed]):
             if gpus % (tp * cp) or (cp > 1 and any(number % (tp * cp) for number in heads)):
                 continue
-            most_pp = min(MOST_PP, layers)
+            most_pp = min(MOST_PP, layers) if base.offload_layers is None else 1
             for pp in allowed("pp", [p for p in divisors(gpus // (tp * cp)) if p <= most_pp]):
                 dp = gpus // (tp * cp * pp)
                 if dp not in allowed("dp", [dp]) or global_batch % dp:
                     continue
-                yield from _finer(base, tp, cp, pp, dp, layers, experts, global_batch, fixed, allowed, runtime)
+                yield from _finer(base, tp, cp, pp, dp, layers, experts, widths, global_batch, fixed, allowed, runtime)
 
 
 def _finer(  # type: ignore[no-untyped-def]
-    base, tp, cp, pp, dp, layers, experts, global_batch, fixed, allowed, runtime
+    base, tp, cp, pp, dp, layers, experts, widths, global_batch, fixed, allowed, runtime
 ) -> Iterator[Split]:
     """Micro-batch size, experts, stages per rank and sharding of one (tp, cp, pp, dp)."""
     share = global_batch // dp
@@ -111,6 +126,8 @@ def _finer(  # type: ignore[no-untyped-def]
         eps = sorted({*eps, *([fixed["ep"]] if "ep" in fixed and tp * cp * dp % fixed["ep"] == 0 else [])})
     # Where there is one replica nothing is divided: the levels are the same, and the first stands for all.
     zeros = list(runtime.zero_levels(pp)) if dp * cp > 1 else list(runtime.zero_levels(pp)[:1])
+    if base.offload_optimizer:
+        zeros = [z for z in zeros if z < 2]
     if "zero" in fixed:
         zeros = [z for z in [fixed["zero"]] if z < 2 or pp == 1]
     sizes = list(MICRO_BATCH_SIZES) if "micro_batch_size" not in fixed else [fixed["micro_batch_size"]]
@@ -122,10 +139,40 @@ def _finer(  # type: ignore[no-untyped-def]
         if "vp" in fixed:
             chunks = [v for v in [fixed["vp"]] if v == 1 or (v * pp <= layers and micro_batches % pp == 0)]
         chunks = allowed("vp", chunks)
+        one = Split(tp=tp, cp=cp, ep=1, pp=pp, dp=dp, vp=1, micro_batch_size=size, zero=zeros[0] if zeros else 1)
         for ep in allowed("ep", eps):
-            for zero in zeros:
-                for vp in chunks:
-                    yield Split(tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, vp=vp, micro_batch_size=size, zero=zero)
+            for etp in allowed("etp", expert_tensor_sizes(tp, cp * dp, ep, widths, fixed.get("etp"))):
+                for zero in zeros:
+                    part = replace(one, ep=ep, etp=etp, zero=zero)
+                    for hsdp in allowed("hsdp", copies_of(part, base, fixed.get("hsdp"))):
+                        for vp in chunks:
+                            yield replace(part, hsdp=hsdp, vp=vp)
+
+
+def expert_tensor_sizes(tp: int, replicas: int, ep: int, widths: list[int], given: int | None) -> list[int]:
+    """GPUs that may share an expert: one, or the tensor-parallel group, where what is left of a stage's GPUs and the
+    experts' width allow it; a size that was given may be any."""
+    if not widths:
+        return [1]
+    sizes = {1, tp} if given is None else {given}
+    return sorted(n for n in sizes if tp * replicas % (ep * n) == 0 and all(width % n == 0 for width in widths))
+
+
+def copies_of(split: Split, base: Setup, given: int | None) -> list[int]:
+    """How many copies of the sharded state are tried: one, and where replicas divide gradients or weights in every
+    micro-batch, as many as leave each copy on one, two, four or eight nodes."""
+    replicas = split.cp * split.dp
+    experts = split.tp * replicas // (split.ep * split.etp)
+    if given is not None:
+        return [given] if split.dp % given == 0 and experts % given == 0 and (given == 1 or split.zero) else []
+    found = {1}
+    if split.zero >= 2 and base.gpu is not None:
+        node = base.gpus_per_node or base.gpu.gpus_per_node
+        for nodes in SHARDED_NODES:
+            sharded = max(1, nodes * node // split.tp)
+            if replicas % sharded == 0:
+                found.add(replicas // sharded)
+    return sorted(n for n in found if split.dp % n == 0 and experts % n == 0)
 
 
 def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNTIMES["any"]) -> list[Split]:
@@ -136,24 +183,20 @@ def finer(split: Split, layers: int, micro_batches: int, runtime: Runtime = RUNT
     return [replace(split, vp=v) for v in range(1, max(most, 1) + 1)]
 
 
-def least_state_bytes(
-    split: Split, dense: float, experts: float, gradient_bytes: float, state_bytes: float = 12.0
-) -> float:
-    """State that a GPU of the fullest rank holds at least: an even share of everything, sharded as far as ZeRO may."""
-    stage = split.tp * split.cp * split.dp
-    # Experts may also be divided by tensor parallelism: counted as if they always were.
-    shared = min(stage, split.ep * split.tp)
-    copies = {"dense": split.dp * split.cp, "experts": max(1, stage // shared)}
+def least_state_bytes(split: Split, dense: float, experts: float, base: Setup, trained: float = 1.0) -> float:
+    """State that a GPU of the fullest rank holds at least: an even share of everything, sharded as far as ZeRO may.
+    `trained` is the share of weights that have gradients and optimizer state."""
+    stage, shared = split.tp * split.cp * split.dp, split.ep * split.etp
+    copies = {"dense": split.dp * split.cp // split.hsdp, "experts": max(1, stage // shared // split.hsdp)}
     counts = {"dense": dense / (split.tp * split.pp), "experts": experts / (shared * split.pp)}
+    gradient, state = trained * base.gradient_bytes, trained * (1.0 - base.offload_optimizer) * base.state_bytes
     total = 0.0
     for name, count in counts.items():
         n = copies[name]
         if split.zero == 3:
-            total += count * (gradient_bytes + state_bytes) / n
+            total += count * (gradient + state + 2.0 * (1.0 - trained)) / n
         else:
-            total += count * (
-                2.0 + gradient_bytes / (n if split.zero == 2 else 1) + state_bytes / (n if split.zero >= 1 else 1)
-            )
+            total += count * (2.0 + gradient / (n if split.zero == 2 else 1) + state / (n if split.zero >= 1 else 1))
     return total
 
 

@@ -1,4 +1,4 @@
-"""A split improved beyond the schedule that every runtime has: zero-bubble schedules, layouts, tuned orders.
+"""Improvement of a split beyond 1F1B: zero-bubble schedules, layouts, tuned orders.
 
 Knows: which published schedules are tried and how the tuner is called for a runtime. Does not know: which splits are
 worth it, or how the budget is shared (`search.py`).
@@ -12,10 +12,15 @@ from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 from octopipe.search.planner.budget import Budget
 from octopipe.search.planner.pricing import Candidate, Pricer
-from octopipe.search.planner.runtimes import Runtime
+from octopipe.search.planner.runtimes import Runtime, Target
+from octopipe.search.planner.splits import Split
 
 TUNABLE_OPS = 400_000
 """Above so many ops a search within seconds has only a few moves."""
+KEPT_KERNELS = 20
+"""Files in the folder of kept code with which a search has little left to compile."""
+COMPILING_S = 8.0
+"""What compiling a search's kernels may take."""
 LEAST_S = 0.5
 """Seconds below which a search is not worth beginning."""
 
@@ -35,6 +40,30 @@ def schedules(pricer: Pricer, begun: Candidate, budget: Budget) -> list[Candidat
 
 def ops_of(candidate: Candidate) -> int:
     return 0 if candidate.plan is None else sum(map(len, candidate.plan.orders))
+
+
+def target_of(split: Split, runtime: Runtime) -> Target:
+    """Which plans a search may return: layers on several ranks and recomputation by ops run in `octopipe train` alone,
+    which divides neither tensors nor state."""
+    assert runtime.target is not None
+    ours = split.tp * split.cp * split.ep == 1 and (split.zero == 0 or split.dp == 1)
+    return "torch" if runtime.name == "any" and not ours else runtime.target
+
+
+def without_kernels(budget: Budget) -> str:
+    """Make the search's kernels ready, from what was kept or by compiling them; the reason where that would end too
+    late."""
+    from octopipe.base.compile.store import private_folder
+    from octopipe.search.tuner.warm import compile_kernels
+
+    folder = private_folder()
+    kept = folder is not None and sum(1 for _ in folder.iterdir()) >= KEPT_KERNELS
+    if kept and budget.left() < LEAST_S:
+        return "the time left is too short for it"
+    if not kept and budget.left() < COMPILING_S:
+        return "the search's kernels are not compiled yet, and time is too short for it"
+    compile_kernels("best")
+    return ""
 
 
 def tune_candidate(
@@ -61,10 +90,11 @@ def tune_candidate(
     start: Plan | None = None
     if candidate.fits and not any(s.recompute for s in plan.stages):
         start = replace(plan, pairs=frozenset())
-    if costs.setup is not None and costs.setup.recompute == "full" and recompute == "auto" and runtime.name == "any":
+    target = target_of(candidate.split, runtime)
+    whole = costs.setup is not None and costs.setup.recompute == "full"
+    if whole and recompute == "auto" and runtime.name == "any" and target == "octopipe":
         # The search knows better than a number of layers for all which ones to recompute.
         costs, start = pricer.costs(candidate.split, "selective"), None
-    assert runtime.target is not None
     began = budget.used()
     until = began + searching + 0.5 * (seconds - searching)
     try:
@@ -74,9 +104,9 @@ def tune_candidate(
             plan.num_micro_batches,
             budget_s=searching,
             seed=seed,
-            recompute=recompute == "auto" and runtime.target == "octopipe",
+            recompute=recompute == "auto" and target == "octopipe",
             start=start,
-            target=runtime.target,
+            target=target,
             progress=lambda seen: budget.stop() or budget.used() > until,
         )
     except OctoPipeError:
@@ -84,5 +114,5 @@ def tune_candidate(
     budget.tuned(ops, budget.used() - began - searching)
     if candidate.fits and result.step_ms >= candidate.step_ms:
         return None, "", budget.stop()
-    how = "layout" if runtime.target == "megatron" else "tuned"
+    how = "layout" if target == "megatron" else "tuned"
     return pricer.of_plan(candidate.split, result.plan, costs, how), "", budget.stop()

@@ -1,10 +1,11 @@
-"""Where the time of a step goes: what a split spends on products, memory, each kind of parallelism and waiting.
+"""Breakdown of the step time: what a split spends on products, memory, each kind of parallelism and waiting.
 
-Knows: how a simulated step divides into parts that add up to it, what of the communication is hidden, and how two
-splits differ. Does not know: what a layer's time is made of (`costs/analytic/shares.py`) or how the parts are shown.
+Knows: how a simulated step is divided into components that add up to it, how much communication is hidden, and how two
+splits differ. Does not know: the breakdown of a layer's time (`costs/analytic/shares.py`) or how components are shown.
 
-Every rank's step is its ops, its gradient reductions, its optimizer and the rest, which is waiting. Ops are divided by
-the shares of their layers. The parts are means over the pipeline's ranks, so that they are also shares of all GPU time.
+The step of a rank consists of its ops, its gradient reductions, its optimizer and the rest, which is waiting. Ops are
+divided by the shares of their layers. Components are means over the pipeline ranks, so they are also shares of the
+total GPU time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from octopipe.base.display import milliseconds
 from octopipe.costs.analytic.layer_pricing import Pricing
 from octopipe.costs.analytic.shares import COLLECTIVES, NAMES, LayerShares, layer_shares
 from octopipe.costs.analytic.table import price_layers, reduction_ms
@@ -34,6 +36,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "cp": "context parallelism",
         "ep": "expert parallelism",
         "dp": "data parallelism",
+        "host": "activations to the host and back",
         "bubble": "pipeline bubble",
         "optimizer": "optimizer",
     }
@@ -165,13 +168,9 @@ def difference_words(best: Why, today: Why) -> str:
     """What the time saved over today's split comes from."""
     saved = today.step_ms - best.step_ms
     told = [
-        f"{title} {'-' if ms > 0 else '+'}{_seconds(abs(ms))}"
+        f"{title} {'-' if ms > 0 else '+'}{milliseconds(abs(ms))}"
         for title, ms in difference(best, today)
         if abs(ms) >= LEAST * today.step_ms
     ]
     verb = "saves" if saved >= 0 else "costs"
-    return f"It {verb} {_seconds(abs(saved))} a step: {', '.join(told) or 'nothing that matters'}"
-
-
-def _seconds(ms: float) -> str:
-    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.1f} ms"
+    return f"It {verb} {milliseconds(abs(saved))} a step: {', '.join(told) or 'nothing that matters'}"

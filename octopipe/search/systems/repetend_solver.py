@@ -175,8 +175,11 @@ def _holdings(blocks: Blocks) -> list[tuple[int, int, int, float]]:
     out = []
     for s, stage in enumerate(blocks.stages):
         if (s, "W") in at:
-            out.append((stage.rank, at[s, "F"], at[s, "W"], float(blocks.stash[s])))
-            out.append((stage.rank, at[s, "F"], at[s, "I"], float(blocks.activation[s] - blocks.stash[s])))
+            held, stash = float(blocks.activation[s]), float(blocks.stash[s])
+            out.append((stage.rank, at[s, "F"], at[s, "W"], min(held, stash)))
+            out.append((stage.rank, at[s, "F"], at[s, "I"], held - min(held, stash)))
+            # What a forward inside I brings back for W (layers that are recomputed in their backward).
+            out.append((stage.rank, at[s, "I"], at[s, "W"], stash - min(held, stash)))
         else:
             out.append((stage.rank, at[s, "F"], at[s, "B"], float(blocks.activation[s])))
     return out

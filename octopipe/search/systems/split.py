@@ -37,6 +37,7 @@ from octopipe.plans.plan import B, F, I, Op, Plan, R, W
 from octopipe.plans.price import boundary_bytes, hop_times, stage_memory, stage_times
 from octopipe.simulation.simulator import makespan_ms, simulate
 from octopipe.simulation.timeline import Timeline
+from octopipe.simulation.timing import handed_over
 
 DEFERRALS = (1.0, 0.75, 0.5, 0.25)
 """How much of the memory that is free for putting off W may be used."""
@@ -299,12 +300,9 @@ def _fill(  # type: ignore[no-untyped-def]
                     used[r] -= stash[w]
                 clock[r] = max(clock[r], ready) + duration[i]
                 used[r] += takes[i] - frees[i]
-                arrived = clock[r]
-                to = target[i]
-                if to >= 0:
-                    arrived = max(arrived, channel[r, to]) + hop[i]
-                    channel[r, to] = arrived
-                arrival[i] = arrived
+                arrival[i] = clock[r]
+                if target[i] >= 0:
+                    arrival[i] = handed_over(channel, r, target[i], clock[r], hop[i])
                 out[place[r]] = i
                 place[r] += 1
                 if weight[i] >= 0.0:

@@ -151,6 +151,7 @@ def _room(blocks: Blocks, m: int) -> Floats:
     bare = costs.replace(
         boundary_bytes=np.zeros(costs.num_layers),
         workspace_bytes=np.zeros(costs.num_layers),
+        stash_bytes=np.minimum(costs.stash_bytes, costs.activation_bytes),
     )
     beside = simulate(plan, costs, check=False).peak_bytes - simulate(plan, bare, check=False).peak_bytes
     return capacity - static_bytes(plan, costs) - np.maximum(beside, 0.0)

@@ -3,24 +3,26 @@
     result = octopipe.tune(costs, num_ranks=8, num_micro_batches=16, budget_s=30)
     result.plan, result.step_ms, result.gap, result.explanation
 
-Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves, phases drawn by
-lot) and `exact` (CP-SAT, small cases).
+Methods: `best` (the default), `octopipe` (Algorithm 1 of the paper), `random` (the same moves with phases chosen at
+random) and `exact` (CP-SAT, small cases).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
 from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 from octopipe.costs.table import CostTable
-from octopipe.base.errors import OctoPipeError
-from octopipe.search.exact import solve
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
+from octopipe.search.exact import Solved, solve
 from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
+from octopipe.search.offload import offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed, refuse_too_large
 from octopipe.plans.plan import Plan
@@ -30,6 +32,7 @@ from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.search.tuner.robust import mean_jittered_ms, most_robust
 from octopipe.search.tuner.search import Search
+from octopipe.search.tuner.mechanics import HIDE_MOVES, HIDE_OPS, HIDE_S, HIDE_SHARE
 from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.systems import COPYING
 from octopipe.search.tuner.warm import compile_kernels
@@ -58,6 +61,7 @@ def tune(
     recompute: bool = True,
     copies: bool | None = None,
     cut_head: bool = False,
+    offload: bool = False,
     phases: Sequence[str] = PHASES,
     target: Target = "octopipe",
 ) -> TuneResult:
@@ -65,26 +69,102 @@ def tune(
 
     `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
     Left open they may where the costs know weights; without, copies would cost nothing. `cut_head`: may the head,
-    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `phases`:
-    those of Algorithm 1 that are on (methods "octopipe" and "random"). `target`: the runtime that is to run the
-    plan; for another than ours only what it can run is searched (see restricted.py), with method "best".
+    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `offload`:
+    may activations be moved to host memory (method "best"; docs/offload.md)? `phases`: those of Algorithm 1 that are on
+    (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only what it
+    can run is searched (see restricted.py), with method "best".
     `TuneResult.plans` says which plans the bound and `optimal` speak of. `iterations` (moves per lane; of method
     "exact" the solver's conflicts) instead of time makes the plan, to its last byte on disk, depend on the seed
     alone: on any machine, with any number of workers.
     """
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
-    if tuple(phases) != PHASES and method not in ("octopipe", "random"):
+    _check_method(method, target, phases=tuple(phases), robust=robust, cut_head=cut_head)
+    if offload:
+        _check_offload(costs, method, target, combined=robust or cut_head)
+    if target != "octopipe":
+        recompute, copies = False, False
+    recompute, copies, notes = _what_may_be(costs, method, start, recompute, copies)
+    compile_kernels(method)
+    setting = (costs, num_ranks, num_micro_batches)
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head, offloads=offload)
+    bound_name, bound = lower_bound(*setting, *plans)
+    began = time.monotonic()
+    asked = _Asked(
+        method=method, target=target, phases=phases, robust=robust, copies=copies, cut_head=cut_head, offload=offload
+    )
+    common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
+    common |= {"progress": progress, "iterations": iterations}
+    found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
+    notes += more
+    if solved is not None and solved.lower_bound_ms > bound and not plans.copies and not costs.exchanges:
+        bound_name, bound = "CP-SAT", solved.lower_bound_ms
+    hide = None if target == "megatron" else partial(_hide, costs=costs, budget_s=budget_s, iterations=iterations)
+    found, chosen, timeline, mean_ms = _finished(found, costs, robust=robust, seed=seed, hide=hide)
+    step_ms = timeline.step_ms
+    if (reached := _class_of(chosen, plans)) != plans:
+        plans = reached
+        bound_name, bound = lower_bound(*setting, *plans)
+    if not plans.copies and method == "best" and target == "octopipe":
+        notes += _copies_would_help(found.systems, step_ms)
+    plan = chosen.with_extra(
+        system="octopipe", step_ms=step_ms, lower_bound_ms=bound, bound_of=plans.words, method=method, seed=seed,
+        costs=costs.digest(), search=[_row(step, counted=iterations is not None) for step in found.log],
+    )  # fmt: skip
+    return TuneResult(
+        plan=plan,
+        step_ms=step_ms,
+        lower_bound_ms=bound,
+        bound_name=bound_name,
+        method=method,
+        seconds=time.monotonic() - began,
+        iterations=found.iterations,
+        log=tuple(found.log),
+        explanation=explain(chosen, costs, timeline, bound, bound_name, plans),
+        plans=plans,
+        systems=dict(found.systems),
+        notes=tuple(notes),
+        interrupted=found.interrupted,
+        optimal=solved is not None and solved.optimal and not costs.exchanges,
+        mean_jittered_ms=mean_ms,
+        phase_iterations=found.phase_iterations,
+        hidden_share=timeline.overlap.rate,
+        overlappable_share=timeline.overlap.overlappable_rate,
+    )
+
+
+def _check_method(method: str, target: str, *, phases: tuple[str, ...], robust: bool, cut_head: bool) -> None:
+    """Refuse what a method or a runtime does not know."""
+    if phases != PHASES and method not in ("octopipe", "random"):
         raise OctoPipeError(f"method {method} has no phases to switch; use --method octopipe with --phases")
-    notes = []
     if cut_head and (method != "best" or target != "octopipe"):
         who = f"method {method}" if method != "best" else f"the runtime of --for {target}"
-        raise OctoPipeError(f"{who} knows no cut head; leave --cut-head out, or use --method best for octopipe")
-    if target != "octopipe":
-        if target not in TARGETS or method != "best" or robust:
-            known = f"one of {', '.join(TARGETS)}"
-            raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
-        recompute, copies = False, False
+        raise OctoPipeError(
+            f"{who} does not support a cut head; leave --cut-head out, or use --method best for octopipe"
+        )
+    if target != "octopipe" and (target not in TARGETS or method != "best" or robust):
+        known = f"one of {', '.join(TARGETS)}"
+        raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
+
+
+def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool) -> None:
+    """Refuse offload where no search knows it, or where the link to host memory is unknown."""
+    if method != "best" or target != "octopipe":
+        raise OctoPipeError("offload needs --method best and octopipe's own runtime; leave --offload out")
+    if combined:
+        raise OctoPipeError("offload cannot be combined with a cut head or --robust; leave one of them out")
+    if costs.host_link is None:
+        raise OctoPipeError(
+            f"{costs.model}: the speed of the link to host memory is not known; give --host-gb-per-s (host_gb_per_s), "
+            "or leave --offload out"
+        )
+
+
+def _what_may_be(
+    costs: CostTable, method: str, start: Plan | None, recompute: bool, copies: bool | None
+) -> tuple[bool, bool, list[str]]:
+    """Whether activations may be recomputed and layers held by several ranks, and lines about what was decided here."""
+    notes = []
     if copies is None:
         copies = bool(costs.static_bytes.any())
         if not copies and method == "best":
@@ -101,120 +181,140 @@ def tune(
         which = f"layer {unlike[0]}" + (f" and {len(unlike) - 1} more" if len(unlike) > 1 else "")
         what = "no stage with them" if recompute and len(unlike) > 1 else "no stage with it" if recompute else "nothing"
         notes.append(f"{what} is recomputed: {which} did something else when run a second time in the profile")
-    compile_kernels(method)
-    setting = (costs, num_ranks, num_micro_batches)
-    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head)
-    bound_name, bound = lower_bound(*setting, *plans)
-    began = time.monotonic()
-    optimal = False
-    common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
-    common["progress"] = progress
-    found: Found
-    if method == "exact":
-        solved = solve(*setting, workers=workers, iterations=iterations, **common)
-        found, optimal = solved.found, solved.optimal and not costs.exchanges
+    return recompute, copies, notes
+
+
+class _Asked(NamedTuple):
+    """Which search is asked for."""
+
+    method: Method
+    target: Target
+    phases: Sequence[str]
+    robust: bool
+    copies: bool
+    cut_head: bool
+    offload: bool
+
+
+def _searched(
+    setting: tuple[CostTable, int, int], asked: _Asked, common: dict[str, Any], *, workers: int | None,
+    lower_bound_ms: float,
+) -> tuple[Found, Solved | None, list[str]]:  # fmt: skip
+    """What the search that is asked for finds; what the solver proved, where it ran; and lines about it."""
+    costs, notes = setting[0], []
+    if asked.method == "exact":
+        solved = solve(*setting, workers=workers, **common)
         if costs.exchanges:
             notes.append(
                 "the exact method does not consider pairs: it proves nothing about plans that hide the experts' "
                 "exchange"
             )
-        elif solved.lower_bound_ms > bound and not plans.copies:
-            bound_name, bound = "CP-SAT", solved.lower_bound_ms
-    elif target == "megatron":
+        return solved.found, solved, notes
+    common = common | {"lower_bound_ms": lower_bound_ms}
+    if asked.target == "megatron":
         del common["recompute"]
-        found = FixedSchedules(*setting, iterations=iterations, lower_bound_ms=bound, **common).run()
-    elif method == "best":
-        jitter = SETTINGS.jitter if robust else 0.0
-        pairs = costs.exchanges and target == "octopipe"
-        plain = costs.replace(segments=None) if pairs else costs
-        if pairs:
-            common["budget_s"] = budget_s * (1.0 - SETTINGS.pairs)
-        if cut_head:
-            common["budget_s"] *= 1.0 - SETTINGS.cut_head
-        found = Search(
-            plain, num_ranks, num_micro_batches, workers=workers, iterations=iterations, copies=copies,
-            lower_bound_ms=bound, jitter=jitter, **common,
-        ).run()  # fmt: skip
-        if pairs and not found.interrupted:
-            found = with_pairs(
-                found, *setting, budget_s=budget_s * SETTINGS.pairs, seed=seed, iterations=iterations, copies=copies
-            )
-        if cut_head and not found.interrupted:
-            from octopipe.search.graphs.choose import with_cut_head  # which uses parts of this package
-
-            def search_chain(chain: CostTable, seconds: float) -> Found:
-                return Search(
-                    chain, num_ranks, num_micro_batches, budget_s=seconds, seed=seed, workers=workers,
-                    iterations=iterations, copies=False, recompute=False, progress=progress,
-                    lower_bound_ms=lower_bound(chain, num_ranks, num_micro_batches, False).ms,
-                ).run()  # fmt: skip
-
-            found, whole_ms = with_cut_head(
-                found, *setting, budget_s=budget_s * SETTINGS.cut_head, seed=seed, iterations=iterations,
-                lower_bound_ms=bound, progress=progress, search_chain=search_chain, workers=workers,
-            )  # fmt: skip
+        return FixedSchedules(*setting, **common).run(), None, notes
+    if asked.method == "best":
+        pairs = costs.exchanges and asked.target == "octopipe"
+        common |= {"workers": workers, "copies": asked.copies}
+        jitter = SETTINGS.jitter if asked.robust else 0.0
+        if asked.offload:
+            found, words = _with_host_memory(setting, common)
+            return found, None, [words]
+        found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=asked.cut_head)
+        if whole_ms is not None:
             notes.append(_cut_words(found.plan, found.timeline.step_ms, whole_ms))
-    else:
-        search = IterativeSearch if method == "octopipe" else RandomSearch
-        found = search(*setting, iterations=iterations, lower_bound_ms=bound, phases=phases, **common).run()
+        return found, None, notes
+    search = IterativeSearch if asked.method == "octopipe" else RandomSearch
+    return search(*setting, phases=asked.phases, **common).run(), None, notes
+
+
+def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any]) -> tuple[Found, str]:
+    """The fastest plan found without host memory or with it, and a line about the difference. Pairs of ops are not
+    searched: the executor runs pairs or offload."""
+    costs, num_ranks, num_micro_batches = setting
+    costs = costs.replace(segments=None)
+    budget_s = common["budget_s"]
+
+    def search(prices: CostTable, seconds: float) -> Found:
+        return Search(prices, num_ranks, num_micro_batches, **(common | {"budget_s": seconds})).run()
+
+    unfit: OctoPipeError | None = None
+    found: Found | None = None
+    try:
+        found = search(costs, budget_s * (1.0 - SETTINGS.offload))
+    except DoesNotFitError as error:
+        unfit = error
+    better = with_offload(
+        found, costs, num_ranks, num_micro_batches, budget_s=budget_s * SETTINGS.offload, search=search,
+        stopped=lambda: found is not None and found.interrupted,
+    )  # fmt: skip
+    if better is None:
+        assert unfit is not None
+        raise unfit
+    return better, offload_words(better.plan, better.timeline, None if found is None else found.timeline.step_ms)
+
+
+def _search_best(
+    setting: tuple[CostTable, int, int], common: dict[str, Any], *, jitter: float, pairs: bool, cut_head: bool
+) -> tuple[Found, float | None]:
+    """The default search, with pairs where ops have an exchange to hide and a cut head where it is asked for; with the
+    latter also the step time of the best plan with a whole head."""
+    costs, num_ranks, num_micro_batches = setting
+    budget_s, seed, iterations = common["budget_s"], common["seed"], common["iterations"]
+    share = (1.0 - SETTINGS.pairs if pairs else 1.0) * (1.0 - SETTINGS.cut_head if cut_head else 1.0)
+    plain = costs.replace(segments=None) if pairs else costs
+    first = common | {"budget_s": budget_s * share}
+    found = Search(plain, num_ranks, num_micro_batches, jitter=jitter, **first).run()
+    if pairs and not found.interrupted:
+        found = with_pairs(
+            found, *setting, budget_s=budget_s * SETTINGS.pairs, seed=seed, iterations=iterations,
+            copies=common["copies"],
+        )  # fmt: skip
+    if not cut_head or found.interrupted:
+        return found, None
+    from octopipe.search.graphs.choose import with_cut_head  # which uses parts of this package
+
+    def search_chain(chain: CostTable, seconds: float) -> Found:
+        bound = lower_bound(chain, num_ranks, num_micro_batches, False).ms
+        changed = {"budget_s": seconds, "copies": False, "recompute": False, "start": None, "lower_bound_ms": bound}
+        return Search(chain, num_ranks, num_micro_batches, **(common | changed)).run()
+
+    return with_cut_head(
+        found, *setting, budget_s=budget_s * SETTINGS.cut_head, seed=seed, iterations=iterations,
+        lower_bound_ms=common["lower_bound_ms"], progress=common["progress"], search_chain=search_chain,
+        workers=common["workers"],
+    )  # fmt: skip
+
+
+def _finished(
+    found: Found, costs: CostTable, *, robust: bool, seed: int, hide: Callable[..., tuple[Plan, Timeline, bool]] | None
+) -> tuple[Found, Plan, Timeline, float | None]:
+    """The plan that is handed out: the most robust finalist where that is asked for, with transfers hidden behind
+    computation where that costs nothing; its timeline and its mean step time under jitter."""
     chosen, mean_ms = found.plan, None
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
-    small = sum(map(len, chosen.orders)) <= SETTINGS.hide_ops and not chosen.pairs and not chosen.forks
-    if target != "megatron" and not found.interrupted and small:  # Megatron's orders are what they are
-        hidden, after, cut_short = _hide(chosen, timeline, costs, budget_s, iterations, seed)
+    small = sum(map(len, chosen.orders)) <= HIDE_OPS and not (chosen.pairs or chosen.forks or chosen.offloads)
+    if hide is not None and not found.interrupted and small:  # Megatron's orders are what they are
+        hidden, after, cut_short = hide(chosen, timeline, seed=seed)
         found = replace(found, interrupted=cut_short)
         hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
         if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
             chosen, timeline, mean_ms = hidden, after, hidden_ms
-    step_ms = timeline.step_ms
-    if (reached := _class_of(chosen, plans)) != plans:
-        plans = reached
-        bound_name, bound = lower_bound(*setting, *plans)
-    if not plans.copies and method == "best" and target == "octopipe":
-        notes += _copies_would_help(found.systems, step_ms)
-    plan = chosen.with_extra(
-        system="octopipe",
-        step_ms=step_ms,
-        lower_bound_ms=bound,
-        bound_of=plans.words,
-        method=method,
-        seed=seed,
-        costs=costs.digest(),
-        search=[_row(step, counted=iterations is not None) for step in found.log],
-    )
-    return TuneResult(
-        plan=plan,
-        step_ms=step_ms,
-        lower_bound_ms=bound,
-        bound_name=bound_name,
-        method=method,
-        seconds=time.monotonic() - began,
-        iterations=found.iterations,
-        log=tuple(found.log),
-        explanation=explain(chosen, costs, timeline, bound, bound_name, plans),
-        plans=plans,
-        systems=dict(found.systems),
-        notes=tuple(notes),
-        interrupted=found.interrupted,
-        optimal=optimal,
-        mean_jittered_ms=mean_ms,
-        phase_iterations=found.phase_iterations,
-        hidden_share=timeline.overlap.rate,
-        overlappable_share=timeline.overlap.overlappable_rate,
-    )
+    return found, chosen, timeline, mean_ms
 
 
 def _hide(
-    plan: Plan, before: Timeline, costs: CostTable, budget_s: float, iterations: int | None, seed: int
+    plan: Plan, before: Timeline, *, costs: CostTable, budget_s: float, iterations: int | None, seed: int
 ) -> tuple[Plan, Timeline, bool]:
     """The plan with transfers behind computation where that costs nothing, its timeline, and whether somebody
     interrupted this."""
-    seconds = min(SETTINGS.hide_s, SETTINGS.hide * budget_s)
+    seconds = min(HIDE_S, HIDE_SHARE * budget_s)
     try:
         if iterations is not None:
-            better = hide_transfers(plan, costs, moves=SETTINGS.hide_moves, seed=seed)
+            better = hide_transfers(plan, costs, moves=HIDE_MOVES, seed=seed)
         else:
             better = hide_transfers(plan, costs, budget_s=seconds, seed=seed)
     except KeyboardInterrupt:
@@ -263,6 +363,7 @@ def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
         recompute=plans.recompute or recomputes,
         copies=plans.copies or bool(plan.replicas()),
         cuts_head=plans.cuts_head or plan.forks,
+        offloads=plans.offloads or plan.offloads,
     )
 
 

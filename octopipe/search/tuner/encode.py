@@ -1,9 +1,9 @@
-"""Between plans and the search's arrays.
+"""Conversion between plans and the arrays of the search.
 
-Knows: both forms. Does not know: which is better.
+Knows: both forms. Does not know: how plans are searched.
 
-Every plan with split backward whose routes cut the layers alike can be written as a structure with orders, exactly as
-it is; a fused B becomes an I and a W in its place, which is no slower.
+Every plan with a split backward whose routes partition the layers equally can be represented exactly as a structure
+with orders. A fused B becomes an I followed by a W, which is no slower.
 """
 
 from __future__ import annotations

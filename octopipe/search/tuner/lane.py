@@ -1,7 +1,7 @@
-"""One lane of the search, on a thread of its own: draws starts, anneals populations of them, polishes orders.
+"""One lane of the search, which runs on its own thread: draws starts, anneals populations, improves orders.
 
 Knows: what a lane does with its share of the budget. Does not know: the other lanes, plans or the simulator; search.py
-lets the lanes meet and judges what they found.
+exchanges results between lanes and evaluates them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import numpy as np
 from octopipe.search.tuner.core.problem import Problem, make_rng
 from octopipe.search.tuner.polish import Polisher
 from octopipe.search.tuner.population import Judge, Population, Start
+from octopipe.search.tuner.mechanics import (
+    CHUNK, JUDGED_EACH, MISFITS, MOVES_PER_DRAW, POLISH_CHUNK, POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST, POLISH_CHUNK_S,
+    TIMED,
+)  # fmt: skip
 from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS, STRUCTURE_MOVES
 from octopipe.search.tuner.starts import Starts
 
@@ -81,7 +85,7 @@ class Lane:
                 if self.starts.kept and self.budget.share() >= until:
                     return
                 self.starts.first(rounds, wave, recompute)
-                self.budget.made += SETTINGS.moves_per_draw
+                self.budget.made += MOVES_PER_DRAW
             if self.starts.kept or self.budget.stopped():
                 return
 
@@ -91,10 +95,10 @@ class Lane:
         while self.budget.share() < until:
             while self.inbox:
                 self.starts.keyed(*self.inbox.pop(0))
-            misfits = not self.starts.kept and not self.found and self.starts.draws - first >= SETTINGS.misfits
+            misfits = not self.starts.kept and not self.found and self.starts.draws - first >= MISFITS
             self.starts.draw(self.may_recompute and misfits)
-            self.budget.made += SETTINGS.moves_per_draw
-            self.note(SETTINGS.moves_per_draw, "", "", np.inf, np.inf)
+            self.budget.made += MOVES_PER_DRAW
+            self.note(MOVES_PER_DRAW, "", "", np.inf, np.inf)
 
     def anneal(self, until: float, number: int, rounds: int) -> None:
         """Anneal a population of the best starts until this share of the budget is spent.
@@ -103,7 +107,7 @@ class Lane:
         allows.
         """
         if number == 0:
-            plenty = self.judgeable(until) * rounds > 2 * SETTINGS.members * SETTINGS.judged_each
+            plenty = self.judgeable(until) * rounds > 2 * SETTINGS.members * JUDGED_EACH
             self.populations = SETTINGS.populations[self.number % len(SETTINGS.populations)] if plenty else 1
         each = -(-rounds // self.populations)
         if number % each == 0 or self.population is None or not self.population.members:
@@ -126,15 +130,15 @@ class Lane:
                 now = self.budget.share()
                 turn = now + (stop - now) / (len(population.members) - k)
                 while self.budget.share() < turn:
-                    judged, lines = population.run(member, SETTINGS.chunk, heat)
+                    judged, lines = population.run(member, CHUNK, heat)
                     self.budget.made += max(judged, 1)
-                    self._tell(lines, STRUCTURE_MOVES, SETTINGS.chunk)
+                    self._tell(lines, STRUCTURE_MOVES, CHUNK)
             population.resample(heat, self.dice)
 
     def _gather(self, until: float, rounds: int) -> Population:
         """As many of the best starts as there is time for, in so many rounds as long as the one until then."""
         population = Population(self.judge)
-        enough = rounds * self.judgeable(until) / SETTINGS.judged_each
+        enough = rounds * self.judgeable(until) / JUDGED_EACH
         chosen = self.starts.take()[: min(max(int(enough), 1), SETTINGS.members)]
         for start in chosen:
             if self.budget.share() < until:
@@ -170,14 +174,14 @@ class Lane:
         if not best:
             return 0.0
         took = []
-        for _ in range(SETTINGS.timed):
+        for _ in range(TIMED):
             began = time.perf_counter()
             self.judge.step_ms(best[0])
             took.append(time.perf_counter() - began)
         return left * self.budget.seconds / min(took)
 
     def _anneal_orders(self, polisher: Polisher, until: float, heat: float) -> None:
-        first, chunk = self.budget.share(), SETTINGS.polish_chunk
+        first, chunk = self.budget.share(), POLISH_CHUNK
         hot, cold = heat * SETTINGS.polish_hot, heat * SETTINGS.polish_cold
         while (now := self.budget.share()) < until:
             clock = time.monotonic()
@@ -186,8 +190,8 @@ class Lane:
             self._tell(lines, ORDER_MOVES, chunk)
             if self.budget.moves is None:
                 took = max(time.monotonic() - clock, 1e-6)
-                least, most = SETTINGS.polish_chunk_least, SETTINGS.polish_chunk_most
-                chunk = int(min(max(chunk * SETTINGS.polish_chunk_s / took, least), most))
+                least, most = POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST
+                chunk = int(min(max(chunk * POLISH_CHUNK_S / took, least), most))
 
     def _tell(self, lines: np.ndarray, moves: tuple[tuple[str, str, float], ...], made: int) -> None:
         for i, move, before, after in lines:

@@ -1,10 +1,11 @@
-"""Orders polished as they stand: a plan of any origin, one route or several, by step time or by its mean under jitter.
+"""Local search on given orders: of any plan, with one route or several, by step time or by its mean under jitter.
 
-Knows: one walk over fixed orders and the best it has seen. Does not know: time, threads, or where orders came from.
+Knows: one annealing walk over orders and the best result so far. Does not know: time, threads, or where orders come
+from.
 
-Plans that hold layers more than once (Chimera's, DualPipe's) are improved here too: a copy of a heavy layer lets two
-ranks share its work, which no plan with single copies can; it costs its weights, its optimizer state and a reduction of
-gradients, all of which are charged.
+Plans that hold layers more than once (Chimera, DualPipe) are improved here too: a copy of a heavy layer lets two ranks
+share its work, which is impossible without copies. The copy costs weights, optimizer state and a gradient reduction,
+all of which are counted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from octopipe.search.tuner.core.decode import LAPS
 from octopipe.search.tuner.core.follow import Orders, make_orders, make_times, polish
 from octopipe.search.tuner.core.problem import Problem, Scratch, make_scratch, make_structure
-from octopipe.search.tuner.settings import SETTINGS
+from octopipe.search.tuner.mechanics import JITTER_DRAWS, JITTER_OPS
 
 NO_JITTER = np.zeros((0, 2, 1, 1, 1))
 
@@ -22,7 +23,7 @@ NO_JITTER = np.zeros((0, 2, 1, 1, 1))
 def jitter_factors(problem: Problem, max_stages: int, stages: int, sigma: float, seed: int) -> np.ndarray:
     """Draws of a factor for every op and its transfer: log-normal of mean 1, the same for all moves and plans."""
     ops = 3 * stages * problem.micro_batches
-    draws = max(SETTINGS.jitter_draws, SETTINGS.jitter_ops // ops)
+    draws = max(JITTER_DRAWS, JITTER_OPS // ops)
     shape = (draws, 2, 4, max_stages, problem.micro_batches)
     return np.exp(np.random.default_rng((seed, 4)).normal(-(sigma**2) / 2, sigma, shape))
 

@@ -1,10 +1,11 @@
-"""Population annealing of structures: several members walk, and those behind make room for copies of those ahead.
+"""Population annealing of structures: several members are annealed, and bad ones are replaced by copies of good ones.
 
-Knows: a member (a structure and a population of keys bred along the way) and how a population is resampled. Does not
-know: time, threads or plans.
+Knows: a member (a structure and its evolving population of keys) and how a population is resampled. Does not know:
+time, threads or plans.
 
-One walk depends much on luck. So several walk at falling temperature, and between its steps a member of score t is
-given exp(-t / scale) descendants in proportion, the scale being a small multiple of the temperature.
+The result of a single annealing run depends strongly on chance. Therefore several members are annealed at a falling
+temperature. Between temperature steps, the number of descendants of a member with score t is proportional to
+exp(-t / scale), where the scale is a small multiple of the temperature.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from octopipe.search.tuner.core.anneal import (
     BEST_MS, BRED, DRAWN, HALT, HEAT, KNOWN, LIMIT_MS, MAY_RECOMPUTE, MOVES, NEAR_KNOWN, NUM_TASKS, NUM_VALUES, SCORE,
     STEP_MS, WORK_MS, walk,
 )  # fmt: skip
-from octopipe.search.tuner.core.decode import LAPS, NUM_KEYS
+from octopipe.search.tuner.core.decode import LAPS
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.core.problem import Problem, Scratch, make_scratch, make_structure
 from octopipe.search.tuner.settings import SETTINGS
 

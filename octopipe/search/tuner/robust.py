@@ -1,8 +1,8 @@
-"""The robust choice: of the plans a search ends with, the one with the best mean over jittered layer times.
+"""Robust selection: among the final plans of a search, the one with the best mean over jittered layer times.
 
-Knows: the finalists and how to jitter them alike. Does not know: how they were found. A robust search walks on nominal
-times and then polishes the best orders for their mean under a few draws of jitter (polish.py); finalists are those, and
-what the lanes found close to the best. Here they meet many draws that no search has seen.
+Knows: the finalists and how to apply the same jitter to all of them. Does not know: how they were found. A robust
+search uses nominal times and then improves the best orders for their mean under a few samples of jitter (polish.py).
+The finalists are these orders and other results close to the best; here they are evaluated on many new samples.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from octopipe.costs.table import CostTable
 from octopipe.simulation.lowering import lower
 from octopipe.plans.plan import Plan
 from octopipe.simulation.simulator import jitter_ms, simulate
+from octopipe.search.tuner.mechanics import JITTER_RUNS
 from octopipe.search.tuner.settings import SETTINGS
 
 
@@ -20,7 +21,7 @@ def mean_jittered_ms(plan: Plan, costs: CostTable, *, seed: int) -> float:
     """Mean step time over jittered times; the same seed gives every plan its own but repeatable draw. Reductions and
     the optimizer, which follow the pipeline, are not jittered: they add what they add without jitter."""
     program = lower(plan, costs)
-    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=SETTINGS.jitter_runs, seed=seed & 0x7FFFFFFF)
+    runs = jitter_ms(program, costs, sigma=SETTINGS.jitter, runs=JITTER_RUNS, seed=seed & 0x7FFFFFFF)
     timeline = simulate(program, costs)
     return float(runs.mean()) + timeline.step_ms - timeline.makespan_ms
 

@@ -1,13 +1,13 @@
-"""The default search: many starts, populations annealed, orders polished at the end, on all cores.
+"""The default search: many starts, population annealing, and a final local search on orders, on all cores.
 
-Knows: how the lanes meet, how candidates become plans, when to stop. Does not know: what a lane does (lane.py), how a
-structure or an order is judged (core/) or what a start looks like (starts.py).
+Knows: how lanes exchange results, how candidates become plans, when to stop. Does not know: what a lane does (lane.py),
+how a structure or an order is evaluated (core/), or how starts are drawn (starts.py).
 
-1. A few shapes give a first plan at once; published systems, the user's own plan and structures drawn at random are
+1. A few fixed shapes give a first plan immediately; published systems, the user's plan and random structures are
    further starts.
-2. Every lane anneals a population of the best structures under keys bred along the way; lanes exchange members.
-3. The last share of the budget anneals the best plans' orders as they stand; the user's own plan among them.
-4. Candidates are judged by the simulator's full memory model; where transfers' buffers do not fit beside what the
+2. Every lane anneals a population of the best structures together with their keys; lanes exchange members.
+3. The last share of the budget anneals the orders of the best plans, including the user's plan.
+4. Candidates are checked with the simulator's full memory model; if transfer buffers do not fit in addition to what the
    scheduler reserved, the reserve grows.
 
 The kernels run without Python's lock, so threads use all cores. Under a time budget a faster machine makes more moves,
@@ -39,9 +39,13 @@ from octopipe.simulation.timeline import Timeline
 from octopipe.search.tuner.core.follow import Orders
 from octopipe.search.tuner.core.problem import MARGIN, SIZE, Problem, make_problem, make_rng
 from octopipe.search.tuner.encode import arrays_of, orders_in, plan_of, structure_of, writable
-from octopipe.search.tuner.lane import Budget, Lane
+from octopipe.search.tuner.lane import Budget, Lane, Note
 from octopipe.search.tuner.polish import Polisher, jitter_factors
 from octopipe.search.tuner.population import Judge, Start
+from octopipe.search.tuner.mechanics import (
+    AT_BOUND, BUFFERS, CLOSE, COUNTED_LANES, ENDING, ENDING_MOST, GATHER_PAUSE, HANDED_OVER_CELLS, LEAST_MOST,
+    MOST_ROUNDS, POLL_S, RESERVE, RESERVE_TRIES, SWITCH_S,
+)  # fmt: skip
 from octopipe.search.tuner.settings import SETTINGS
 from octopipe.search.tuner.systems import Systems
 
@@ -75,13 +79,15 @@ class Search:
         self.problem: Problem = make_problem(costs, num_ranks, num_micro_batches)
         self.start = start if start is not None and self._allowed(start) else None
         self.may_recompute = recompute and self.problem.has_limit
-        most = max(SETTINGS.most_rounds * num_ranks, SETTINGS.least_most, len(start.stages) if start else 0)
+        most = max(MOST_ROUNDS * num_ranks, LEAST_MOST, len(start.stages) if start else 0)
         self.max_stages = min(costs.num_layers, most)
         self.stop = threading.Event()
         """Ends the search: the bound is reached, or somebody asked."""
         self.asked = False
         self.lock = threading.RLock()
         self.log: list[Step] = []
+        self.untold: dict[int, list[tuple[int, str, str, float, float]]] = {}
+        """Of a search that counts its moves: what each lane noted since the lanes last met."""
         self.judged = 0
         self.phase_counts: dict[str, int] = {}
         self.systems: dict[str, float] = {}
@@ -100,9 +106,9 @@ class Search:
         self.lanes = [
             Lane(
                 self.problem, self.max_stages, work_ms, self.may_recompute, (seed, k),
-                Budget(budget_s, self.began, moves=iterations, stopped=self.stop.is_set), self._note,
+                Budget(budget_s, self.began, moves=iterations, stopped=self.stop.is_set), self._note_of(k),
             )
-            for k in range(self.threads if iterations is None else SETTINGS.counted_lanes)
+            for k in range(self.threads if iterations is None else COUNTED_LANES)
         ]  # fmt: skip
 
     def elapsed(self) -> float:
@@ -118,7 +124,7 @@ class Search:
         interrupted = False
         builder = threading.Thread(target=self._from_systems, daemon=True)
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(SETTINGS.switch_s)
+        sys.setswitchinterval(SWITCH_S)
         try:
             if self.start is not None:
                 self._consider_plan(self.start, "start")
@@ -139,7 +145,7 @@ class Search:
         if interrupted or self.asked:
             # Whoever asked does not wait for a system that is being built, nor for plans that take long to simulate.
             cells = self.problem.ranks * self.problem.micro_batches
-            if self.plan_s < SETTINGS.poll_s and cells <= SETTINGS.handed_over_cells:
+            if self.plan_s < POLL_S and cells <= HANDED_OVER_CELLS:
                 self._gather(reserve=False)
                 self._take_polished()
         else:
@@ -168,18 +174,18 @@ class Search:
         """Even loops and waves, shared out over the lanes; the first plan comes from these."""
         shapes = [(r, wave) for r in SETTINGS.first_rounds for wave in (False, True) if r > 1 or not wave]
         turn = {lane.number: shapes[k :: len(self.lanes)] for k, lane in enumerate(self.lanes)}
-        self._together(pool, lambda lane: lane.begin(turn[lane.number], SETTINGS.first_until))
+        self._together(pool, lambda lane: lane.begin(turn[lane.number], SETTINGS.draw_least))
 
     def _draw(self, pool: ThreadPoolExecutor) -> None:
         """Let the lanes draw starts, and tell each other in between which shapes and keys do well."""
         first = max(lane.budget.share() for lane in self.lanes)
-        until = min(max(SETTINGS.draw_until, first + SETTINGS.draw_at_least), 1.0)
+        until = min(max(SETTINGS.draw_until, first + SETTINGS.draw_least), 1.0)
         if self.start is not None and len(self.start.routes) == 1:
             structure = structure_of(self.problem, self.max_stages, self.start)
             for lane in self.lanes:
                 lane.inbox.append(("start", structure.copy()))
-        for k in range(SETTINGS.draw_rounds):
-            share = first + (until - first) * (k + 1) / SETTINGS.draw_rounds
+        for k in range(SETTINGS.meetings):
+            share = first + (until - first) * (k + 1) / SETTINGS.meetings
             self._together(pool, partial(Lane.draw, until=share))
             for lane in self.lanes:
                 for other in self.lanes:
@@ -189,7 +195,7 @@ class Search:
     def _anneal(self, pool: ThreadPoolExecutor, until: float) -> None:
         """Let every lane anneal its populations until then, and show the best members to the others in between."""
         first = max(lane.budget.share() for lane in self.lanes)
-        rounds = SETTINGS.exchange_rounds
+        rounds = SETTINGS.meetings
         for k in range(rounds):
             stop = first + (until - first) * (k + 1) / rounds
             self._together(pool, partial(Lane.anneal, until=stop, number=k, rounds=rounds))
@@ -264,25 +270,27 @@ class Search:
         """Peak memory of the best plan less its peak without any tensor between stages, per rank."""
         assert self.best_plan is not None and self.best_timeline is not None
         bare = simulate(self.best_plan, self.costs.replace(boundary_bytes=np.zeros(self.costs.num_layers)))
-        return np.maximum(self.best_timeline.peak_bytes - bare.peak_bytes, 0.0) * SETTINGS.buffers
+        return np.maximum(self.best_timeline.peak_bytes - bare.peak_bytes, 0.0) * BUFFERS
 
     def _together(self, pool: ThreadPoolExecutor, work: Callable[[Lane], None]) -> None:
         """Let every lane do its work; meanwhile report, and turn what they find into plans."""
         tasks = [pool.submit(work, lane) for lane in self.lanes]
         try:
-            while wait(tasks, timeout=SETTINGS.poll_s).not_done:
+            while wait(tasks, timeout=POLL_S).not_done:
                 if self.iterations is None and self.elapsed() >= self.gather_at_s:
                     began = self.elapsed()
                     self._gather(reserve=False)
                     # Building and simulating a plan holds up the lanes: a small share of the time at most.
-                    self.gather_at_s = self.elapsed() + SETTINGS.gather_pause * (self.elapsed() - began)
+                    self.gather_at_s = self.elapsed() + GATHER_PAUSE * (self.elapsed() - began)
                 self._report()
         except KeyboardInterrupt:
             self._halt()
             wait(tasks)
+            self._tell_in_turn()
             raise
         for task in tasks:
             task.result()
+        self._tell_in_turn()
         if not self.asked:
             self._gather(reserve=True)
             self._report()
@@ -305,7 +313,7 @@ class Search:
         took_s = time.thread_time() - began
         if took_s > self.plan_s:
             self.plan_s = took_s
-            kept = min(SETTINGS.ending * took_s, SETTINGS.ending_most * self.budget_s)
+            kept = min(ENDING * took_s, ENDING_MOST * self.budget_s)
             for lane in self.lanes:
                 lane.budget.seconds = self.budget_s - kept
         return timeline
@@ -314,7 +322,7 @@ class Search:
 
     def _allowed(self, plan: Plan) -> bool:
         """Is this plan of the kind that is searched?"""
-        if not self.copies and plan.replicas():
+        if plan.offloads or (not self.copies and plan.replicas()):
             return False
         return self.recompute or not any(stage.recompute for stage in plan.stages)
 
@@ -329,7 +337,7 @@ class Search:
     def _consider(self, start: Start, reserve: bool) -> bool:
         """Judge a start by the simulator; True where it did not fit after all and more memory was reserved."""
         reserved = False
-        for _ in range(SETTINGS.reserve_tries):
+        for _ in range(RESERVE_TRIES):
             if start.step_ms >= self.best_ms or self.judge.step_ms(start) == np.inf:
                 break
             plan = plan_of(self.problem, self.costs, start.structure, orders_in(self.judge.scratch))
@@ -340,7 +348,7 @@ class Search:
             if not reserve:
                 break
             over = timeline.peak_bytes - np.array(timeline.capacity_bytes)
-            self.problem.rank[MARGIN] += np.where(over > 0, over * SETTINGS.reserve, 0.0)
+            self.problem.rank[MARGIN] += np.where(over > 0, over * RESERVE, 0.0)
             reserved = True
         return reserved
 
@@ -360,7 +368,7 @@ class Search:
                 self._note(0, "start", name, self.seen_ms, timeline.step_ms)
             first = self.best_plan is None
             self.best_plan, self.best_timeline = plan, timeline
-        if timeline.step_ms <= self.lower_bound_ms * (1.0 + SETTINGS.at_bound) and not self.jitter:
+        if timeline.step_ms <= self.lower_bound_ms * (1.0 + AT_BOUND) and not self.jitter:
             self.stop.set()
         if first:
             self._report()  # a first plan is there within a second or two: say so at once
@@ -372,13 +380,28 @@ class Search:
         if not self.jitter:
             return plans
         for start in (s for lane in self.lanes for s in lane.candidates()):
-            if start.step_ms <= (1 + SETTINGS.close) * self.best_ms and self.judge.step_ms(start) < np.inf:
+            if start.step_ms <= (1 + CLOSE) * self.best_ms and self.judge.step_ms(start) < np.inf:
                 plan = plan_of(self.problem, self.costs, start.structure, orders_in(self.judge.scratch))
                 if plan not in plans and simulate(plan, self.costs).fits:
                     plans.append(plan)
         return plans
 
     # -- telling ---------------------------------------------------------------------------------------
+
+    def _note_of(self, number: int) -> Note:
+        """What a lane tells its improvements to: the log, or its own list where moves are counted, so that the log does
+        not depend on which thread was faster."""
+        if self.iterations is None:
+            return self._note
+        told = self.untold.setdefault(number, [])
+        return lambda *what: told.append(what)
+
+    def _tell_in_turn(self) -> None:
+        """Log what the lanes noted, lane after lane."""
+        for told in self.untold.values():
+            for what in told:
+                self._note(*what)
+            told.clear()
 
     def _note(self, moves: int, phase: str, move: str, before: float, after: float) -> None:
         """A lane made moves (no phase), or one of its moves improved what it walks on."""

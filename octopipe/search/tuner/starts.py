@@ -1,12 +1,12 @@
-"""Where searches begin: structures and keys drawn at random, the best of them kept.
+"""Starting points of searches: structures and keys drawn at random, of which the best are kept.
 
-Knows: how to draw a structure (stages, the way round the ranks, sizes) and keys for it, and that shapes and keys which
-served one structure well are worth trying on the next. Does not know: annealing of what is kept.
+Knows: how to draw a structure (stages, their order over the ranks, sizes) and keys for it, and that shapes and keys
+that worked well for one structure are worth trying on the next. Does not know: how the kept ones are annealed.
 
-What a walk comes to depends more on its start than on the walk: over hundreds of walks on the published layer times
-the step times of starts and of what became of them correlate by 0.78 to 0.95. Two things make good starts that a
-balanced partition in whole rounds does not have: stages of the first round that are small (every rank gets to work
-soon) and a last round that is cut short anywhere.
+The result of an annealing run depends more on its start than on the run: over hundreds of runs on the published layer
+times, the step times of starts and of results correlate by 0.78 to 0.95. Good starts have two properties that a
+balanced partition in complete rounds lacks: small stages in the first round (so that every rank starts to work early)
+and an incomplete last round.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 from octopipe.search.tuner.core.anneal import balance
-from octopipe.search.tuner.core.decode import NUM_KEYS
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.core.problem import BOUNDS, RANK, REDO, SIZE, TOTAL, Problem, make_structure
 from octopipe.search.tuner.population import Judge, Start
 from octopipe.search.tuner.settings import SETTINGS
+
+SMALLEST = 0.1
+"""The least size that is asked of a stage; the others are asked for 1."""
+WIDE = 3.0
+"""A visit may fall into several stages only where visits have so many layers on average."""
+ROUNDS_SPREAD = 16
+"""Where the number of rounds is not whole, the number of stages varies by one in so many ranks."""
+MORE_VISITS = 2
+"""A shape like another one has at most so many visits more or fewer."""
 
 
 class Shape(NamedTuple):
@@ -47,7 +56,7 @@ class Shape(NamedTuple):
         """Work wanted of every stage, in proportion."""
         at = np.arange(len(self.way))
         first, last = np.maximum(0.0, 1.0 - at / num_ranks), np.maximum(0.0, 1.0 - at[::-1] / num_ranks)
-        visits = np.maximum(1.0 - self.small_first * first - self.small_last * last, SETTINGS.smallest)
+        visits = np.maximum(1.0 - self.small_first * first - self.small_last * last, SMALLEST)
         return np.repeat(visits / self.parts, self.parts)
 
 
@@ -62,7 +71,7 @@ def draw_shape(problem: Problem, max_stages: int, stages: int, kind: str, lot: n
 
 
 def _wide(problem: Problem, shape: Shape) -> bool:
-    return problem.layers >= SETTINGS.wide * sum(shape.parts)
+    return problem.layers >= WIDE * sum(shape.parts)
 
 
 def divide(shape: Shape, max_stages: int, lot: np.random.Generator) -> Shape:
@@ -82,15 +91,15 @@ def go_round(ranks: int, stages: int, kind: str, lot: np.random.Generator) -> tu
     up, down = list(range(ranks)), list(range(ranks - 1, -1, -1))
     out: list[int] = []
     if kind == "wave":
-        first = int(lot.integers(2 * ranks)) if lot.random() < SETTINGS.wave_from else 0
+        first = int(lot.integers(2 * ranks)) if lot.random() < 0.5 else 0
         out = [(up + down)[(first + s) % (2 * ranks)] for s in range(stages)]
     while len(out) < stages:
         through = up
-        if out and kind == "skip" and lot.random() < SETTINGS.skipping:
+        if out and kind == "skip" and lot.random() < 0.5:
             some = int(lot.integers(max(ranks // 2, 1), ranks + 1))
             through = sorted(lot.choice(ranks, some, replace=False).tolist())
         turn = float(len(out) + ranks >= stages)
-        back = {"mixed": SETTINGS.back_mixed, "skip": SETTINGS.back_skip, "turn": turn}.get(kind, 0.0)
+        back = {"mixed": 0.5, "skip": SETTINGS.back_skip, "turn": turn}.get(kind, 0.0)
         if out and lot.random() < back:
             through = through[::-1]
         out += through
@@ -109,9 +118,9 @@ def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.G
         else:
             at = int(lot.choice(np.flatnonzero(np.array(parts) > 1)))
             parts = tuple(n - (i == at) for i, n in enumerate(parts))
-    elif lot.random() < SETTINGS.near_visits:
+    elif lot.random() < 0.5:
         most = max_stages - sum(parts) + visits
-        step = SETTINGS.near_visits_most
+        step = MORE_VISITS
         visits = min(max(visits + int(lot.integers(-step, step + 1)), min(problem.ranks, visits)), most)
         way = (way + go_round(problem.ranks, visits, shape.kind, lot)[len(way) :])[:visits]
         parts = (parts + (1,) * visits)[:visits]
@@ -120,7 +129,7 @@ def near_shape(problem: Problem, max_stages: int, shape: Shape, lot: np.random.G
     elif lot.random() < SETTINGS.near_way:
         way = go_round(problem.ranks, visits, shape.kind, lot)
     small = np.array((shape.small_first, shape.small_last))
-    small += lot.normal(0.0, SETTINGS.near_size_step, 2) * (lot.random(2) < SETTINGS.near_size)
+    small += lot.normal(0.0, SETTINGS.near_size_step, 2) * (lot.random(2) < 0.5)
     first, last = np.clip(small, 0.0, SETTINGS.small_most)
     return Shape(way, parts, shape.kind, float(first), float(last))
 
@@ -194,16 +203,15 @@ class Starts:
         up = range(self.problem.ranks)
         turn = [*up, *reversed(up)] if wave else up
         shape = Shape(tuple(turn[s % len(turn)] for s in range(stages)), (1,) * stages, kind)
-        weights = {"even": SETTINGS.first_even, "tilt": SETTINGS.first_tilt}
-        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), rising=True, **weights)
+        structure = partition_evenly(self.judge, shape.ranks, np.ones(stages), even=4.0, tilt=1.0, rising=True)
         structure[REDO, :stages] = recompute
         return self.keyed(shape.name, structure, SETTINGS.keys_first)
 
-    def keyed(self, name: str, structure: np.ndarray, drawn: int = SETTINGS.keys_drawn) -> Start | None:
+    def keyed(self, name: str, structure: np.ndarray, drawn: int = SETTINGS.kept) -> Start | None:
         """A structure under the best of known keys, some like them and some new ones; kept if it is good."""
         size = self._size(int(structure[SIZE, 0]))
         alike = [s for s in self.kept if self.size(s) == size]
-        bar = alike[-1].step_ms if len(alike) >= SETTINGS.starts_kept else np.inf
+        bar = alike[-1].step_ms if len(alike) >= SETTINGS.kept else np.inf
         known = self._known_keys(size)
         near = SETTINGS.keys_near if known else 0
         population = np.zeros((len(known) + near + drawn, NUM_KEYS))
@@ -238,7 +246,7 @@ class Starts:
         rounds, kind = self.deck.pop()
         low = high = round(self.problem.ranks * rounds)
         if rounds % 1.0:
-            some = self.problem.ranks // SETTINGS.rounds_spread
+            some = self.problem.ranks // ROUNDS_SPREAD
             low, high = low - some, high + some
         return draw_shape(self.problem, self.max_stages, int(self.lot.integers(low, high + 1)), kind, self.lot)
 
@@ -246,7 +254,7 @@ class Starts:
         """The best keys for structures of this size, and of all."""
         every = sorted((x for known in self.keys.values() for x in known), key=lambda x: x[0])
         found: list[np.ndarray] = []
-        for _, keys in self.keys.get(size, []) + every[: SETTINGS.keys_kept]:
+        for _, keys in self.keys.get(size, []) + every[: SETTINGS.kept]:
             if all(keys is not k for k in found):
                 found.append(keys)
         return found
@@ -255,7 +263,7 @@ class Starts:
         known = self.keys.get(size, [])
         before = min((v for v, k in known if k is keys), default=np.inf)
         others = [x for x in known if x[1] is not keys]
-        self.keys[size] = sorted([*others, (min(step_ms, before), keys)], key=lambda x: x[0])[: SETTINGS.keys_kept]
+        self.keys[size] = sorted([*others, (min(step_ms, before), keys)], key=lambda x: x[0])[: SETTINGS.kept]
 
     def learn(self, other: Starts) -> None:
         """Remember what another found good."""
@@ -285,4 +293,4 @@ class Starts:
         size = self.size(start)
         alike = sorted([s for s in self.kept if self.size(s) == size] + [start], key=lambda s: s.step_ms)
         others = [s for s in self.kept if self.size(s) != size]
-        self.kept = sorted(others + alike[: SETTINGS.starts_kept], key=lambda s: s.step_ms)
+        self.kept = sorted(others + alike[: SETTINGS.kept], key=lambda s: s.step_ms)

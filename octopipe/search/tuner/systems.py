@@ -1,7 +1,7 @@
-"""What published systems give a search: plans of their own, structures to start from, and plans with copies improved.
+"""What published systems contribute to a search: their plans, structures to start from, and improved plans with copies.
 
-Knows: which systems are worth building, and how long to go on with plans that hold layers more than once. Does not
-know: the lanes, or which plan is best.
+Knows: which systems are worth building, and how long to improve plans that hold layers more than once. Does not know:
+the lanes, or which plan is best.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from octopipe.plans.plan import Plan
 from octopipe.search.tuner.core.problem import CAPACITY, VARIANTS, Problem, make_rng
 from octopipe.search.tuner.encode import arrays_of, plan_of, structure_of, writable
 from octopipe.search.tuner.polish import Polisher
+from octopipe.search.tuner.mechanics import (
+    COPIES_AFTER, COPIES_CHUNK, COPIES_CLOSE, COPIES_OPS, COPIES_ROOM, COPIES_TRIAL, COPIES_UNTIL, SYSTEMS_SHARE,
+    SYSTEMS_UNTIL,
+)  # fmt: skip
 from octopipe.search.tuner.settings import SETTINGS
 
-SLOW = frozenset({"tessel"})
-"""Systems that run a solver for longer than a start is worth."""
+SLOW = frozenset({"tessel", "pipe-offload"})
+"""Systems that run a solver for longer than a start is worth, and those whose order is another one's: PipeOffload's is
+the interleaved one's, and host memory is decided after the search (`search/offload.py`)."""
 COPYING = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
 UNLIKE = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")
@@ -50,7 +55,7 @@ class Systems:
         names = sorted(systems(), key=lambda n: (n not in COPYING, n not in UNLIKE))
         for number, name in enumerate(n for n in names if n not in SLOW):
             spent_s = time.thread_time() - began
-            late = spent_s > SETTINGS.systems * self.budget_s or self.share() > SETTINGS.systems_until
+            late = spent_s > SYSTEMS_SHARE * self.budget_s or self.share() > SYSTEMS_UNTIL
             if self.stop.is_set() or (late and self.counted is None):
                 break
             try:
@@ -72,28 +77,28 @@ class Systems:
         if not plans or self.problem.count[VARIANTS] > 1:
             return
         rank = self.problem.rank.copy()
-        rank[CAPACITY] *= SETTINGS.copies_room if self.problem.has_buffers else 1.0
+        rank[CAPACITY] *= COPIES_ROOM if self.problem.has_buffers else 1.0
         problem = self.problem._replace(rank=rank)
         rng, walks = make_rng(self.seed, 77), []
-        part = min(1.0, SETTINGS.copies_ops / max(sum(map(len, plan.orders)) for plan in plans))
+        part = min(1.0, COPIES_OPS / max(sum(map(len, plan.orders)) for plan in plans))
         for plan in plans:
             most = max(len(plan.stages), self.max_stages)
             walk = Polisher(problem, most, rng, *arrays_of(problem, most, plan), name=str(plan.extra.get("system", "")))
             if walk.best_ms < np.inf and not self.stop.is_set():
-                walk.run(int(part * SETTINGS.copies_trial), SETTINGS.copies_hot)
+                walk.run(int(part * COPIES_TRIAL), SETTINGS.copies_hot)
                 walks.append(walk)
         if not walks:
             return
         walk = min(walks, key=lambda w: w.best_ms)
-        first, done, moves, walk_moves = self.share(), 0.0, 0, max(1, int(part * SETTINGS.copies_chunk))
+        first, done, moves, walk_moves = self.share(), 0.0, 0, max(1, int(part * COPIES_CHUNK))
         while done < 1.0 and not self.stop.is_set():
-            if done > SETTINGS.copies_after and walk.best_ms > SETTINGS.copies_close * self.seen_ms():
+            if done > COPIES_AFTER and walk.best_ms > COPIES_CLOSE * self.seen_ms():
                 break
             cooling = (SETTINGS.copies_cold / SETTINGS.copies_hot) ** done
             moves += walk_moves
             walk.run(walk_moves, SETTINGS.copies_hot * cooling)
             if self.counted is None:
-                done = (self.share() - first) / max(SETTINGS.copies_until - first, 1e-9)
+                done = (self.share() - first) / max(COPIES_UNTIL - first, 1e-9)
             else:
                 done = moves / max(self.counted, 1)
         better = plan_of(self.problem, self.costs, walk.best, walk.best_orders)

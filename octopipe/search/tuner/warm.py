@@ -1,8 +1,7 @@
-"""A search's kernels made ready before its clock starts: a budget is for searching, not for compiling.
+"""Prepares the kernels of a search before its time budget starts, so that compilation does not count.
 
-Knows: which kernels a search calls; it calls them once, on a setting of a few layers. Does not know: what they find,
-or the kernels of bounds, which are computed before a search begins. Where code is kept from an earlier run this takes
-a moment.
+Knows: which kernels a search calls; it calls each once, on a problem with a few layers. Does not know: their results,
+or the kernels of bounds, which are computed before a search begins. With a filled cache this is quick.
 """
 
 from __future__ import annotations

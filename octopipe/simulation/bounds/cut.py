@@ -1,10 +1,11 @@
-"""Bounds on plans that may cut the head, and the embedding, by vocabulary.
+"""Bounds on plans that may split the head, and the embedding, by vocabulary.
 
-Knows: why a bound on another model holds for such plans. Does not know: the arguments themselves (`bounds`).
+Knows: why a bound on another model holds for such plans. Does not know: the bounds themselves (`bounds`).
 
-Take a plan whose head is cut into n shards on n of R ranks, and drop all shards but one. What is left is a plan of the
-model whose head takes 1/n of its time, and it is no slower. As n is at most R, no such plan beats the bound on the
-model whose head takes 1/R of its time; the same holds for the embedding. All work still has to be done by all ranks.
+Take a plan whose head is split into n shards on n of R ranks, and remove all shards but one. The result is a plan for
+the model whose head takes 1/n of the time, and it is no slower. Since n is at most R, no such plan is faster than the
+bound on the model whose head takes 1/R of the time; the same holds for the embedding. The ranks together still have to
+do all the work.
 """
 
 from __future__ import annotations

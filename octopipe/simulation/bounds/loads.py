@@ -1,7 +1,8 @@
-"""Whole layers dealt out to ranks: can every rank's share be done in time? The arithmetic of the *loads* bound.
+"""Assignment of whole layers to ranks within a time limit: the arithmetic of the *loads* bound.
 
-Knows: kinds of layers by their work, how many there are of each, and the room of every rank. Does not know: plans or
-times of ops. Exact: dynamic programming over how many layers of each kind are dealt, the most frequent kind last.
+Knows: kinds of layers by their work, how many there are of each, and the time available on every rank. Does not know:
+plans or op times. Exact: dynamic programming over how many layers of each kind are assigned, the most frequent kind
+last.
 """
 
 from __future__ import annotations

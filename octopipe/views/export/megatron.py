@@ -1,10 +1,11 @@
 """A plan's partition and placement as Megatron-LM's layout strings.
 
 Knows: which plans `--pipeline-model-parallel-layout` (transformers) and `--hybrid-layer-pattern` (hybrids) can
-say: stage i lies on rank i mod pp, stages may be empty, the embedding is in the first stage and the loss in the
-last. Placements that are not round robin are said with empty stages and, where that saves some, with ranks
-renamed. Does not know: orders; Megatron keeps its own (interleaved) 1F1B with these flags
-(`octopipe.megatron.forward_backward_func` brings the plan's).
+express: stage i lies on rank i mod pp, stages may be empty, the embedding is in the first stage and the loss in the
+last. Placements that are not round robin are written with empty stages and, where that saves some, with ranks
+renamed. What the plan recomputes, by R ops or in its prices, becomes Megatron's recompute flags. Does not know:
+orders; Megatron keeps its own (interleaved) 1F1B with these flags (`octopipe.megatron.forward_backward_func` brings
+the plan's).
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from itertools import permutations
 from octopipe.base.errors import OctoPipeError
 from octopipe.plans.plan import Plan
 from octopipe.plans.readers.megatron_text import MegatronText, read_hybrid
+from octopipe.plans.setting import checkpointed_by_prices, priced_recomputation
 
 BLOCKS = {"E": "E", "T": "t", "t": "t", "X": "t", "x": "t", "g": "t", "G": "t", "P": "m", "L": "L"}
 HYBRID = {"M": "M", "D": "G", "*": "*", "@": "+", "-": "-", "#": "E"}
+_EXPERTS = frozenset("X#xgGN")
+"""Symbols of layers with experts."""
 _MOST_TRIED_RANKS = 8
 """Up to here every renaming of ranks is tried (720 of them)."""
 _OTHERWISE = "`octopipe.megatron.forward_backward_func` runs any plan"
@@ -35,13 +39,16 @@ class MegatronLayout:
     text: MegatronText
     ranks: tuple[int, ...]
     """ranks[r]: the plan's rank that Megatron's rank r stands for."""
+    recompute: str
+    """Megatron's recompute flags; empty where the plan recomputes nothing."""
     notes: tuple[str, ...]
 
     @property
     def arguments(self) -> str:
         """The command-line arguments."""
         flag = "--pipeline-model-parallel-layout" if self.text.kind == "layout" else "--hybrid-layer-pattern"
-        return f'--pipeline-model-parallel-size {self.pp} {flag} "{self.text.text()}"'
+        words = [f'--pipeline-model-parallel-size {self.pp} {flag} "{self.text.text()}"', self.recompute]
+        return " ".join(word for word in words if word)
 
 
 def megatron_arguments(plan: Plan, symbols: str) -> str:
@@ -54,9 +61,14 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
     if len(symbols) != plan.num_layers:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:
-        raise OctoPipeError("Megatron-LM knows one chain of stages; this plan's paths fork or join")
+        raise OctoPipeError("Megatron-LM supports one chain of stages; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "Megatron-LM's layout flags cannot express activations in host memory, which this plan needs to fit; run "
+            "it with `octopipe train`, or plan without --offload"
+        )
     if len(plan.routes) > 1:
-        raise OctoPipeError(f"Megatron-LM knows one chain of stages; this plan has {len(plan.routes)} routes")
+        raise OctoPipeError(f"Megatron-LM supports one chain of stages; this plan has {len(plan.routes)} routes")
     pp, pieces = plan.num_ranks, _merged(plan)
     notes = []
     if len(pieces) < len(plan.stages):
@@ -85,7 +97,30 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
             else "Megatron-LM overlaps the experts' exchange in interleaved 1F1B only (two or more stages a rank)"
         )
         notes.append(f"{len(plan.pairs)} pairs are left out: {how}")
-    return MegatronLayout(pp=pp, text=text, ranks=ranks, notes=tuple(notes))
+    recompute, note = _recompute_flags(plan, symbols, pieces)
+    return MegatronLayout(pp=pp, text=text, ranks=ranks, recompute=recompute, notes=(*notes, *note))
+
+
+def _recompute_flags(plan: Plan, symbols: str, pieces: Sequence[Piece]) -> tuple[str, list[str]]:
+    """Megatron's flags for what the plan recomputes, and a note where they recompute something else."""
+    again = {k for stage in plan.stages for k in stage.recomputed_layers} | set(checkpointed_by_prices(plan))
+    again -= {0, plan.num_layers - 1}
+    if again:
+        per_stage = [len(again.intersection(range(first, stop))) for first, stop, _ in pieces]
+        inner = [sum(0 < k < plan.num_layers - 1 for k in range(first, stop)) for first, stop, _ in pieces]
+        if per_stage == inner:
+            return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", []
+        most = max(per_stage)
+        note = (
+            f"the plan recomputes {len(again)} layers; Megatron-LM recomputes the first {most} of every stage, "
+            f"{sum(min(most, count) for count in inner)} in all, so that the stage with most of them has enough"
+        )
+        return f"--recompute-granularity full --recompute-method block --recompute-num-layers {most}", [note]
+    if priced_recomputation(plan) != "selective":
+        return "", []
+    modules = ["layernorm", *(["moe_act"] if _EXPERTS.intersection(symbols) else [])]
+    note = "with latent attention add mla_up_proj to --recompute-modules: the plan's prices recompute it too"
+    return f"--recompute-granularity selective --recompute-modules {' '.join(modules)}", [note]
 
 
 def _merged(plan: Plan) -> list[Piece]:

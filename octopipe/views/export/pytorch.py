@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage, slot_text
-from octopipe.plans.setting import lowering_costs
+from octopipe.plans.setting import checkpointed_by_prices, lowering_costs, priced_recomputation
 from octopipe.simulation.lowering import lower
 
 OLDEST_TORCH = (2, 9)
@@ -50,10 +50,15 @@ def torch_order(plan: Plan) -> TorchOrder:
     """The plan in PyTorch's terms, or one line about why PyTorch cannot run it."""
     plan.check()
     if plan.forks:
-        raise OctoPipeError("PyTorch's schedules know one chain of stages; this plan's paths fork or join")
+        raise OctoPipeError("PyTorch's schedules support one chain of stages; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "PyTorch's pipeline runtime does not offload activations to host memory, which this plan needs to fit; run "
+            "it with `octopipe train`, or plan without --offload"
+        )
     if len(plan.routes) > 1:
         raise OctoPipeError(
-            "PyTorch's schedules know one chain of stages; this plan has "
+            "PyTorch's schedules support one chain of stages; this plan has "
             f"{len(plan.routes)} routes: run it with `octopipe train`"
         )
     route = plan.routes[0]
@@ -74,6 +79,16 @@ def torch_order(plan: Plan) -> TorchOrder:
         notes.append(
             f"{recomputing} of {len(route)} stages recompute: PyTorch's schedules have no R, so their modules must "
             "checkpoint their activations (`octopipe.torch_engine.make_stages` does)"
+        )
+    if again := checkpointed_by_prices(plan):
+        notes.append(
+            f"the plan was priced with --recompute full: {len(again)} layers must checkpoint their activations "
+            '(`octopipe.torch_engine.make_stages` does; in torchtitan, activation_checkpoint.mode = "full")'
+        )
+    elif priced_recomputation(plan) == "selective":
+        notes.append(
+            "the plan was priced with --recompute selective, which is no part of a schedule: without it the modules "
+            "hold more memory than the plan says"
         )
     stages = tuple(Stage(first=s.first, stop=s.stop, rank=s.rank) for s in (plan.stages[number] for number in route))
     orders = tuple(

@@ -61,7 +61,9 @@ def titan_settings(plan: Plan) -> TitanSettings:
     pp, ranks = plan.num_ranks, [s.rank for s in order.plan.stages]
     count = len(ranks)
     if count % pp:
-        raise OctoPipeError(f"{count} stages on {pp} ranks; torchtitan wants as many on every rank: {_OTHERWISE}")
+        raise OctoPipeError(
+            f"{count} stages on {pp} ranks; torchtitan requires the same number on every rank: {_OTHERWISE}"
+        )
     loop = [s % pp for s in range(count)]
     wave = [s if s < pp else 2 * pp - 1 - s for s in range(count)]
     if ranks == loop:
@@ -71,8 +73,9 @@ def titan_settings(plan: Plan) -> TitanSettings:
     else:
         at = next(k for k, (a, b) in enumerate(zip(ranks, loop)) if a != b)
         raise OctoPipeError(
-            f"torchtitan puts stage {at} on rank {loop[at]}, this plan on rank {ranks[at]}; it knows loops and V's of "
-            f"two stages a rank: {_OTHERWISE}"
+            f"torchtitan puts stage {at} on rank {loop[at]}, this plan on rank {ranks[at]}; it "
+            f"supports loops and V shapes of "
+            f"two stages per rank: {_OTHERWISE}"
         )
     return TitanSettings(
         pp=pp,

@@ -11,7 +11,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +31,7 @@ MOST_POINTS = 64
 MOST_WHY = 6
 """Splits whose time is drawn in parts."""
 STYLE = """
+.plan-command { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
 .plan-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 18px; }
 .plan-charts svg { width: 100%; height: auto; display: block; }
 .plan-charts text { font-size: 12px; fill: var(--quiet); font-variant-numeric: tabular-nums; }
@@ -41,7 +42,8 @@ STYLE = """
 .plan-table th { text-align: right; color: var(--quiet); font-weight: 500; font-size: 12px; padding: 3px 8px; }
 .plan-table td { text-align: right; padding: 4px 8px; border-top: 1px solid var(--line); white-space: nowrap; }
 .plan-table td:nth-child(2), .plan-table th:nth-child(2) { text-align: left; white-space: normal; min-width: 15em; }
-.plan-compare .plan-table td:first-child { text-align: left; }
+.plan-compare .plan-table :is(td, th):first-child { text-align: left; }
+.plan-compare .plan-table :is(td, th):nth-child(2) { text-align: right; min-width: 0; }
 .plan-table tr.best td { font-weight: 650; color: var(--accent); }
 .plan-table tr.today td { color: var(--loss); }
 .plan-why { margin-top: 14px; max-width: 980px; }
@@ -71,6 +73,7 @@ def panel(record: object) -> str:
         words = [str(w) for w in record.get("words", ())]
         charts = [_scaling(scaling, int(record["gpus"])), _memory(rows)]
         error = record.get("expected_error")
+        commands = _commands(record.get("commands") or {})
         table, parts = _table(rows, None if error is None else float(error)), _why(rows)
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         why = " ".join(str(error).split())[:80]
@@ -79,8 +82,21 @@ def panel(record: object) -> str:
     said = "".join(f'<p class="note">{html.escape(w)}</p>' for w in words)
     return (
         f'<section class="card" id="cluster" aria-labelledby="cluster-title"><h2 id="cluster-title">{title}</h2>{said}'
-        f'<div class="plan-charts">{"".join(charts)}</div>{parts}<div class="plan-scroll">{table}</div></section>'
+        f'<div class="plan-charts">{"".join(charts)}</div>{parts}<div class="plan-scroll">{table}</div>'
+        f"{commands}</section>"
     )
+
+
+def _commands(lines: Mapping[str, Any]) -> str:
+    """How the chosen split is started on every runtime, or why it cannot be."""
+    out = []
+    for name, line in lines.items():
+        text, runtime = str(line), html.escape(str(name))
+        if text.startswith("none: "):
+            out.append(f'<p class="note">{runtime}: no command, because {html.escape(text.removeprefix("none: "))}</p>')
+        else:
+            out.append(f'<p class="note">{runtime}</p><pre class="plan-command">{html.escape(text)}</pre>')
+    return f'<details class="plan-commands"><summary>Commands</summary>{"".join(out)}</details>' if out else ""
 
 
 def _why(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -90,13 +106,22 @@ def _why(rows: Sequence[Mapping[str, Any]]) -> str:
     shown = [*known[:1], *today, *(r for r in known[1:] if r.get("how") != "today")][:MOST_WHY]
     if not shown:
         return ""
-    bars = why_svg([(_label(r, i), r["why"]) for i, r in enumerate(shown)])
+    bars = why_svg([(label, r["why"]) for label, r in zip(_labels(shown, _why_label), shown, strict=True)])
     return f'<div class="plan-why">{bars}</div>'
 
 
-def _label(row: Mapping[str, Any], number: int) -> str:
+def _labels(rows: Sequence[Mapping[str, Any]], label: Callable[[Mapping[str, Any], int], str]) -> list[str]:
+    """Every row's label; rows that would share one say how they were found, too."""
+    names = [label(row, number) for number, row in enumerate(rows)]
+    return [
+        f"{name} {row['how']}" if names.count(name) > 1 and row.get("how") else name
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def _why_label(row: Mapping[str, Any], number: int) -> str:
     name = "today" if row.get("how") == "today" else "chosen" if number == 0 else ""
-    return f"{name}: {short(str(row['split']))}" if name else short(str(row["split"]))
+    return f"{name}: {_split_label(row)}" if name else _split_label(row)
 
 
 def page(record: Mapping[str, Any], plan: bytes | None = None) -> str:
@@ -196,7 +221,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     bar, gap = 18, 7
     height = TOP + len(rows) * (bar + gap) + 30
     most = _nice(max([float(r["limit_gib"]) for r in rows] + [float(r["peak_gib"]) for r in rows], default=1.0))
-    labels = [_memory_label(r) for r in rows]
+    labels = _labels(rows, lambda row, _: _split_label(row))
     left = 16 + LETTER * max(map(len, labels), default=0)
     wide = WIDTH - left - 72
 
@@ -222,7 +247,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(out) + "</svg></div>"
 
 
-def _memory_label(row: Mapping[str, Any]) -> str:
+def _split_label(row: Mapping[str, Any]) -> str:
     """The split with its ZeRO level: rows that differ in that alone hold different bytes."""
     name = str(row["split"])
     named = "ZeRO" in name or "FSDP" in name

@@ -6,7 +6,7 @@ function compare(root) {
   const chosen = () => [...table.querySelectorAll("input.choose:checked")].map((box) => box.closest("tr"));
   const parts = (row) => (row.dataset.why ? JSON.parse(row.dataset.why) : null);
   const name = (row) => row.querySelector("td:nth-child(2)").textContent;
-  const seconds = (ms) => (Math.abs(ms) >= 100 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(1)} ms`);
+  const time = (ms) => `${ms.toFixed(1)} ms`; // one unit and one precision for the whole table
   const cell = (kind, text) => { const made = document.createElement(kind); made.textContent = text; return made; };
   function draw() {
     const rows = chosen();
@@ -28,7 +28,7 @@ function compare(root) {
     made.append(head);
     const line = (title, x, y) => {
       const row = document.createElement("tr");
-      row.append(cell("td", title), cell("td", seconds(x)), cell("td", seconds(y)), cell("td", (y - x > 0 ? "+" : "") + seconds(y - x)));
+      row.append(cell("td", title), cell("td", time(x)), cell("td", time(y)), cell("td", (y - x > 0 ? "+" : "") + time(y - x)));
       made.append(row);
     };
     for (const [key, part] of Object.entries(a.parts)) {

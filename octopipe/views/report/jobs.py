@@ -15,8 +15,8 @@ from typing import Any, cast
 import msgspec
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError, OctoPipeError, StoppedError
+from octopipe.costs.cluster.asking import keyword_fields
 from octopipe.costs.cluster.fields import of_text
-from octopipe.costs.cluster.setup import keyword_fields
 from octopipe.costs.resolve import resolve_costs
 from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Plan

@@ -120,6 +120,8 @@ function buildTools(tools, view, head, entries, box) {
     element("span", { class: "legend" }, ...used.map((k) => element("span", {}, swatch(`rgb(${head.colours[k]})`), `${k} ${head.kind_names[k]}`)),
       again ? element("span", { title: "a forward with a foot: its stage keeps inputs alone and computes the rest again (R)" },
         element("i", { class: "swatch foot", style: `background:rgb(${head.colours.F});border-color:rgb(${head.colours.R})` }), "F, recomputed later") : null,
+      entries.some((e) => e.now.extras.length) ? element("span", { title: "after a rank's last op; a thin foot where it runs beside ops" },
+        swatch("var(--line)"), "gradient reduction, optimizer") : null,
       lanes ? element("span", { title: "exchange: tokens on their way between the ranks that share the experts" },
         `above: compute, below: exchange (${lanes})`) : null),
     ...(parts.length ? [element("span", { class: "legend" }, "memory: ", ...parts.map((name) => element("span", {}, swatch(MEMORY_COLOURS[name]), name)))] : []));

@@ -24,11 +24,13 @@ from typing import Any
 import msgspec
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.cluster.asking import form_fields
 from octopipe.costs.cluster.fields import Choice, GpuName, YesNo
 from octopipe.costs.cluster.hardware import GPUS
-from octopipe.costs.cluster.setup import DEFAULT_GPU, form_fields
+from octopipe.costs.cluster.setup import DEFAULT_GPU
 from octopipe.models.zoo import PRESETS
 from octopipe.plans.file import plan_to_json
+from octopipe.search.planner.splits import FIXABLE
 from octopipe.search.systems import systems
 from octopipe.views.report.cluster import STYLE, THEME, panel
 from octopipe.views.report.jobs import Job, Jobs, Tune, parse_request
@@ -141,16 +143,44 @@ def setup_inputs() -> list[dict[str, Any]]:
     return out
 
 
+ASKED_FIRST = ("gpu", "seq", "precision")
+"""Fields of the set-up that the page for clusters asks for by itself."""
+SEARCHED = {"pp": "pipeline ranks", "vp": "stages per pipeline rank"}
+"""Sizes of a split that are no keywords of a set-up."""
+PLANNED_FOR = ("any", "megatron", "torchtitan", "torch", "deepspeed", "octopipe")
+
+
 def plan_page(models: Mapping[str, str]) -> str:
     """The page that plans a cluster."""
 
     def options(names: Sequence[str], chosen: str) -> str:
         return "".join(f"<option{' selected' * (n == chosen)}>{html.escape(n)}</option>" for n in names)
 
+    def inputs() -> str:
+        """Whatever else a set-up has, as `octopipe plan` has flags for it."""
+        out = []
+        for field in setup_inputs():
+            if field["name"] in (*ASKED_FIRST, "p2p_ms", "speeds", "memory_gib"):
+                continue
+            name, words = html.escape(field["name"]), html.escape(field["label"])
+            if field["choices"]:
+                box = f'<select name="{name}"><option value=""></option>{options(field["choices"], "")}</select>'
+            else:
+                usual = "searched" if name in FIXABLE else field["empty"]
+                box = f'<input name="{name}" placeholder="{html.escape(usual)}">'
+            out.append(f'<label title="{words}">{name.replace("_", " ")} {box}</label>')
+        for name, words in SEARCHED.items():
+            out.append(f'<label title="{words}">{name} <input name="{name}" placeholder="searched"></label>')
+        return "".join(out)
+
+    precision = next(field["choices"] for field in setup_inputs() if field["name"] == "precision")
     parts = {
         "style": asset("report.css") + STYLE,
         "models": options(list(models), "llama3-70b"),
         "gpus": options(list(GPUS), "h100"),
+        "precisions": options(precision, "bf16"),
+        "runtimes": options(PLANNED_FOR, "any"),
+        "more": inputs(),
         "theme": THEME,
         "compare": asset("compare.js"),
     }

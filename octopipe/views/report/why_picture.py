@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from octopipe.base.display import milliseconds
+
 COLOURS: Mapping[str, str] = {
     "products": "#3b6fb5",
     "cores": "#6fa3dd",
@@ -25,7 +27,11 @@ COLOURS: Mapping[str, str] = {
     "optimizer": "#5c9e57",
 }
 OTHER = "#777777"
-WIDTH, LEFT, RIGHT = 860, 200, 86
+WIDTH, LEAST_LEFT, RIGHT = 860, 200, 92
+LETTER = 6.6
+"""Width of a letter of a label, roughly."""
+LEGEND = 212
+"""Width of an entry of the legend."""
 BAR, HIDDEN, GAP, TOP = 26, 7, 14, 26
 MOST_ROWS = 12
 
@@ -36,34 +42,35 @@ def why_svg(rows: Sequence[tuple[str, Mapping[str, Any]]], *, alone: bool = Fals
     steps = [_time(why["step_ms"]) for _, why in rows]
     longest = max(steps, default=1.0)
     names = _names(rows)
-    per_line = 4
+    per_line = WIDTH // LEGEND
+    left = max([LEAST_LEFT, *(math.ceil(10 + LETTER * len(label)) for label, _ in rows)])
     height = TOP + len(rows) * (BAR + HIDDEN + GAP) + 16 + 20 * math.ceil(len(names) / per_line)
     text, quiet = ("#1c2430", "#5b6672") if alone else ("var(--text)", "var(--quiet)")
     space = ' xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"' if alone else ""
     bars = [(label, why, step) for (label, why), step in zip(rows, steps, strict=True)]
-    said = "Where the time of a step goes: " + "; ".join(f"{label} {step / 1e3:.2f} s" for label, _, step in bars)
+    said = "Where the time of a step goes: " + "; ".join(f"{label} {milliseconds(step)}" for label, _, step in bars)
     out = [f'<svg{space} viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(said)}">']
     if alone:
         out.append(f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>')
     out.append(_text(0, 14, "Where the time of a step goes (thin: hidden behind other work)", quiet, "start"))
-    wide = WIDTH - LEFT - RIGHT
+    wide = WIDTH - left - RIGHT
     for i, (label, why, step) in enumerate(bars):
         top = TOP + i * (BAR + HIDDEN + GAP)
-        out.append(_text(LEFT - 10, top + BAR / 2 + 5, label, text, "end"))
-        at = hidden_at = float(LEFT)
+        out.append(_text(left - 10, top + BAR / 2 + 5, label, text, "end"))
+        at = hidden_at = float(left)
         for name, part in _parts(why):
             ms, hidden = _time(part["ms"]), _time(part.get("hidden_ms", 0.0))
-            title = f"{label}: {part.get('title', name)} {_seconds(ms)}, {100 * ms / step:.1f} % of the step"
+            title = f"{label}: {part.get('title', name)} {milliseconds(ms)}, {100 * ms / step:.1f} % of the step"
             if hidden > 0:
-                title += f"; {_seconds(hidden)} more is hidden"
+                title += f"; {milliseconds(hidden)} more is hidden"
             at = _bar(out, at, top, BAR, ms / longest * wide, name, title)
             hidden_at = _bar(
                 out, hidden_at, top + BAR + 1, HIDDEN - 1, min(hidden / longest * wide, WIDTH - hidden_at), name, title
             )
-        out.append(_text(at + 8, top + BAR / 2 + 5, f"{step / 1e3:.2f} s", text, "start"))
+        out.append(_text(at + 8, top + BAR / 2 + 5, milliseconds(step), text, "start"))
     base = TOP + len(rows) * (BAR + HIDDEN + GAP) + 8
     for k, (name, title) in enumerate(names):
-        x, y = LEFT * (k % per_line) * 1.06, base + 20 * (k // per_line)
+        x, y = float(LEGEND * (k % per_line)), base + 20 * (k // per_line)
         out.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{COLOURS.get(name, OTHER)}"/>')
         out.append(_text(x + 18, y + 11, title, quiet, "start"))
     return "".join(out) + "</svg>"
@@ -98,10 +105,6 @@ def _time(value: object) -> float:
     if not math.isfinite(ms):
         raise ValueError(f"a part of {ms} ms")
     return max(ms, 0.0)
-
-
-def _seconds(ms: float) -> str:
-    return f"{ms / 1e3:.2f} s" if ms >= 100 else f"{ms:.1f} ms"
 
 
 def _text(x: float, y: float, words: str, fill: str, anchor: str) -> str:

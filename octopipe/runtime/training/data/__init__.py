@@ -1,10 +1,10 @@
-"""Data to train on: one file per kind of source, all of them numbered samples of seq + 1 tokens.
+"""Training data: one file per kind of source, each exposed as numbered samples of seq + 1 tokens.
 
 | file | holds |
 |---|---|
 | `source.py` | what a source is, and the shuffle that needs no memory |
-| `synthetic.py` | tokens that are made up |
-| `corpus.py` | documents in a row, cut into samples; the check of ids against the vocabulary |
+| `synthetic.py` | synthetic tokens |
+| `corpus.py` | concatenated documents, divided into samples; the check of ids against the vocabulary |
 | `token_file.py` | `.npy` and `.bin` |
 | `megatron_file.py` | Megatron's `.bin` with its `.idx` |
 | `text.py`, `hf_dataset.py` | documents of a jsonl file, of a saved Hugging Face dataset |

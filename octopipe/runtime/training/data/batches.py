@@ -1,12 +1,12 @@
-"""Samples as micro-batches of tensors, and the loss of what they hold.
+"""Samples as micro-batches of tensors, and their loss.
 
-Knows: which samples a training step takes, how targets that do not count are left out, and how micro-batches with
-different numbers of targets are weighed. Does not know: where samples come from, plans or devices.
+Knows: which samples a training step takes, how ignored targets are excluded, and how micro-batches with different
+numbers of targets are weighted. Does not know: where samples come from, plans or devices.
 
-A step takes `replicas x micro-batches x size` consecutive sample numbers, so what a run sees does not depend on how
-they are spread, and a resumed run goes on where the old one stopped.
+A step takes `replicas x micro-batches x size` consecutive sample numbers, so the data of a run does not depend on how
+samples are distributed, and a resumed run continues where the previous one stopped.
 
-The loss of a step is the mean over all its targets that count. Where a source has marks, every micro-batch's loss is
+The loss of a step is the mean over all its counted targets. If a source marks targets, every micro-batch's loss is
 the sum over its own targets, divided by `items`: the step's targets over its micro-batches. The mean over micro-batches
 and pipelines is then the mean over the step's targets, as in transformers' Trainer (`num_items_in_batch`).
 """

@@ -1,10 +1,10 @@
-"""A corpus: tokens of documents in a row, cut into numbered samples of seq + 1 tokens.
+"""A corpus: concatenated tokens of documents, divided into numbered samples of seq + 1 tokens.
 
-Knows: how samples lie in the row, in which order they are taken, which targets count, and that every id must be inside
-the model's vocabulary. Does not know: file formats (`token_file.py` and its neighbours). Imports no torch.
+Knows: the positions of samples, in which order they are taken, which targets count, and that every id must be inside
+the model's vocabulary. Does not know: file formats (`token_file.py` and others). Imports no torch.
 
-Samples are windows of `seq` tokens and the one behind, so documents are cut where a window ends. Only where documents
-must stay whole (a prompt with its completion) does a window hold whole documents, as many as fit, and padding.
+Samples are windows of `seq` tokens plus the next token, so documents are divided where a window ends. Only if documents
+must stay whole (a prompt with its completion) does a window contain whole documents, as many as fit, and padding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tokenized documents kept in the cache folder: made once, mapped by every rank, found again by the next run.
+"""The cache of tokenized documents: created once, memory-mapped by every rank, reused by the next run.
 
-Knows: how they lie on the disk, that one process makes them while others wait, and that they appear whole or not at
-all. Does not know: where documents come from (`text.py`, `hf_dataset.py`). Imports no torch.
+Knows: the layout on disk, that one process creates the files while others wait, and that they are created atomically.
+Does not know: where documents come from (`text.py`, `hf_dataset.py`). Imports no torch.
 
     CACHE/data/KEY/tokens.bin   ids (uint16 or int32)
     CACHE/data/KEY/lengths.npy  tokens of every document
@@ -92,7 +92,9 @@ def _write(home: Path, key: str, documents: Iterable[Document], where: str, tell
                     continue
                 largest = max(largest, int(row.max()))
                 if row.min() < 0 or largest >= 1 << 31:
-                    raise OctoPipeError(f"{where}: document {len(lengths) + 1} holds {int(row.min())}, no token id")
+                    raise OctoPipeError(
+                        f"{where}: document {len(lengths) + 1} holds {int(row.min())}, which is not a token id"
+                    )
                 ids.write(row.astype("<i4").tobytes())
                 marked |= document.counted is not None
                 marks.write(bytes(row.size * [1]) if document.counted is None else bytes(document.counted))
@@ -127,9 +129,11 @@ def _read(folder: Path, where: str, kind: str, whole: bool, notes: tuple[str, ..
             counted = np.load(folder / "counted.npy", mmap_mode="r", allow_pickle=False)
         good = int(lengths.sum()) == tokens.shape[0] and (counted is None or counted.shape == tokens.shape)
     except (ValueError, KeyError, TypeError) as error:
-        raise OctoPipeError(f"{shown(folder)}: damaged ({error}); remove it, it is made again") from None
+        raise OctoPipeError(f"{shown(folder)}: damaged ({error}); remove it, it will be created again") from None
     if not good:
-        raise OctoPipeError(f"{shown(folder)}: damaged (its parts do not agree); remove it, it is made again")
+        raise OctoPipeError(
+            f"{shown(folder)}: damaged (its files are inconsistent); remove it, it will be created again"
+        )
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     return Corpus(
         where=where, kind=kind, tokens=tokens, starts=starts, counted=counted, whole=whole, places="document",

@@ -59,7 +59,7 @@ def read_megatron(path: str | os.PathLike[str], *, dtype: str | None = None) -> 
     except (OSError, ValueError) as error:
         raise OctoPipeError(f"{where}: {binary.name} and {index.name} are needed ({_why(error)})") from None
     if not data.startswith(MAGIC) or len(data) < len(MAGIC) + _HEADER.size:
-        raise OctoPipeError(f"{where}: no index of a Megatron dataset; remove it if the .bin is bare ids")
+        raise OctoPipeError(f"{where}: not the index of a Megatron dataset; remove it if the .bin is bare ids")
     version, code, sequences, entries = _HEADER.unpack_from(data, len(MAGIC))
     if version != 1:
         raise OctoPipeError(f"{where}: version {version}; version 1 is read")

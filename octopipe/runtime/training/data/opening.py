@@ -1,13 +1,14 @@
-"""What `--data` names: which kind of source a path is, looked at early and opened once the model is known.
+"""Opens the argument of `--data`: detects the kind of a path early, and opens it once the model is known.
 
 Knows: the kinds and in which order they are tried. Does not know: any format. Imports no torch.
 
-`look` finds in a moment whatever is wrong and needs no model; `open_source` reads, tokenizes where that is needed, and
-checks ids against the vocabulary.
+`look` quickly finds errors that can be detected without the model; `open_source` reads the data, tokenizes it if
+necessary, and checks ids against the vocabulary.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def _silent(_: str) -> None:
 
 def look(path: str, reading: Reading) -> None:
     """Raise for what is wrong with the data, before anything that takes time."""
+    if not os.path.lexists(path) and megatron_file.paths_of(path) is None:
+        raise OctoPipeError(f"{shown(path)}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
     if text.is_text(path):
         _tokenizer(path, reading)
         text.look(path, reading.text_key)
@@ -51,11 +54,9 @@ def look(path: str, reading: Reading) -> None:
         megatron_file.read_megatron(path, dtype=reading.dtype)
     elif Path(path).suffix in (".npy", ".bin"):
         token_file.look(path, reading.dtype)
-    elif not Path(path).exists():
-        raise OctoPipeError(f"{shown(path)}: no such file; give a .jsonl, .npy or .bin, or a saved dataset's folder")
     else:
         raise OctoPipeError(
-            f"{shown(path)}: not a kind of data that is read; give a .jsonl (with --tokenizer), .npy or .bin, "
+            f"{shown(path)}: not a supported kind of data; give a .jsonl (with --tokenizer), .npy or .bin, "
             "Megatron's .bin with its .idx, or a folder of datasets' save_to_disk"
         )
 

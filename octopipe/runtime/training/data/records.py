@@ -66,4 +66,4 @@ def documents_of(texts: Iterable[tuple[str, ...]], tokenizer: Tokenizer) -> Iter
 def notes_of(tokenizer: Tokenizer, where: str) -> tuple[str, ...]:
     if tokenizer.end is not None:
         return ()
-    return (f"{where}: the tokenizer names no token that ends a document; documents follow each other without one",)
+    return (f"{where}: the tokenizer has no end-of-document token; documents are concatenated without one",)

@@ -1,7 +1,7 @@
-"""What a source of samples is, and the order samples are taken in.
+"""The interface of a source of samples, and the order in which samples are taken.
 
-Knows: that sample i is the same whoever asks, on any number of ranks, and how an order is shuffled without memory.
-Does not know: where tokens come from, or which samples a step takes (`batches.py`). Imports no torch.
+Knows: that sample i is the same on every rank and for any number of ranks, and how to shuffle an order without storing
+it. Does not know: where tokens come from, or which samples a step takes (`batches.py`). Imports no torch.
 """
 
 from __future__ import annotations

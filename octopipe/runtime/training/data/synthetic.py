@@ -1,4 +1,4 @@
-"""Tokens that are made up: a language with a grammar that a small model learns within tens of steps.
+"""Synthetic tokens: a language with a grammar that a small model learns within tens of steps.
 
 Knows: how a sample's number becomes tokens. Does not know: files. Imports no torch.
 

@@ -3,10 +3,10 @@
 Knows: which type a `.bin` holds, or that this cannot be known. Does not know: documents, or how samples are cut
 (`corpus.py`). Imports no torch.
 
-The type of a `.bin` is said by `--data-dtype`, or by a name that ends in e.g. `.int32.bin`. Otherwise it is found out:
-a type is possible if every id read with it is inside the vocabulary, and the file is read only if one type alone is.
-A file of int32 ids is possible as uint16, too (every second number would be 0), so it is refused rather than guessed;
-a vocabulary of more than 65,536 rules uint16 out where a wider type is possible.
+The type of a `.bin` is given by `--data-dtype`, or by a name that ends in, for example, `.int32.bin`. Otherwise it is
+inferred: a type is possible if every id read with it is inside the vocabulary, and the file is read only if exactly one
+type is possible. A file of int32 ids is also possible as uint16 (every second number would be 0), so it is rejected
+rather than guessed; a vocabulary of more than 65,536 rules out uint16 if a wider type is possible.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _npy(path: Path, where: str, dtype: str | None) -> Row:
         what = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "several arrays"
         raise OctoPipeError(f"{where} holds {what}; give a row of integers")
     if dtype is not None and tokens.dtype.name != dtype:
-        raise OctoPipeError(f"{where} says itself that it holds {tokens.dtype}; leave --data-dtype {dtype} out")
+        raise OctoPipeError(f"{where} states that it holds {tokens.dtype}; leave --data-dtype {dtype} out")
     return tokens
 
 

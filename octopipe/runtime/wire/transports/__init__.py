@@ -1,4 +1,4 @@
-"""Transports: how a stage's output or gradient gets to another rank."""
+"""Transports: how the output or gradient of a stage is sent to another rank."""
 
 from __future__ import annotations
 

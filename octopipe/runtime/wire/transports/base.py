@@ -1,6 +1,6 @@
-"""What every transport does for the executor, and the error of a transfer that did not happen.
+"""The interface between the executor and transports, and the error of a failed transfer.
 
-Knows: the contract. Does not know: any device or network.
+Knows: the interface. Does not know: any device or network.
 """
 
 from __future__ import annotations

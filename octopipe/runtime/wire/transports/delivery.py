@@ -1,10 +1,10 @@
-"""How headers and host tensors get from one rank to another: mailboxes on one host, gloo between hosts.
+"""Delivery of headers and host tensors between ranks: mailboxes on one host, gloo between hosts.
 
-Knows: the mailboxes (`mail`), the gloo group, message tags, buffers, waiting. Does not know: what a header says or
-which tensors are expected (`headed`), nor how bodies travel between devices (`gloo`, `nccl`, `cuda_ipc`).
+Knows: the mailboxes (`mail`), the gloo group, message tags, buffers, waiting. Does not know: the contents of headers or
+which tensors are expected (`headed`), or how tensors travel between devices (`gloo`, `nccl`, `cuda_ipc`).
 
-Tags are this pipeline's own (`World.new_tags`): what a step that broke off has left in the group is never taken for a
-message of a later pipeline.
+Tags are unique to this pipeline (`World.new_tags`), so messages left over from an interrupted step are never taken for
+messages of a later pipeline.
 """
 
 from __future__ import annotations

@@ -1,24 +1,27 @@
-"""The protocol of messages: what the gloo, NCCL and CUDA-IPC transports have in common.
+"""The message protocol that the gloo, NCCL and CUDA-IPC transports share.
 
-Knows: what a header says, which bodies both ends expect, what happens where they were wrong. Does not know: how headers
-and host tensors are delivered (`delivery`), nor how bodies travel (`gloo`, `nccl` and `cuda_ipc`).
+Knows: the contents of a header, which bodies (tensors) both ends expect, and what happens if an expectation was wrong.
+Does not know: how headers and host tensors are delivered (`delivery`), or how bodies travel (`gloo`, `nccl` and
+`cuda_ipc`).
 
-A forward message starts with a header (see `messages`), sent from host to host; small host tensors ride inside it.
-They stay where they arrived: a slot's header is received into the same memory again once nobody holds them.
-The receiver posts the header and, guessing that the tensors have the shapes of the training step before, their
-buffers too, so that bodies travel the moment they exist. Sender and receiver make the same guess. When it is wrong
-(the first step, or shapes that changed) the sender fills the guessed buffers with anything and sends the right
-bodies late: the receiver makes room for them once it has read the header. Gradients have the form of the message
-they answer, so they need neither header nor guess. Nor do host tensors of moderate size between ranks of one host:
-they lie beside the header in shared memory (`Delivery.by_mail`), or come late where that is full.
+A forward message starts with a header (see `messages`), sent from host to host; small host tensors are included in it.
+They are not copied again: the header of a slot is received into the same memory once nobody holds them any more. The
+receiver posts a receive for the header and, assuming that the tensors have the shapes of the previous training step,
+for their buffers too, so that bodies are transferred as soon as they exist. Sender and receiver make the same
+assumption. If it is wrong (in the first step, or when shapes change), the sender fills the expected buffers with
+arbitrary data and sends the actual bodies afterwards; the receiver allocates memory for them after reading the header.
+Gradients have the form of the corresponding forward message, so they need neither a header nor an assumption. The same
+holds for host tensors of moderate size between ranks of one host: they are next to the header in shared memory
+(`Delivery.by_mail`), or are sent afterwards if that is full.
 
-A gradient that was asked for may not exist: a layer that detaches its input has none, and the sender's parameters must
-keep `.grad` None then, as they would in one process. Every message of host tensors says which of its gradients are
-there. On a device nobody's host may wait for another's backward: zeros are sent for what is missing, and which are
-there is told until a slot's gradients are once complete; one that is missing later is an error at its sender.
+A requested gradient may not exist: a layer that detaches its input has none, and the parameters of the sending stage
+must then keep `.grad` None, as they would in one process. Every message of host tensors states which of its gradients
+exist. On a device, no host may wait for the backward of another: zeros are sent for missing gradients, and which exist
+is reported until the gradients of a slot have once been complete. A gradient that is missing later is an error at its
+sender.
 
-No host waits for a device here. A receiver's host waits for headers, that is for the sender's host to have issued
-its forward; headers only travel downstream, so hosts run ahead of their devices as far as without them.
+No host waits for a device here. The host of a receiver waits for headers, that is, until the host of the sender has
+issued its forward. Headers travel only downstream, so hosts can run ahead of their devices as far as without headers.
 """
 
 from __future__ import annotations

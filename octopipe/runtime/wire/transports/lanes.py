@@ -1,10 +1,10 @@
-"""Lanes: work done in order beside the computation, on a CUDA stream or, for tests and CPU runs, by a thread.
+"""Lanes: in-order work concurrent with computation, on a CUDA stream or, for tests and CPU runs, in a thread.
 
 Knows: copies, 32-bit flags in shared memory, waiting for a flag without the host. Does not know: what is copied.
 
-On a GPU a lane is a stream; flags are written and awaited by the driver's stream memory operations
-(`cuStreamWriteValue32`, `cuStreamWaitValue32`), so that two processes on one device hand over data with no host in
-between. On the host a lane is a thread that does the same things one after another.
+On a GPU, a lane is a stream. Flags are written and awaited by the driver's stream memory operations
+(`cuStreamWriteValue32`, `cuStreamWaitValue32`), so that two processes on one device exchange data without involving a
+host. On the host, a lane is a thread that performs the same operations one after another.
 """
 
 from __future__ import annotations

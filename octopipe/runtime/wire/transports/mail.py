@@ -1,24 +1,24 @@
 """Mailboxes: messages between ranks of one host through shared memory.
 
-Knows: boxes of a fixed size in files that two ranks map, a yard behind them for what is larger, how to sleep until a
-box is filled, how a dead or finished peer is noticed. Does not know: what messages mean (`headed`).
+Knows: boxes of a fixed size in files that two ranks map, an overflow area ("yard") for larger messages, how to sleep
+until a box is filled, and how a dead or finished peer is detected. Does not know: what messages mean (`headed`).
 
-A message over gloo costs both ends calls into the kernel's network, twenty microseconds and more each; as many as all
-the rest that the executor does for a small op. A box costs a copy and one call that wakes whoever sleeps on it; and a
-tensor of some hundred kilobytes a tenth of what its way over a socket would.
+A message over gloo costs both ends system calls of twenty microseconds or more, as much as everything else that the
+executor does for a small op. A box costs a copy and one system call to wake the receiver; for a tensor of a few hundred
+kilobytes this is a tenth of the cost of a socket.
 
-Every transfer has a box of its own, used once a step. Its sender writes the message and then its number; the receiver
-sleeps on the number (a futex), copies the message out and notes the number as taken. The next message waits for that.
-What does not fit into a box lies in the yard, all of whose memory the sender gives out and takes back; a box says
-where. The yard grows with what is under way at once, and a message for which it has no room goes some other way.
-The files have no names (see `shared`). A sender holds a lock on its file: when it dies, the lock is
-free, and a receiver that has slept for a while sees so.
+Every transfer has its own box, which is used once per step. The sender writes the message and then its number; the
+receiver sleeps on the number (a futex), copies the message and records the number as taken. The next message waits for
+that. A message that does not fit into a box is placed in the yard, whose memory the sender allocates and frees; the box
+contains its position. The yard grows with the messages in flight, and a message for which it has no space is sent
+later, without it (see `headed`). The files have no names (see `shared`). A sender holds a lock on its file: when it
+dies, the lock is released, and a receiver that has slept for a while notices this.
 
-Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) stands between a message and
-its number when it is sent, between the number and the message when it is read, between the reading and the number that
-says so, and between seeing that and writing the next message into the same place; so the order holds on machines that
-let memory accesses overtake each other, too. The numbers themselves are aligned words, which every machine loads and
-stores whole.
+Data and numbers must be seen in the order in which they were stored. A fence (see `fence`) separates a message from its
+number when it is sent, the number from the message when it is read, the reading from the number that confirms it, and
+seeing that confirmation from writing the next message to the same place. The order therefore also holds on processors
+that reorder memory accesses. The numbers themselves are aligned words, which every processor loads and stores
+atomically.
 """
 
 from __future__ import annotations

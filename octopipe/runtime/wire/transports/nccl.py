@@ -2,11 +2,11 @@
 
 Knows: NCCL through torch's process groups. Does not know: the protocol of messages (`headed`).
 
-NCCL runs the operations of one communicator in issue order and both ends must agree on it; lowering made sure that
-they do. Under `directed` every direction of a pair of ranks has a communicator (and with it a stream) of its own,
-under `pair` and the stricter models every pair has one. Waiting is the device's: `wait` makes the current stream
-wait, the host goes on. A peer that never answers is noticed by the pipeline's watchdog (`board`) after `timeout_s`;
-NCCL's own, which knows no op by name, is told to leave that to us.
+NCCL runs the operations of one communicator in issue order, and both ends must agree on it; lowering ensures that they
+do. Under `directed`, every direction of a pair of ranks has its own communicator (and stream); under `pair` and the
+stricter models, every pair has one. Only the device waits: `wait` makes the current stream wait, and the host
+continues. The pipeline's watchdog (`board`) detects a peer that does not answer after `timeout_s`; NCCL's own watchdog,
+which cannot name ops, is disabled.
 """
 
 from __future__ import annotations

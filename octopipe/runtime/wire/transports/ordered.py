@@ -1,7 +1,7 @@
-"""Transports whose bodies travel in in-order queues: what NCCL and CUDA IPC have in common.
+"""Transports with in-order queues: what NCCL and CUDA IPC share.
 
-Knows: that posts must keep the program's order, also where a gradient's form is not known yet. Does not know: how
-bodies travel.
+Knows: that operations must be posted in program order, even if the form of a gradient is not known yet. Does not know:
+how tensors are transferred.
 """
 
 from __future__ import annotations

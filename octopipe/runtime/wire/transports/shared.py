@@ -1,10 +1,11 @@
-"""Memory that ranks of one host share, and that is gone with the last of them, however they end.
+"""Memory shared by the ranks of one host, which is freed with the last of them, however they end.
 
-Knows: how such memory is made, told to another process and opened there. Does not know: what lies in it.
+Knows: how such memory is created, announced to another process and opened there. Does not know: what it contains.
 
-The memory has no name in any folder: it is a file that lives only as long as some process has it open, and another
-process opens it through the maker's entry in /proc. So nothing is left behind by a rank that is killed, at whatever
-moment. Where a system has no such files they are named ones, which their maker takes away once all have opened them.
+The memory has no name in any folder: it is a file that exists only as long as some process has it open, and another
+process opens it through the creator's entry in /proc. A rank that is killed at any moment therefore leaves nothing
+behind. On systems without such files, named files are used, which their creator removes once all ranks have opened
+them.
 """
 
 from __future__ import annotations

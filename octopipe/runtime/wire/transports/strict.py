@@ -1,11 +1,11 @@
-"""A transport that really blocks in issue order: what in-order communicators do, made visible on a CPU.
+"""A transport that blocks in issue order: reproduces the behaviour of in-order communicators on a CPU.
 
-Knows: the channel model. A transfer happens only when it stands at the head of its queue on both ranks, as with
-NCCL, where the two ends of a communicator must agree on the order. Does not know: how bytes move (gloo does).
+Knows: the channel model. A transfer happens only when it is at the head of its queue on both ranks, as with NCCL, where
+the two ends of a communicator must agree on the order. Does not know: how bytes are transferred (gloo does).
 
-gloo delivers messages in any order and so hides every ordering deadlock; this transport shows them: naive programs
-time out, with the blocked queues named. All ranks must be on one host: the heads of queues are told through a small
-shared file. It is for tests; nothing moves while a rank computes.
+gloo delivers messages in any order and thereby hides every ordering deadlock. This transport exposes them: naive
+programs time out, and the error names the blocked queues. All ranks must be on one host, because the heads of queues
+are published in a small shared file. It is for tests; nothing is transferred while a rank computes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Annealing of structures whose keys are bred along the way, and of partitions on their balance alone.
+"""Annealing of structures together with a population of keys, and of partitions by their balance alone.
 
-Knows: the loop that proposes, judges, accepts or rolls back, and logs. Does not know: time, threads or plans.
+Knows: the loop that proposes, evaluates, accepts or reverts moves, and logs. Does not know: time, threads or plans.
 
-Judged under one fixed vector of keys most changes of a structure look bad, because the keys suit the structure as it
-was. Here a changed structure is judged under the best keys and a child of the population, and where it is accepted, the
-population is judged again and bred a little on it. What counts is not the step time alone but a score that also sees
-progress the step time hides: when ranks finish on average, and whether one is so full that the others' gains lead
-nowhere. The threshold of a move is drawn before it is judged, so a move dies at its work bound, or as soon as a
-schedule falls behind the pace of the present one: most moves cost a fraction of a full schedule.
+With one fixed vector of keys, most changes of a structure look bad, because the keys suit the previous structure.
+Therefore a changed structure is evaluated with the best keys and with a newly bred vector of the population. If it is
+accepted, the population is evaluated again and evolved slightly on it. The objective is not the step time alone but a
+score that also reflects progress which the step time does not show: when ranks finish on average, and whether one rank
+is so loaded that gains elsewhere have no effect. The acceptance threshold is drawn before a move is evaluated, so a
+move can be rejected by its work bound, or as soon as its schedule falls behind the current one: most moves cost a
+fraction of a full schedule.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.search.tuner.core.decode import LAPS, NUM_KEYS, decode
+from octopipe.search.tuner.core.decode import LAPS, decode
 from octopipe.search.tuner.core.keys import (
     count_of, draw_keys, keep_keys, make_child, set_flight, vary_keys, way_back,
 )  # fmt: skip
@@ -24,6 +25,7 @@ from octopipe.search.tuner.core.problem import (
     ACTIVATION, BOUNDARY, BOUNDS, CAPACITY, FORWARD, INPUT, LAYERS, LENGTH, MICRO_BATCHES, OWED, RANK, RANKS, REDO,
     SIZE, STASH, STATIC, UNIT, below, uniform, work_bound,
 )  # fmt: skip
+from octopipe.search.tuner.core.rows import NUM_KEYS
 from octopipe.search.tuner.settings import SETTINGS
 
 KNOWN, NEAR_KNOWN, DRAWN, BRED, MOVES, MAY_RECOMPUTE, HALT, NUM_TASKS = range(8)
@@ -33,9 +35,11 @@ HEAT, STEP_MS, SCORE, BEST_MS, WORK_MS, LIMIT_MS, NUM_VALUES = range(7)
 """What `walk` reads and writes: temperature as a share of the score, the member's step time and score, the best step
 time seen, the least load possible, and a step time beyond which keys are not worth judging."""
 
-TRIES, REJUDGED, BRED_AGAIN, PROMISING = SETTINGS.tries, SETTINGS.rejudged, SETTINGS.bred_again, SETTINGS.promising
+TRIES, REJUDGED = SETTINGS.tries, SETTINGS.rejudged
+PROMISING = LAPS - 3
+"""The lap that a schedule must have come to for other keys to be tried."""
 NEAR, BEHIND, ROOM, COMPOUND = SETTINGS.near, SETTINGS.behind, SETTINGS.room, SETTINGS.compound
-MEAN, EARLIER, SLACK, FULL_RACE = SETTINGS.mean_weight, SETTINGS.earlier, SETTINGS.slack, SETTINGS.full_race
+MEAN, SLACK, FULL_RACE = SETTINGS.mean_weight, SETTINGS.slack, SETTINGS.full_race
 FULL_LOAD, RELIEF, RELIEF_OFTEN = SETTINGS.full, SETTINGS.relief, SETTINGS.relief_often
 LITTLE, MEMORY_WEIGHT = SETTINGS.little, SETTINGS.memory_weight
 BALANCE_HOT, BALANCE_MIGRATE = SETTINGS.balance_hot, SETTINGS.balance_migrate
@@ -89,9 +93,65 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
     keys, chosen = np.zeros(NUM_KEYS), np.zeros(NUM_KEYS)
     limit = np.full(LAPS, np.inf)
     ranks, work = p.count[RANKS], value[WORK_MS]
-    judged, lines = 0, 0
-    # -- keys
-    known, last = task[KNOWN], values.size - 1
+    judged, lines = breed(p, st, population, values, keys, limit, sc, rng, task, value), 0
+    load = work_bound(p, st, sc)
+    if task[MOVES] == 0 and task[HALT] > 0:
+        value[STEP_MS] = np.inf
+        return judged, 0
+    if task[MOVES] == 0:
+        keys[:] = population[0]
+        value[STEP_MS] = judge(p, st, keys, np.inf, limit, sc)
+        value[SCORE] = rate(value[STEP_MS], sc.pace, ranks, load, work)
+        pace[:] = sc.pace
+        return judged + 1, 0
+    critical = -1
+    step_ms, score = value[STEP_MS], value[SCORE]
+    for i in range(task[MOVES]):
+        if task[HALT] > 0:
+            break
+        back[:] = st
+        move = propose(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
+        if move < 0:
+            st[:] = back
+            continue
+        cutoff = threshold(score, value[HEAT] * score, rng)
+        # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
+        limit_ms = (cutoff - MEAN * (1.0 - BEHIND) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
+        target = room(limit_ms, work)
+        if step_ms <= load * (1.0 + FULL_LOAD) and uniform(rng) < RELIEF_OFTEN:
+            target = step_ms * (1.0 - RELIEF * uniform(rng))
+        found, tried = np.inf, 0
+        busiest = repair(p, st, rng, target, sc)
+        if busiest <= limit_ms:
+            late = ranks * (cutoff - score + SLACK * score)
+            if uniform(rng) < FULL_RACE:
+                late = np.inf
+            for lap in range(LAPS):
+                limit[lap] = pace[lap] + late
+            found, tried = try_keys(
+                p, st, population, values, keys, chosen, limit, sc, rng, cutoff, limit_ms, busiest, work
+            )
+        judged += tried
+        if not found <= cutoff:
+            st[:] = back
+            continue
+        load = busiest
+        step_ms, score, critical = renew(p, st, population, values, chosen, sc, rng, pace, limit, load, work)
+        judged += 1 + 2 * REJUDGED
+        if step_ms < value[BEST_MS] - 1e-9:
+            lines = write_line(log, lines, i, move, value[BEST_MS], step_ms)
+            value[BEST_MS] = step_ms
+            best[:] = st
+            best_keys[:] = population[0]
+    value[STEP_MS], value[SCORE] = step_ms, score
+    return judged, lines
+
+
+@njit
+def breed(p, st, population, values, keys, limit, sc, rng, task, value):  # type: ignore[no-untyped-def]
+    """Judge keys on a structure as the task asks (known ones, variants of them, new ones, children) and keep the best
+    in the population, sorted; returns how many were judged. `keys` is room."""
+    judged, known, last = 0, task[KNOWN], values.size - 1
     fresh = known + task[NEAR_KNOWN]
     for i in range(fresh + task[DRAWN] + task[BRED]):
         if task[HALT] > 0:
@@ -115,72 +175,39 @@ def walk(p, st, back, best, population, values, best_keys, pace, sc, rng, task, 
             keep_keys(population, values, keys, then)
     if known > 0:
         sort_keys(population, values)
-    # -- the structure as it is
-    load = work_bound(p, st, sc)
-    if task[MOVES] == 0 and task[HALT] > 0:
-        value[STEP_MS] = np.inf
-        return judged, 0
-    if task[MOVES] == 0:
-        keys[:] = population[0]
-        value[STEP_MS] = judge(p, st, keys, np.inf, limit, sc)
-        value[SCORE] = rate(value[STEP_MS], sc.pace, ranks, load, work)
-        pace[:] = sc.pace
-        return judged + 1, 0
-    # -- moves
-    critical = -1
-    step_ms, score = value[STEP_MS], value[SCORE]
-    for i in range(task[MOVES]):
-        if task[HALT] > 0:
-            break
-        back[:] = st
-        move = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
-        while uniform(rng) < COMPOUND:
-            more = change(p, st, rng, task[MAY_RECOMPUTE] > 0, critical)
-            if move < 0:
-                move = more
+    return judged
+
+
+@njit
+def propose(p, st, rng, may_recompute, critical):  # type: ignore[no-untyped-def]
+    """A change in place, now and then several at once; the first move that applied, or -1."""
+    move = change(p, st, rng, may_recompute, critical)
+    while uniform(rng) < COMPOUND:
+        more = change(p, st, rng, may_recompute, critical)
         if move < 0:
-            st[:] = back
-            continue
-        cutoff = threshold(score, value[HEAT] * score, rng)
-        # A step time beyond this takes a mean finish so much earlier that it is not worth waiting for.
-        limit_ms = (cutoff - MEAN * (1.0 - EARLIER) * min(pace[LAPS - 2] / ranks, step_ms)) / (1.0 - MEAN)
-        target = room(limit_ms, work)
-        if step_ms <= load * (1.0 + FULL_LOAD) and uniform(rng) < RELIEF_OFTEN:
-            target = step_ms * (1.0 - RELIEF * uniform(rng))
-        found = np.inf
-        busiest = repair(p, st, rng, target, sc)
-        if busiest <= limit_ms:
-            late = ranks * (cutoff - score + SLACK * score)
-            if uniform(rng) < FULL_RACE:
-                late = np.inf
-            for lap in range(LAPS):
-                limit[lap] = pace[lap] + late
-            for t in range(TRIES):
-                if t == 0:
-                    keys[:] = population[0]
-                elif found <= cutoff or sc.pace[PROMISING] == np.inf:
-                    break
-                else:
-                    make_child(p, population, count_of(values), keys, rng)
-                then_ms = judge(p, st, keys, limit_ms, limit, sc)
-                then = rate(then_ms, sc.pace, ranks, busiest, work)
-                judged += 1
-                if then < found:
-                    found = then
-                    chosen[:] = keys
-        if not found <= cutoff:
-            st[:] = back
-            continue
-        load = busiest
-        step_ms, score, critical = renew(p, st, population, values, chosen, sc, rng, pace, limit, load, work)
-        judged += 1 + REJUDGED + BRED_AGAIN
-        if step_ms < value[BEST_MS] - 1e-9:
-            lines = write_line(log, lines, i, move, value[BEST_MS], step_ms)
-            value[BEST_MS] = step_ms
-            best[:] = st
-            best_keys[:] = population[0]
-    value[STEP_MS], value[SCORE] = step_ms, score
-    return judged, lines
+            move = more
+    return move
+
+
+@njit
+def try_keys(p, st, population, values, keys, chosen, limit, sc, rng, cutoff, limit_ms, load, work):  # type: ignore[no-untyped-def]
+    """Judge a changed structure under the best keys, then under children while it is promising; returns the best score
+    and how many were judged, and leaves the keys it was found with in `chosen`. `keys` is room."""
+    found, tried = np.inf, 0
+    for t in range(TRIES):
+        if t == 0:
+            keys[:] = population[0]
+        elif found <= cutoff or sc.pace[PROMISING] == np.inf:
+            break
+        else:
+            make_child(p, population, count_of(values), keys, rng)
+        then_ms = judge(p, st, keys, limit_ms, limit, sc)
+        then = rate(then_ms, sc.pace, p.count[RANKS], load, work)
+        tried += 1
+        if then < found:
+            found = then
+            chosen[:] = keys
+    return found, tried
 
 
 @njit
@@ -215,7 +242,7 @@ def renew(p, st, population, values, keys, sc, rng, pace, limit, load, work):  #
     pace[:] = sc.pace
     keep_keys(population, values, keys, value)
     other = np.zeros(NUM_KEYS)
-    for i in range(REJUDGED + BRED_AGAIN):
+    for i in range(2 * REJUDGED):
         if i == REJUDGED:
             count = count_of(values)
             for j in range(REJUDGED, min(before.shape[0], REJUDGED + values.size - count)):
@@ -278,7 +305,8 @@ def balance(p, st, back, sc, rng, iterations, even, tilt, rising, wanted):  # ty
         if not moved:
             continue
         value = imbalance(p, st, sc, even, tilt, rising, wanted)
-        if value <= threshold(current, best * BALANCE_HOT * (1.0 - i / iterations) ** 2, rng):
+        left = 1.0 - i / iterations
+        if value <= threshold(current, best * BALANCE_HOT * (left * left), rng):
             current = value
             if value < best:
                 best = value

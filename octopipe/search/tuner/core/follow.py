@@ -1,10 +1,10 @@
-"""Orders timed as they stand, and annealed: the partition, the placement and the sequence of every rank, step by step.
+"""Timing and annealing of given orders: changes the partition, the placement and each rank's sequence in small steps.
 
 Knows: how to time given sequences exactly (`follow`), also over several routes (plans that hold layers more than once)
-and under jitter, and how to change them. Does not know: where they came from or what a plan is.
+and under jitter, and how to change them. Does not know: where they come from, or plans.
 
-List scheduling finds good sequences fast but is chaotic: move one layer and half the decisions change. Here the
-sequences stay as they are, so a small change has a small effect, and judging one costs a fraction of building it.
+List scheduling finds good sequences quickly but is chaotic: moving one layer changes half of the decisions. Here
+sequences are kept, so a small change has a small effect, and evaluating one costs a fraction of building it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from octopipe.search.tuner.core.problem import (
     Problem, below, extras_end, pack, price, uniform, work_bound,
 )  # fmt: skip
 from octopipe.search.tuner.settings import ORDER_MOVES, SETTINGS
+from octopipe.simulation.timing import DROPPED, FOR_F, FOR_I, NEVER, hand_on, note_run, start_of
 
 MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, SWAP, ADVANCE, MOVE_OP = range(len(ORDER_MOVES))
 REACH_OF_MOVE = tuple(float(x) for x in np.cumsum([weight for _, _, weight in ORDER_MOVES]))
-JUMP, REACH, REACH_W, ON_CRITICAL = SETTINGS.advance, SETTINGS.reach, SETTINGS.reach_w, SETTINGS.on_critical
+REACH, REACH_W, ON_CRITICAL = SETTINGS.reach, SETTINGS.reach_w, SETTINGS.on_critical
 COMPOUND, LONGEST_RUN = SETTINGS.polish_compound, SETTINGS.longest_run
-RAN, RESTORED = -1.0, -2.0
-"""In place of an arrival, where a stage recomputes: its F has run; its R has."""
 
 
 class Orders(NamedTuple):
@@ -78,24 +77,12 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
 
     `draw` >= 0: every op's and transfer's time is scaled by that draw of `factors`; optimizer and reductions are not.
     """
-    size, routes, ranks, M, inf = st[SIZE, 0], st[ROUTES, 0], p.count[RANKS], p.count[MICRO_BATCHES], np.inf
-    cost, mine, channel, arrive = sc.price, sc.mine, sc.channel, sc.arrive
     if not price(p, st, sc):
-        return inf
+        return np.inf
+    size, routes, ranks, inf = st[SIZE, 0], st[ROUTES, 0], p.count[RANKS], np.inf
+    cost, mine, arrive = sc.price, sc.mine, sc.arrive
+    left = begin_step(p, st, orders, routes > 1 or draw >= 0, sc)
     vary = 1 if p.count[VARIANTS] > 1 else 0
-    left = 0
-    for s in range(size * routes):
-        for m in range(M):
-            arrive[0, s, m] = 0.0 if s % size == 0 else inf
-            arrive[1, s, m] = inf
-    for r in range(ranks):
-        mine[r, CLOCK] = 0.0
-        sc.place[LENGTH, r] = 0
-        left += orders.length[r]
-        if routes > 1 or draw >= 0:
-            mine[r, LEFT] = 0.0  # no more than that is known without adding up
-        for q in range(ranks):
-            channel[r, q] = 0.0
     factor = carried = 1.0
     while left > 0:
         moved = False
@@ -109,61 +96,39 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
                 v = st[ENTRY, m] * vary
                 if draw >= 0:
                     factor, carried = factors[draw, 0, kind, s, m], factors[draw, 1, kind, s, m]
-                ms = cost[F_MS, s, v]
-                if kind == KIND_F:
-                    at = arrive[0, s, m]
-                    if at == inf:
-                        break
-                    mine[r, USED] += cost[HOLD, s, v]
-                    t = max(t, at) + ms * factor
-                    if st[REDO, s]:
-                        arrive[0, s, m] = RAN
-                    if (s + 1) % size != 0:
-                        q = st[RANK, s + 1]
-                        at = t
-                        if q != r:
-                            at = max(at, channel[r, q]) + cost[HOP_F, s, v] * carried
-                            channel[r, q] = at
-                        arrive[0, s + 1, m] = at
-                    else:
-                        arrive[1, s, m] = t
-                elif kind == KIND_I:
-                    at = arrive[1, s, m]
-                    if at == inf:
-                        break
-                    if st[REDO, s] and arrive[0, s, m] != RESTORED:
-                        # Not restored by an R: only right after its own forward may it do without.
-                        if i == 0 or orders.seq[r, i - 1] != pack(KIND_F, s, m):
-                            return inf
-                        mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
-                        if mine[r, USED] > mine[r, LIMIT]:
-                            return inf
-                    ms = cost[I_MS, s, v]
-                    t = max(t, at) + ms * factor
-                    mine[r, USED] += cost[TAIL, s, v] - cost[FULL, s, v]
-                    # A negative arrival marks what is done; W looks for it.
-                    arrive[1, s, m] = -1.0 - at
-                    if s % size != 0:
-                        q = st[RANK, s - 1]
-                        at = t
-                        if q != r:
-                            at = max(at, channel[r, q]) + cost[HOP_I, s, v] * carried
-                            channel[r, q] = at
-                        arrive[1, s - 1, m] = at
-                elif kind == KIND_W:
-                    if arrive[1, s, m] >= 0.0:
+                if kind == KIND_I and st[REDO, s] and arrive[FOR_F, s, m] == DROPPED:
+                    # Not restored by an R: only right after its own forward may it do without.
+                    if i == 0 or orders.seq[r, i - 1] != pack(KIND_F, s, m):
                         return inf
-                    ms = cost[W_MS, s, v]
-                    t += ms * factor
+                    mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
+                    if mine[r, USED] > mine[r, LIMIT]:
+                        return inf
+                    note_run(arrive, KIND_R, s, m, False)
+                at = start_of(arrive, kind, s, m, t)
+                if at == NEVER:
+                    return inf
+                if at == inf:
+                    break
+                ms = op_ms(cost, kind, s, v)
+                t = at + ms * factor
+                note_run(arrive, kind, s, m, st[REDO, s] > 0)
+                if kind == KIND_F:
+                    mine[r, USED] += cost[HOLD, s, v]
+                    if (s + 1) % size != 0:
+                        hop = cost[HOP_F, s, v] * carried
+                        hand_on(arrive, FOR_F, s + 1, m, sc.channel, r, st[RANK, s + 1], t, hop)
+                    else:
+                        arrive[FOR_I, s, m] = t
+                elif kind == KIND_I:
+                    mine[r, USED] += cost[TAIL, s, v] - cost[FULL, s, v]
+                    if s % size != 0:
+                        hop = cost[HOP_I, s, v] * carried
+                        hand_on(arrive, FOR_I, s - 1, m, sc.channel, r, st[RANK, s - 1], t, hop)
+                elif kind == KIND_W:
                     mine[r, USED] -= cost[TAIL, s, v]
                     sc.done[s] = t
                 else:
-                    # R after its own F, which stands before it on this rank or nowhere.
-                    if arrive[0, s, m] != RAN or arrive[1, s, m] < 0.0:
-                        return inf
-                    arrive[0, s, m] = RESTORED
                     mine[r, USED] += cost[FULL, s, v] - cost[HOLD, s, v]
-                    t += ms * factor
                     if (s + 1) % size == 0:
                         ms = 0.0  # the work bound leaves the last stage's R out
                 if kind <= KIND_R and mine[r, USED] > mine[r, LIMIT]:
@@ -180,13 +145,47 @@ def follow(p, st, orders, cutoff, factors, draw, sc):  # type: ignore[no-untyped
                 mine[r, CLOCK] = t
         if not moved:
             return inf
-    last = 0.0
+    return step_end(p, st, sc)
+
+
+@njit
+def begin_step(p, st, orders, unknown_work, sc):  # type: ignore[no-untyped-def]
+    """Nothing has run yet; returns how many ops there are. `unknown_work`: what ranks have left to do is not known
+    without adding it up, so nothing is given up early for it."""
+    size, ranks, inf, left = st[SIZE, 0], p.count[RANKS], np.inf, 0
+    for s in range(size * st[ROUTES, 0]):
+        for m in range(p.count[MICRO_BATCHES]):
+            sc.arrive[FOR_F, s, m] = 0.0 if s % size == 0 else inf
+            sc.arrive[FOR_I, s, m] = inf
     for r in range(ranks):
-        mine[r, FREE] = mine[r, CLOCK]
-        if mine[r, CLOCK] > last:
-            last = mine[r, CLOCK]
+        sc.mine[r, CLOCK] = 0.0
+        sc.place[LENGTH, r] = 0
+        left += orders.length[r]
+        if unknown_work:
+            sc.mine[r, LEFT] = 0.0
+        for q in range(ranks):
+            sc.channel[r, q] = 0.0
+    return left
+
+
+@njit
+def op_ms(cost, kind, s, v):  # type: ignore[no-untyped-def]
+    """How long an op takes; R as long as F."""
+    if kind == KIND_I:
+        return cost[I_MS, s, v]
+    return cost[W_MS, s, v] if kind == KIND_W else cost[F_MS, s, v]
+
+
+@njit
+def step_end(p, st, sc):  # type: ignore[no-untyped-def]
+    """When the step ends, given when every rank does; notes the rank that ends last."""
+    last, ranks = 0.0, p.count[RANKS]
+    for r in range(ranks):
+        sc.mine[r, FREE] = sc.mine[r, CLOCK]
+        if sc.mine[r, CLOCK] > last:
+            last = sc.mine[r, CLOCK]
             sc.place[LENGTH, ranks] = r
-    if p.count[HAS_EXTRAS] > 0 or routes > 1:
+    if p.count[HAS_EXTRAS] > 0 or st[ROUTES, 0] > 1:
         last = max(last, extras_end(p, st, sc))
     return last
 
@@ -228,11 +227,7 @@ def read_times(p, st, orders, factors, sc, times):  # type: ignore[no-untyped-de
         code = orders.seq[r, i]
         kind, s, m = code >> KIND_BITS, (code >> STAGE_BITS) & MASK, code & MASK
         v = st[ENTRY, m] * vary
-        ms = sc.price[F_MS, s, v]
-        if kind == KIND_I:
-            ms = sc.price[I_MS, s, v]
-        elif kind == KIND_W:
-            ms = sc.price[W_MS, s, v]
+        ms = op_ms(sc.price, kind, s, v)
         if i > 0 and sc.end[r, i - 1] >= sc.end[r, i] - ms - 1e-9:
             i -= 1
             continue
@@ -320,7 +315,7 @@ def alter(p, st, orders, times, path, rng, critical):  # type: ignore[no-untyped
         r, i = times.path[0, k], times.path[1, k]
         if i == 0 or i >= orders.length[r]:  # a stage may have left the rank since the path was read
             return -1
-        jump(orders, r, i, i - 1 if move == SWAP else max(0, i - 1 - below(rng, JUMP)))
+        jump(orders, r, i, i - 1 if move == SWAP else max(0, i - 1 - below(rng, REACH)))
         return move
     r = critical if uniform(rng) < ON_CRITICAL else below(rng, p.count[RANKS])
     length = orders.length[r]

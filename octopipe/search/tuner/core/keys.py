@@ -1,9 +1,10 @@
-"""Keys, the priorities of list scheduling, as vectors that are drawn, varied, crossed and kept in populations.
+"""Keys, the priorities of list scheduling: vectors that are drawn, mutated, crossed and kept in populations.
 
-Knows: the ranges in which good keys were seen, and how one vector is made from others. Does not know: searches or time.
+Knows: the ranges of good keys, and how one vector is derived from others. Does not know: searches or time.
 
-Keys know no single stage or op, so they fit any structure and carry over from one to the next: a few hundred vectors
-bred on a structure come within one or two percent of the best order known for it. Their ranges stand in settings.py.
+Keys do not refer to single stages or ops, so they apply to any structure and can be transferred between structures: a
+few hundred vectors evolved on a structure come within one or two percent of the best known order. Their ranges are in
+settings.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from octopipe.base.compile import njit
-from octopipe.search.tuner.core.decode import (
+from octopipe.search.tuner.core.rows import (
     A_F, A_I, B_F, B_I, BANK, C_I, LOOK, NUM_KEYS, RHO, RULE, RULE_MORE, RULE_SLACK, W_OVER,
 )  # fmt: skip
 from octopipe.search.tuner.core.problem import (
@@ -25,10 +26,12 @@ FREE_RULE, SAME_RULE, SHARE_RULE, LITTLE_RULE = range(4)
 law (time from F to I over the time per micro-batch)."""
 FIRST_I = -1e3
 """C_I from which any I goes before any F."""
+W_NEVER = 10.0
+"""W_OVER from which W waits until nothing else can run."""
 HALVINGS, WIDEST = 12, 4.0
 """Of the interval in which a share of memory is looked for, and its upper end in full pipelines."""
 K = SETTINGS.keys
-CROSSED, FRESH, VARIED, MOST_VARIED = SETTINGS.crossed, SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
+FRESH, VARIED, MOST_VARIED = SETTINGS.fresh, SETTINGS.varied, SETTINGS.most_varied
 
 
 @njit
@@ -40,16 +43,16 @@ def draw_keys(p, keys, rng):  # type: ignore[no-untyped-def]
     keys[A_I] = 10.0 ** (K.decades * (2.0 * uniform(rng) - 1.0))
     keys[B_F] = (K.slope_width * uniform(rng) + K.slope_from) * r
     keys[B_I] = (K.slope_width * uniform(rng) + K.slope_from) * r
-    keys[C_I] = FIRST_I if uniform(rng) < K.i_first else (K.i_width * uniform(rng) + K.i_from) * r
+    keys[C_I] = FIRST_I if uniform(rng) < 0.5 else (K.i_width * uniform(rng) + K.slope_from) * r
     far = K.look_long
     keys[LOOK] = 0.0
-    if uniform(rng) >= K.no_look:
+    if uniform(rng) >= 0.5:
         keys[LOOK] = uniform(rng)
         if uniform(rng) < K.short_look:
             far = K.look_short
         keys[LOOK] *= far
-    keys[RHO] = 1.0 if uniform(rng) < K.whole_reserve else uniform(rng)
-    keys[W_OVER] = K.w_never if uniform(rng) < K.w_last else K.w_over * uniform(rng)
+    keys[RHO] = 1.0 if uniform(rng) < 0.5 else uniform(rng)
+    keys[W_OVER] = W_NEVER if uniform(rng) < K.w_last else K.w_over * uniform(rng)
     keys[BANK] = 0.0 if not limited or uniform(rng) < K.no_bank else uniform(rng)
     u = uniform(rng)
     keys[RULE_MORE] = 0.0
@@ -76,7 +79,7 @@ def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
             keys[B_F if k == 2 else B_I] += step * bell(rng)
         elif k == 4:
             if keys[C_I] < 0.9 * FIRST_I:
-                keys[C_I] = (K.i_width * uniform(rng) + K.i_from) * p.count[RANKS]
+                keys[C_I] = (K.i_width * uniform(rng) + K.slope_from) * p.count[RANKS]
             else:
                 keys[C_I] += step * bell(rng)
         elif k == 5:
@@ -84,7 +87,7 @@ def vary_keys(p, keys, rng):  # type: ignore[no-untyped-def]
         elif k == 6:
             keys[RHO] = min(max(keys[RHO] + K.reserve_step * bell(rng), 0.0), 1.0)
         elif k == 7:
-            keys[W_OVER] = K.w_never if uniform(rng) < K.w_last_again else K.w_over * uniform(rng)
+            keys[W_OVER] = W_NEVER if uniform(rng) < K.w_last_again else K.w_over * uniform(rng)
         elif keys[RULE] == SAME_RULE:
             keys[RULE_SLACK] = max(keys[RULE_SLACK] + (1.0 if uniform(rng) < 0.5 else -1.0), 1.0)
         elif keys[RULE] == SHARE_RULE:
@@ -100,8 +103,9 @@ def make_child(p, population, count, keys, rng):  # type: ignore[no-untyped-def]
     if count == 0 or uniform(rng) < FRESH:
         draw_keys(p, keys, rng)
         return
-    keys[:] = population[min(int(uniform(rng) ** 2 * count), count - 1)]
-    if uniform(rng) < CROSSED:
+    lot = uniform(rng)
+    keys[:] = population[min(int(lot * lot * count), count - 1)]
+    if uniform(rng) < 0.5:
         other = below(rng, count)
         for k in range(RULE):
             if uniform(rng) < 0.5:

@@ -1,7 +1,7 @@
-"""Moves of a structure: its partition, its placement, what it recomputes; one function a move, and their weights.
+"""Moves on a structure: its partition, its placement, what it recomputes; one function per move, and their weights.
 
-Knows: how to change a structure in place, and how to even out its ranks afterwards. Does not know: keys or schedules.
-Every move returns whether it applied.
+Knows: how to change a structure in place, and how to rebalance its ranks afterwards. Does not know: keys or schedules.
+Every move returns whether it was applicable.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from octopipe.search.tuner.settings import SETTINGS, STRUCTURE_MOVES
     MIGRATE, SHIFT, MOVE_STAGE, EXCHANGE, ROTATE, EXCHANGE_RANKS, SPLIT, MERGE, RECOMPUTE, REORDER,
 ) = range(len(STRUCTURE_MOVES))  # fmt: skip
 REACH = tuple(float(x) for x in np.cumsum([weight for _, _, weight in STRUCTURE_MOVES]))
-FOCUS, BY_TWO, LONGEST_RUN, VISIT = SETTINGS.focus, SETTINGS.by_two, SETTINGS.longest_run, SETTINGS.visit
-CHANGE_PLACES, NEARBY, OTHER = SETTINGS.change_places, SETTINGS.nearby, SETTINGS.other_moves
-STAY, STAY_WIDTH, ELSEWHERE, MOST_SENT = SETTINGS.stay, SETTINGS.stay_width, SETTINGS.elsewhere, SETTINGS.most_sent
+BY_TWO, LONGEST_RUN, VISIT = SETTINGS.by_two, SETTINGS.longest_run, SETTINGS.visit
+CHANGE_PLACES, OTHER = SETTINGS.change_places, SETTINGS.other_moves
+STAY, STAY_WIDTH = SETTINGS.stay, SETTINGS.stay_width
 REPAIR_MOVES, REPAIR_RUN = SETTINGS.repair_moves, SETTINGS.repair_run
 
 
@@ -29,7 +29,7 @@ def pick(st, rng, critical):  # type: ignore[no-untyped-def]
     """A stage; often one on the critical rank."""
     n = st[SIZE, 0]
     s = below(rng, n)
-    if critical >= 0 and uniform(rng) < FOCUS:
+    if critical >= 0 and uniform(rng) < 0.5:
         for _ in range(n):
             if st[RANK, s] == critical:
                 break
@@ -85,7 +85,7 @@ def exchange(st, rng, critical):  # type: ignore[no-untyped-def]
     n = st[SIZE, 0]
     s = pick(st, rng, critical)
     e = below(rng, n)
-    if uniform(rng) < NEARBY:
+    if uniform(rng) < 0.5:
         e = min(s + 1 + below(rng, 3), n - 1)
     x, y = st[RANK, s], st[RANK, e]
     if x == y:
@@ -172,7 +172,7 @@ def split(p, st, rng, critical):  # type: ignore[no-untyped-def]
     width = st[BOUNDS, s + 1] - st[BOUNDS, s]
     if width < 2 or n >= st[SIZE, 1]:
         return False
-    if uniform(rng) < ELSEWHERE:
+    if uniform(rng) < STAY:
         return send(st, rng, s, width)
     cut = st[BOUNDS, s] + 1 + below(rng, width - 1)
     insert_stage(st, s)
@@ -188,7 +188,7 @@ def merge(st, rng):  # type: ignore[no-untyped-def]
     n = st[SIZE, 0]
     if n < 2:
         return False
-    if uniform(rng) < ELSEWHERE:
+    if uniform(rng) < STAY:
         return fetch(st, rng)
     s = 1 + below(rng, n - 1)
     if uniform(rng) < STAY:
@@ -212,7 +212,7 @@ def send(st, rng, s, width):  # type: ignore[no-untyped-def]
     j = below(rng, n + 1)
     if (j < n and st[RANK, j] == r) or (j > 0 and st[RANK, j - 1] == r):
         return False
-    by = 1 + below(rng, min(width - 1, MOST_SENT))
+    by = 1 + below(rng, min(width - 1, LONGEST_RUN))
     if j <= s:
         for k in range(j, s + 1):
             st[BOUNDS, k] += by

@@ -1,9 +1,9 @@
-"""A setting as arrays: what layers, ranks and links cost, and room for a schedule to be built in.
+"""The problem as arrays: costs of layers, ranks and links, and working memory for building a schedule.
 
-Knows: the one place where the search's costs come from (`CostTable`), structures, and random numbers for kernels. Does
-not know: schedules, moves or plans.
+Knows: the only source of the search's costs (`CostTable`), structures, and random numbers for kernels. Does not know:
+schedules, moves or plans.
 
-Kernels take a few large arrays of two types instead of many small ones: what is read together stands together.
+Kernels take a few large arrays of two types instead of many small ones, so that values read together are adjacent.
 """
 
 from __future__ import annotations

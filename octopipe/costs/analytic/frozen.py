@@ -1,0 +1,100 @@
+"""What is not trained: frozen layers, and low-rank adapters (LoRA) beside frozen matrices.
+
+Knows: which layers of a model have no gradients, which products adapters add to a layer and how many weights they have,
+and how many FLOPs a step then needs. Does not know: how long anything takes (`layer_pricing.py`) or what it holds
+(`footprint.py`).
+
+A frozen layer has no W, no gradient and no optimizer state. Its I is still needed where a layer before it is trained:
+the gradient has to pass. A frozen layer with nothing trained before it runs forward only and keeps nothing.
+
+Adapters (Hu et al., "LoRA", ICLR 2022) of rank r turn a product y = x M into x M + (x A) B, with A of width r. Each
+matrix of a block gets a pair, those of routed experts included; embedding and head get none.
+
+>>> layer_states(5, ((0, 1), (3, 3)))
+('idle', 'idle', 'trained', 'frozen', 'trained')
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.analytic.flops import Product, Work, layer_flops
+from octopipe.costs.cluster.fields import ranges_text
+from octopipe.costs.cluster.hardware import Cluster
+from octopipe.costs.cluster.setup import Setup
+from octopipe.models.spec import Embedding, Head, Layer, ModelSpec
+
+State = Literal["trained", "frozen", "idle"]
+"""Of a layer: its weights are trained; they are frozen, and gradients pass; they are frozen, and no gradient passes."""
+
+
+@lru_cache(maxsize=256)
+def layer_states(num_layers: int, ranges: tuple[tuple[int, int], ...]) -> tuple[State, ...]:
+    """The state of every layer, adapters aside."""
+    if ranges and ranges[-1][1] >= num_layers:
+        raise OctoPipeError(
+            f"frozen {ranges_text(ranges)} names layer {ranges[-1][1]}; the model has layers 0 to {num_layers - 1}"
+        )
+    frozen = {i for first, last in ranges for i in range(first, last + 1)}
+    if len(frozen) == num_layers:
+        raise OctoPipeError(f"frozen {ranges_text(ranges)} leaves no layer to train; name fewer")
+    first_trained = next(i for i in range(num_layers) if i not in frozen)
+    return tuple("trained" if i not in frozen else "idle" if i < first_trained else "frozen" for i in range(num_layers))
+
+
+def trained_share(spec: ModelSpec, setup: Setup) -> float:
+    """Share of a model's weights that have gradients and optimizer state; adapters themselves are not counted."""
+    return 0.0 if setup.lora is not None else _share(spec, setup, ("trained",))
+
+
+def backward_share(spec: ModelSpec, setup: Setup) -> float:
+    """Share of a model's weights that a backward needs: those of all layers through which gradients pass."""
+    return _share(spec, setup, ("trained", "frozen"))
+
+
+def _share(spec: ModelSpec, setup: Setup, states: tuple[State, ...]) -> float:
+    every = zip(spec.layers, layer_states(spec.num_layers, setup.frozen), strict=True)
+    sizes = [(float(layer.parameters), state) for layer, state in every]
+    return sum(size for size, state in sizes if state in states) / max(sum(size for size, _ in sizes), 1.0)
+
+
+def adapted(part: Layer, setup: Setup, state: State) -> bool:
+    """Whether this part of a layer has adapters."""
+    return setup.lora is not None and state == "trained" and not isinstance(part, Embedding | Head)
+
+
+def adapters(work: Work, rank: int) -> Work:
+    """The products that adapters add. Tensor parallelism divides the factor on the side where it divides the matrix."""
+    products: list[Product] = []
+    for p in work.products:
+        first = p._replace(outer=rank, cut="inner" if p.cut == "inner" else "", low_precision=False)
+        second = p._replace(inner=rank, cut="outer" if p.cut == "outer" else "", low_precision=False)
+        products += [first, second]
+    return replace(work, products=tuple(products))
+
+
+def adapter_parameters(work: Work, rank: int, cluster: Cluster) -> tuple[float, float]:
+    """Weights of a part's adapters on one GPU before ZeRO divides anything: dense ones, and those of experts."""
+    dense = experts = 0.0
+    for p in adapters(work, rank).products:
+        tp = cluster.expert_tp if p.experts else cluster.tp
+        size = p.inner * p.outer / (tp if p.cut else 1)
+        if p.experts:
+            experts += size * p.experts / cluster.ep
+        else:
+            dense += size
+    return dense, experts
+
+
+@lru_cache(maxsize=64)
+def needed_flops(layers: tuple[Layer, ...], frozen: tuple[tuple[int, int], ...], adapters: bool, seq: int) -> float:
+    """What utilisation is measured by, per sequence: what must be computed once. Of a frozen layer that is its forward,
+    and where gradients pass it as much again; adapters themselves are left out."""
+    total, states = 0.0, layer_states(len(layers), frozen)
+    for layer, state in zip(layers, states, strict=True):
+        passes = {"trained": 2 if adapters else 3, "frozen": 2, "idle": 1}[state]
+        total += passes * layer_flops(layer, seq=seq).forward
+    return total

@@ -1,0 +1,61 @@
+"""How a set-up is asked for: fields that are keywords, flags or inputs of a form, and names as users give them.
+
+Knows: which fields of `Setup` each way of asking has, and other names under which a field may be given. Does not know:
+what a field holds (`fields.py`) or what a set-up means (`setup.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.base.files import brief
+from octopipe.costs.cluster.fields import Asked, NodeGroups, Part, fields_of
+from octopipe.costs.cluster.setup import Setup
+
+
+def keyword_fields() -> dict[str, Asked]:
+    """The fields that are asked for by name: keywords of the package's functions, keys of a plan's "setting"."""
+    return {name: how for name, how in fields_of(Setup).items() if how.is_keyword}
+
+
+def flag_fields(*parts: Part) -> dict[str, Asked]:
+    """The fields that have a flag, those of these parts alone where any is given."""
+    every = fields_of(Setup).items()
+    return {name: how for name, how in every if how.has_flag and (not parts or how.part in parts)}
+
+
+def form_fields() -> dict[str, Asked]:
+    """The fields that a page's form asks for: all that have a flag, but for files of the machine that serves it."""
+    return {
+        name: how for name, how in keyword_fields().items() if how.has_flag and not isinstance(how.kind, NodeGroups)
+    }
+
+
+def keywords(given: Mapping[str, Any], *, others: Iterable[str] = (), lenient: bool = False) -> dict[str, Any]:
+    """What is asked for, under the fields' own names. An unknown name is an error that says the nearest one (`others`
+    are known to the caller), or is left out where `lenient`; of two names of one field the first counts there."""
+    fields = keyword_fields()
+    older = {other: (name, convert) for name, how in fields.items() for other, convert in how.also.items()}
+    out: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for word, value in given.items():
+        name, convert = (word, None) if word in fields else older.get(word, ("", None))
+        if not name:
+            if lenient:
+                continue
+            close = difflib.get_close_matches(word, [*others, *fields, *older], 1)
+            raise OctoPipeError(f"unknown keyword {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        if name in out:
+            if lenient:
+                continue
+            raise OctoPipeError(f"{spelled[name]} and {word} are the same keyword; give one of them")
+        if convert is not None and value is not None:
+            try:
+                value = convert(value)
+            except (TypeError, ValueError):
+                raise OctoPipeError(f"{word} is {brief(value)}; give {name} instead") from None
+        out[name], spelled[name] = value, word
+    return out

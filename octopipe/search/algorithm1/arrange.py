@@ -1,0 +1,257 @@
+"""Orders derived from priorities by list scheduling, compiled.
+
+Knows: arrays of times, bytes and keys, and how a rank decides what to run next. Does not know: plans, phases or moves.
+
+Among the F and I whose inputs have arrived, the one with the smallest key runs; W fills time in which a rank would
+wait, and runs first if an F lacks memory. These are the paper's advance of F and B, delay of W, and advance of W to
+avoid running out of memory. `simulation/timing.py` says when a result arrives.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from octopipe.base.compile import njit
+from octopipe.plans.op import F, I, R, W
+from octopipe.simulation.timing import FOR_F, FOR_I, hand_on
+
+STUCK, TOO_SLOW = -1, -2
+"""In place of the first rank's length: no rank can run anything; some rank cannot end before the cutoff any more."""
+
+
+class Rules(NamedTuple):
+    """By what a rank decides."""
+
+    keys: Any
+    """[F or I, stage, micro_batch]: the smallest runs first."""
+    flight: Any
+    """Most micro-batches under way."""
+    wait_ms: Any
+    """How long a rank waits for an op of smaller key."""
+    overrun: Any
+    """Share of a W that may stick out of the gap it fills."""
+    recomputes: Any
+    """[stage]"""
+
+
+class Desk(NamedTuple):
+    """What is known while orders are derived."""
+
+    arrived: Any
+    """[2, stage, micro_batch]: when inputs and gradients are there; infinite while that is not known."""
+    channel: Any
+    done: Any
+    """[2, stage]: how many F and I have run."""
+    clock: Any
+    """[rank]: when it is free."""
+    used: Any
+    """[rank]: bytes."""
+    room: Any
+    """[rank]: bytes kept free for what R brings back."""
+    undone: Any
+    """[rank]: work that is left."""
+    listed: Any
+    """The stages of every rank, one rank after the other;"""
+    first: Any
+    """[rank + 1]: where a rank's stages begin in that list."""
+    waiting: Any
+    """[rank, k, 2]: stage and micro-batch of the W that could run, oldest first;"""
+    queue: Any
+    """[2, rank]: where that list begins and ends."""
+    length: Any
+    """[rank]: ops so far."""
+
+
+@njit
+def arrange(prices, rules, size, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
+    """Orders of a chain of stages, written to out[rank]; returns their lengths, or STUCK or TOO_SLOW as the first of
+    them. No rank has more than `size` ops. Micro-batches pass every stage in the order of their numbers."""
+    ranks, stages, micro_batches = prices.static.size, prices.rank.size, prices.held.shape[1]
+    desk = Desk(
+        arrived=np.full((2, stages, micro_batches), np.inf),
+        channel=np.zeros((ranks, ranks)),
+        done=np.zeros((2, stages), np.int64),
+        clock=np.zeros(ranks),
+        used=prices.static.copy(),
+        room=np.zeros(ranks),
+        undone=np.zeros(ranks),
+        listed=np.zeros(stages, np.int64),
+        first=np.zeros(ranks + 1, np.int64),
+        waiting=np.zeros((ranks, size, 2), np.int64),
+        queue=np.zeros((2, ranks), np.int64),
+        length=np.zeros(ranks, np.int64),
+    )
+    _set_up(prices, rules, desk)
+    # What every rank would do next; decided again only where something it depends on has changed.
+    next_at, next_stage, next_kind = np.full(ranks, np.inf), np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    decided = np.zeros(ranks, np.bool_)
+    left = 2 * stages * micro_batches
+    while left > 0:
+        # The rank whose next op starts first decides first: what others do later cannot arrive before.
+        r = -1
+        for k in range(ranks):
+            if not decided[k]:
+                decided[k] = True
+                next_at[k], next_stage[k], next_kind[k] = _decide(prices, rules, desk, k, capacity)
+            if next_at[k] < (next_at[r] if r >= 0 else np.inf):
+                r = k
+        if r < 0:
+            desk.length[0] = STUCK
+            return desk.length
+        decided[r] = False
+        if next_kind[r] == W:
+            _run_weight(prices, desk, r, out)
+            continue
+        told = _run(prices, rules, desk, next_kind[r], next_stage[r], capacity, cutoff_ms, out)
+        if told < 0:
+            desk.length[0] = told
+            return desk.length
+        decided[told] = False
+        left -= 1
+    for r in range(ranks):
+        while desk.queue[0, r] < desk.queue[1, r]:
+            _run_weight(prices, desk, r, out)
+    return desk.length
+
+
+@njit
+def _set_up(p, rules, desk):  # type: ignore[no-untyped-def]
+    stages, micro_batches = desk.arrived.shape[1], desk.arrived.shape[2]
+    for m in range(micro_batches):
+        desk.arrived[FOR_F, 0, m] = 0.0
+    count = 0
+    for r in range(desk.clock.size):
+        for s in range(stages):
+            if p.rank[s] == r:
+                desk.listed[count] = s
+                count += 1
+        desk.first[r + 1] = count
+    for s in range(stages):
+        r = p.rank[s]
+        for m in range(micro_batches):
+            desk.undone[r] += p.ms[F, s, m] + p.ms[I, s, m] + p.ms[W, s, m]
+            if rules.recomputes[s]:
+                # What R brings back must always find its place.
+                desk.room[r] = max(desk.room[r], p.held[s, m] - p.kept[s, m])
+
+
+@njit
+def _decide(p, rules, desk, r, capacity):  # type: ignore[no-untyped-def]
+    """When rank r runs something next, of which stage (-1 for a W) and of which kind; infinite: it can run nothing."""
+    key, at, s_of, k_of = np.inf, np.inf, -1, -1
+    for turn in range(2):
+        # First when the earliest op may start, then which op has the smallest key among those not much later.
+        for place in range(desk.first[r], desk.first[r + 1]):
+            s = desk.listed[place]
+            for row in range(2):
+                m = desk.done[row, s]
+                if not _may_run(p, rules, desk, row, s, m, r, capacity):
+                    continue
+                ready = max(desk.arrived[row, s, m], desk.clock[r])
+                if turn == 0:
+                    at = min(at, ready)
+                elif ready <= at + rules.wait_ms and rules.keys[row, s, m] < key:
+                    key, s_of, k_of = rules.keys[row, s, m], s, row
+        if at == np.inf:
+            break
+    begins, kind = np.inf, I if k_of == FOR_I else F
+    if s_of >= 0:
+        begins = max(desk.arrived[k_of, s_of, desk.done[k_of, s_of]], desk.clock[r])
+    if desk.queue[0, r] < desk.queue[1, r]:
+        w_s, w_m = desk.waiting[r, desk.queue[0, r], 0], desk.waiting[r, desk.queue[0, r], 1]
+        gap = begins - desk.clock[r]
+        if gap > 1e-9 and gap >= (1.0 - rules.overrun) * p.ms[W, w_s, w_m]:
+            return desk.clock[r], -1, W
+    return begins, s_of, kind
+
+
+@njit
+def _may_run(p, rules, desk, row, s, m, r, capacity):  # type: ignore[no-untyped-def]
+    """Whether the next F (row FOR_F) or I (row FOR_I) of a stage is there, or on its way, and finds room."""
+    if m >= desk.arrived.shape[2] or desk.arrived[row, s, m] == np.inf:
+        return False
+    used, waits = desk.used[r], desk.queue[0, r] < desk.queue[1, r]
+    if row == FOR_I:
+        if desk.done[FOR_F, s] <= m:
+            return False
+        return not (rules.recomputes[s] and used + p.held[s, m] - p.kept[s, m] + p.work[s] > capacity[r] and not waits)
+    if s == 0 and m - desk.done[FOR_I, 0] >= rules.flight:
+        return False
+    needed = used + (p.kept[s, m] if rules.recomputes[s] else p.held[s, m]) + p.work[s] + desk.room[r]
+    return needed <= capacity[r] or (waits and needed - _stashed(p, desk, r) <= capacity[r])
+
+
+@njit
+def _run(p, rules, desk, kind, s, capacity, cutoff_ms, out):  # type: ignore[no-untyped-def]
+    """Run the next F or I of a stage, behind the W that must give way and its R; returns the rank that receives its
+    result, or STUCK or TOO_SLOW."""
+    r, row = p.rank[s], FOR_F if kind == F else FOR_I
+    m, n = desk.done[row, s], desk.length[r]
+    again = rules.recomputes[s]
+    # A recomputing stage keeps everything where its I follows its F at once.
+    apart = n > 0 and not (out[r, n - 1, 0] == s and out[r, n - 1, 1] == F and out[r, n - 1, 2] == m)
+    if kind == F:
+        takes, reserve = p.kept[s, m] if again else p.held[s, m], desk.room[r]
+    else:
+        takes, reserve = p.held[s, m] - p.kept[s, m] if again else 0.0, 0.0
+    while (
+        desk.used[r] + takes + p.work[s] + reserve > capacity[r] and desk.queue[0, r] < desk.queue[1, r] and takes > 0.0
+    ):
+        _run_weight(p, desk, r, out)
+    if desk.used[r] + takes + p.work[s] > capacity[r] and takes > 0.0:
+        return STUCK
+    if kind == I and again and apart:
+        desk.clock[r] += p.ms[R, s, m]  # while the gradient is under way
+        _write(desk, r, s, R, m, out)
+    desk.used[r] += takes
+    end = max(desk.clock[r], desk.arrived[row, s, m]) + p.ms[kind, s, m]
+    desk.clock[r] = end
+    desk.undone[r] -= p.ms[kind, s, m]
+    if end + desk.undone[r] > cutoff_ms:
+        return TOO_SLOW
+    _write(desk, r, s, kind, m, out)
+    desk.done[row, s] += 1
+    if kind == I:
+        desk.used[r] -= p.held[s, m] - p.stash[s, m]
+        desk.waiting[r, desk.queue[1, r], 0], desk.waiting[r, desk.queue[1, r], 1] = s, m
+        desk.queue[1, r] += 1
+    if kind == F and s + 1 < desk.done.shape[1]:
+        to = p.rank[s + 1]
+        hand_on(desk.arrived, FOR_F, s + 1, m, desk.channel, r, to, end, p.forward_ms[s, m])
+        return to
+    if kind == F:
+        desk.arrived[FOR_I, s, m] = end
+    elif s > 0:
+        to = p.rank[s - 1]
+        hand_on(desk.arrived, FOR_I, s - 1, m, desk.channel, r, to, end, p.gradient_ms[s, m])
+        return to
+    return r
+
+
+@njit
+def _stashed(p, desk, r):  # type: ignore[no-untyped-def]
+    """Bytes that the weight gradients of a rank that wait would free."""
+    total = 0.0
+    for k in range(desk.queue[0, r], desk.queue[1, r]):
+        total += p.stash[desk.waiting[r, k, 0], desk.waiting[r, k, 1]]
+    return total
+
+
+@njit
+def _run_weight(p, desk, r, out):  # type: ignore[no-untyped-def]
+    """The W that waits longest on rank r runs now."""
+    s, m = desk.waiting[r, desk.queue[0, r], 0], desk.waiting[r, desk.queue[0, r], 1]
+    desk.queue[0, r] += 1
+    desk.clock[r] += p.ms[W, s, m]
+    desk.undone[r] -= p.ms[W, s, m]
+    desk.used[r] -= p.stash[s, m]
+    _write(desk, r, s, W, m, out)
+
+
+@njit
+def _write(desk, r, s, kind, m, out):  # type: ignore[no-untyped-def]
+    n = desk.length[r]
+    out[r, n, 0], out[r, n, 1], out[r, n, 2] = s, kind, m
+    desk.length[r] = n + 1
