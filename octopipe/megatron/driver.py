@@ -12,6 +12,7 @@ runs its forward again at R, beside whatever Megatron's own recomputation flags 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,20 +20,24 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.mode import mode_from_object
 from octopipe.costs.table import CostTable
 from octopipe.megatron.placing import for_megatron
+from octopipe.megatron.profiling import precision_of_chunks
 from octopipe.megatron.reduction import megatron_groups, no_sync, start_reduction
 from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.walk import Walk
 from octopipe.megatron.weights import Split
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import lowering_costs, priced_recomputation
+from octopipe.plans.setting import MODE, lowering_costs, priced_recomputation
 from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, lower
 from octopipe.simulation.timeline import Timeline
+
+_log = logging.getLogger("octopipe.megatron")
 
 
 def forward_backward_func(
@@ -146,6 +151,7 @@ class PlanDriver:
                 "octopipe.megatron.build_chunks"
             )
         self._check_recomputation(models)
+        self._tell_other_precision(models, rank)
         self._models = list(models)
         self._splits = {}
         for number, model in zip(stages, models):
@@ -173,6 +179,20 @@ class PlanDriver:
             f"needs more memory than the plan says: set {flags} (`octopipe export PLAN --to megatron` prints the "
             "flags), or tune with --recompute none"
         )
+
+    def _tell_other_precision(self, models: Sequence[Any], rank: int) -> None:
+        """A word, once, where the plan was made from times of another precision: what it promises is not this run's."""
+        from megatron.core.utils import get_model_config
+
+        measured = mode_from_object(self.plan.extra.get(MODE), "the plan")
+        running = precision_of_chunks(get_model_config(models[0]), models)
+        if measured is not None and measured.precision != running and rank == 0:
+            _log.warning(
+                "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times are "
+                "not this run's; measure these chunks with octopipe.megatron.profile and tune again",
+                measured.precision,
+                running,
+            )
 
     def _check_engine(self, split: Split, number: int, rank: int) -> None:
         """Transformer Engine lets weight gradients out in the order they went in."""

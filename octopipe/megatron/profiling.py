@@ -126,7 +126,7 @@ def profile(
         sizes = sorted({1 << 12, max(1 << 13, int(boundary) // 4), max(1 << 14, int(boundary))})
         pairs = measure_links(world, device, sizes=sizes, transport=transport)
     state = _state_bytes(config) if state_bytes_per_parameter is None else state_bytes_per_parameter
-    costs, fewer = _table(rows, factors, name, pairs, state, Mode(precision=_precision(config, chunks)))
+    costs, fewer = _table(rows, factors, name, pairs, state, Mode(precision=precision_of_chunks(config, chunks)))
     about = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": world.size,
@@ -261,7 +261,8 @@ def _table(
     return costs, fewer
 
 
-def _precision(config: Any, chunks: Sequence[nn.Module]) -> str:
+def precision_of_chunks(config: Any, chunks: Sequence[nn.Module]) -> str:
+    """The name (`costs/mode.py`) of what Megatron's flags and DDP make chunks compute in."""
     if not (config.bf16 or config.fp16):
         return "fp64" if config.params_dtype is torch.float64 else "fp32"
     wide = any(getattr(p, "main_grad", p).dtype is torch.float32 for c in chunks for p in c.parameters())

@@ -558,6 +558,34 @@ def test_tuning_by_running_measures_published_and_tuned_plans_and_keeps_the_fast
     assert best == min(rows, key=lambda row: row[1])[0]
 
 
+def warned_of_precision(world, precision):
+    """What the drop-in says about a plan whose times were measured in this precision, to chunks in float64."""
+    import logging
+
+    plan = megatron.for_megatron(_system("1f1b", 2)).with_extra(mode={"precision": precision, "graphs": False})
+    mm.start(2, embedding_ranks=megatron.embedding_ranks(plan))
+    config = mm.gpt_config(2, None, megatron.placement(plan))
+    chunks = megatron.build_chunks(plan, lambda pre_process, post_process: mm.gpt(
+        config, pre_process=pre_process, post_process=post_process))  # fmt: skip
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("octopipe.megatron").addHandler(handler)
+    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    usual = {"forward_step_func": mm.forward_step, "seq_length": mm.LENGTH, "micro_batch_size": 2}
+    for _ in range(2):
+        step(**usual, model=chunks, data_iterator=iter(mm.batches(4)), num_microbatches=4)
+    step.close()
+    logging.getLogger("octopipe.megatron").removeHandler(handler)
+    return said
+
+
+def test_a_plan_of_another_precision_is_named_once(four):
+    assert not any(_run(four, warned_of_precision, "fp64"))
+    first = _run(four, warned_of_precision, "bf16-main-fp32")[0]
+    assert len(first) == 1 and "bf16-main-fp32" in first[0] and "fp64" in first[0]
+
+
 def test_ops_that_were_not_timed_have_no_timeline():
     step = megatron.forward_backward_func(_system("1f1b", 2))
     with pytest.raises(OctoPipeError, match="record=True"):
