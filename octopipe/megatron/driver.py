@@ -185,8 +185,10 @@ class PlanDriver:
         from megatron.core.utils import get_model_config
 
         measured = mode_from_object(self.plan.extra.get(MODE), "the plan")
+        if measured is None or rank != 0 or not models:
+            return
         running = precision_of_chunks(get_model_config(models[0]), models)
-        if measured is not None and measured.precision != running and rank == 0:
+        if measured.precision != running:
             _log.warning(
                 "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times are "
                 "not this run's; measure these chunks with octopipe.megatron.profile and tune again",

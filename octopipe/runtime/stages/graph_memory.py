@@ -176,12 +176,18 @@ def _driver() -> Driver | None:
 
 def _copy(leaf: Tensor, place: Place) -> None:
     """On the current stream, as torch's own copy: between tensors without gaps on one device it is one call."""
-    driver = _driver()
-    if driver is None or not place.nbytes or not leaf.is_contiguous() or leaf.device != place.form[2]:
+    driver, stream_of = _driver(), current_raw_stream
+    if (
+        driver is None
+        or stream_of is None
+        or not place.nbytes
+        or not leaf.is_contiguous()
+        or leaf.device != place.form[2]
+    ):
         with torch.no_grad():
             place.value.copy_(leaf)
         return
-    driver.copy(current_raw_stream(leaf.device.index), place.address, leaf.data_ptr(), place.nbytes)
+    driver.copy(stream_of(leaf.device.index), place.address, leaf.data_ptr(), place.nbytes)
 
 
 _OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than were captured: {}; use cuda_graphs=False"
