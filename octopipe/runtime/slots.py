@@ -216,7 +216,9 @@ def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
     if moves is None or moves.count == 0:
         return
     if program.plan.pairs:
-        raise OctoPipeError("the plan has pairs and stages that offload; the executor runs one or the other")
+        raise OctoPipeError(
+            "the plan has both pairs and stages that offload; the executor supports only one of the two"
+        )
     t = program.plan.table()
     base = int(t.offsets[rank])
     # Back in the order of the backwards, as the lane has it.

@@ -1,11 +1,11 @@
-"""Plans that use host memory: activations leave where memory is short, instead of being recomputed.
+"""Plans that use host memory: activations are offloaded where memory is short, instead of being recomputed.
 
-Knows: which stages of a plan must offload for it to fit, which recomputation host memory makes unnecessary, and how a
-search with more memory than there is leads to plans that fit with offload. Does not know: when activations travel
+Knows: which stages of a plan must offload for it to fit, which recomputation offloading makes unnecessary, and how a
+search with a larger memory limit leads to plans that fit with offloading. Does not know: when activations are copied
 (`simulation/host_moves.py`), or how plans are searched.
 
-Lowering moves only what the link has time for, so that marking a stage never makes the predicted step longer; what
-counts is whether the plan fits then.
+Lowering copies only as much as the link can transfer in time, so marking a stage never makes the predicted step longer;
+the question is only whether the plan then fits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""How the answer of `octopipe plan` is shown: the table, the winner in words, why it wins, the commands; and as JSON.
+"""The output of `octopipe plan`: the table, the selected split, why it was selected, the commands; and JSON.
 
-Knows: what is printed and in which words. Does not know: flags (plan.py) or how splits are found
-(octopipe/search/planner/).
+Knows: what is printed. Does not know: flags (plan.py) or how splits are found (octopipe/search/planner/).
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from octopipe.runtime.wire.driver import Driver
 Graph = Any
 """A `torch.cuda.CUDAGraph`."""
 _VIEW = "_graph_view"
-"""The attribute of a tensor made by a captured op: its view, which replays hand on in its place."""
+"""Attribute of a tensor made by a captured op: its view, which replays pass on instead."""
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all pools: libraries keep a workspace per stream."""
+    """One stream for all pools, because libraries keep a workspace per stream."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         # They make it now: made while capturing it would lie in a pool.
@@ -46,7 +46,7 @@ class Pool:
     def __init__(self, device: torch.device):
         self._id = torch.cuda.graph_pool_handle()
         self._kept: list[Graph] = []
-        """All graphs of the pool: torch gives its memory back with the last of them."""
+        """All graphs of the pool; torch frees its memory with the last of them."""
         self._stream = _capture_stream(device)
 
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 
 
 class Inputs:
-    """What a captured op was given, leaf by leaf, and where it lies when the op is replayed."""
+    """The inputs of a captured op, leaf by leaf, and their addresses when the op is replayed."""
 
     __slots__ = ("_form", "_needs", "_places")
 
@@ -104,7 +104,7 @@ class Inputs:
         self._places: list[Place] = []
 
     def placed(self, given: Sequence[Any]) -> list[Any]:
-        """While capturing: the leaves for the op, those from outside in memory of the pool."""
+        """During capture: the leaves for the op, with outside tensors copied to memory of the pool."""
         out = []
         for leaf in given:
             made = getattr(leaf, _VIEW, None) if isinstance(leaf, Tensor) else None
@@ -134,13 +134,13 @@ class Inputs:
         return True
 
     def fill(self, given: Sequence[Any]) -> None:
-        """Copy what comes from outside to its place."""
+        """Copy outside tensors to the addresses that the graph reads."""
         for leaf, place in zip(given, self._places):
             if place.copied:
                 _copy(leaf, place)
 
     def fill_gradients(self, given: Sequence[Any]) -> None:
-        """The same for gradients of a micro-batch whose forward was replayed: no gradient counts as zeros."""
+        """The same for gradients of a micro-batch whose forward was replayed: a missing gradient counts as zeros."""
         if len(given) != len(self._places):
             raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._places)}"))
         for leaf, place in zip(given, self._places):
@@ -194,7 +194,7 @@ _OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than w
 
 
 class _Address:
-    """Memory as torch takes it from other libraries."""
+    """Memory in the form in which torch accepts it from other libraries."""
 
     def __init__(self, tensor: Tensor):
         nbytes = tensor.untyped_storage().nbytes()

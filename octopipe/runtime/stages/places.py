@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from octopipe.runtime.stages.state import ATOMS, Box, HeldTensor, Snapshot, Source, items_of
 
 MOST_PLACES = 20_000
-"""So many places are looked at per stage; a model that holds its whole data set in a list is not walked through."""
+"""Maximum number of places inspected per stage, so that a data set in a list is not walked through."""
 MOST_ITEMS = 4096
-"""Containers with more items than this are not opened."""
+"""Containers with more items than this are not inspected."""
 _LIBRARIES = frozenset(
     ("torch", "builtins", "numpy", "transformers", "octopipe", "typing", "abc", "collections", "functools", "logging",
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
@@ -42,7 +42,7 @@ _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconf
 
 
 def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = ()) -> Snapshot:
-    """All that modules (with what to call them) and other things (a loss, hooks) hold."""
+    """A snapshot of all state of modules (given with their names) and other objects (a loss, hooks)."""
     walk = _Walk()
     for label, top in modules:
         walk.module(top, label)
@@ -52,8 +52,8 @@ def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence
 
 
 def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
-    """These boxes, and what is in them but for modules: what changed inside a module is a box of its own among these,
-    and a box with a whole model in it (a cache of ours, a list of towers) must not cost a walk through that model."""
+    """A snapshot of these boxes and their contents except modules. State that changed inside a module is its own box
+    among these, so a box that holds a whole model (a cache, a list) does not cost a walk through that model."""
     walk = _Walk(into_modules=False)
     for box in boxes:
         walk.box(box)
