@@ -44,6 +44,11 @@ def run_measured(args: argparse.Namespace) -> int:
         from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, measured_tune_task
     costs = costs_from(args)
     work = workload_of(recipe)
+    if args.cut_head and work.graphs:
+        raise OctoPipeError(
+            f"{args.model} was measured with CUDA graphs, which plans with a cut head do not run with; profile without "
+            "--graphs, or leave --cut-head out"
+        )
     copies = (False, True) if args.copies is None and costs.static_bytes.any() else (bool(args.copies),)
     job = MeasuredTuneJob(
         work=work,
@@ -52,6 +57,7 @@ def run_measured(args: argparse.Namespace) -> int:
         tune_s=args.budget,
         budget_s=args.measure_for,
         copies=copies,
+        cut_head=args.cut_head,
         recompute=args.recompute in (None, "auto") and not args.no_recompute,
         seed=args.seed,
         workers=args.workers,
@@ -87,6 +93,11 @@ def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
     if not Path(args.model).is_file():
         raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {mend}")
     profile = load_profile(args.model)
+    if str(profile.about.get("model_code", "")).startswith("Megatron"):
+        raise OctoPipeError(
+            f"{args.model}: measured on Megatron-Core's chunks, which only a Megatron script can build; call "
+            "octopipe.megatron.tune_measured there"
+        )
     if not isinstance(profile.about.get("recipe"), dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.model}: does not state which layers were measured; {mend}")
     return profile

@@ -21,6 +21,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Op, Plan
+from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap
 from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.measure.profiler import LayerRing, Measured, Tell, assemble, gather, nobody
@@ -100,6 +101,8 @@ def profile_workload(
         found, slowdown = _links(work, world, device, mine)
         about = {**(about or {}), "overlap_slowdown": round(slowdown, 4)}
     profile = _profile(work, world, device, mine, found, state_factor, about)
+    if links:
+        profile = profile.with_costs(profile.costs.replace(host_link=measure_host_link(world, device)))
     if rehearsal and links and world.size > 1 and work.spec.num_layers >= world.size:
         tell("a few steps of a plan", 0.9)
         plan = rehearsal_plan(profile, world.size)
@@ -340,9 +343,10 @@ def on_ranks(
     device: str,
     timeout_s: float = 900.0,
     listen: Callable[[Any], None] | None = None,
+    share_percent: float | None = None,
 ) -> list[Any]:
-    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS. `listen` gets
-    what the first rank tells."""
+    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS, each with
+    `share_percent` of its multiprocessors (default: see `Mps.start`). `listen` gets what the first rank tells."""
     from octopipe.runtime.measure.mps import Mps
     from octopipe.runtime.ranks.launch import run_ranks
 
@@ -355,5 +359,5 @@ def on_ranks(
         raise OctoPipeError("no CUDA device here; use --device cpu")
     if gpus >= nproc:
         return run_ranks(task, nproc, job, **usual)
-    with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
+    with Mps.start(num_ranks=-(-nproc // gpus), share_percent=share_percent) as mps:
         return run_ranks(task, nproc, job, environment=mps.environment, **usual)

@@ -139,6 +139,7 @@ class Pricer:
         self.rates = rates_of(base.gpu, base.precision, base.stack)
         self._known: dict[tuple[object, ...], CostTable] = {}
         self._work: dict[tuple[int, ...], _Work] = {}
+        self._judged: dict[tuple[Split, tuple[str, ...]], Candidate] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
         s = split  # costs do not depend on its stages per rank
@@ -192,8 +193,16 @@ class Pricer:
         beside all of their work. Layer by layer no more of them can be hidden."""
         gpu = self.base.gpu
         assert gpu is not None
-        sizes = {"tp": split.tp, "cp": split.cp, "dp": split.dp, "ep": split.ep, "etp": split.etp, "hsdp": split.hsdp}
-        cluster = Cluster(gpu=gpu, gpus_per_node=self.base.gpus_per_node, **sizes)
+        cluster = Cluster(
+            gpu=gpu,
+            tp=split.tp,
+            cp=split.cp,
+            dp=split.dp,
+            ep=split.ep,
+            etp=split.etp,
+            hsdp=split.hsdp,
+            gpus_per_node=self.base.gpus_per_node,
+        )
         gather = reduce = 0.0
         counts = (self.dense / split.tp, self.experts / (split.ep * split.etp))
         copies = (split.dp * split.cp // split.hsdp, cluster.expert_dp // split.hsdp)
@@ -222,6 +231,12 @@ class Pricer:
         return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
+        """The split by estimate, each once: a search that goes on judging begins where it was."""
+        if (split, modes) not in self._judged:
+            self._judged[split, modes] = self._estimated(split, modes)
+        return self._judged[split, modes]
+
+    def _estimated(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         layouts = self.layouts and bool(self.base.nodes)
 
