@@ -107,7 +107,8 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         about="1 T parameters, MoE", model="kimi-k2", gpus=256, kind="h100", batch=512, seq=4096,
-        expert="pp=8,ep=32,vp=4", why="Automodel 26.02", more={"gradients": "bf16"},
+        expert="pp=8,ep=32,vp=4", why="Automodel 26.02, its optimizer's moments alone and in bf16",
+        more={"gradients": "bf16", "states": "bf16"},
     ),
     Question(
         about="long context", model="llama3-8b", gpus=64, kind="h100", batch=64, seq=131072,

@@ -84,7 +84,7 @@ def over(what: str, number: int, cap: int) -> list[str]:
     """The line about a count above its cap, or nothing.
 
     >>> over("ranks", 10**9, MAX_RANKS)
-    ['1000000000 ranks; at most 16384 are taken']
+    ['1000000000 ranks; at most 16384 are allowed']
     """
     shown = number if abs(number) < 10**20 else "more than 10^20"
     return [f"{shown} {what}; at most {cap} are allowed"] if number > cap else []

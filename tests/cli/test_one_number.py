@@ -83,6 +83,41 @@ def rows_of(capsys: Any, case: str, folder: Path) -> dict[str, dict[str, dict[st
     return out
 
 
+SPLIT = ("llama3-8b", "--gpu", "h100", "--tp", "2", "--pp", "4")
+
+
+def cluster_rows(capsys: Any, folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The same of the verbs for whole clusters: the plan that `plan` chose, and `scale` without jitter."""
+    path = str(folder / "cluster.json")
+    words = ("--gpus", "8", "--global-batch", "16", "--budget", "1s")
+    best = said(capsys, "plan", *SPLIT, *words, "-o", path)["best"]
+    asked = ("--micro-batches", "8")
+    weak = said(capsys, "scale", *SPLIT, *asked, "--gpus", "8", "--jitter", "0")["weak"][0]
+    out: dict[str, dict[str, dict[str, Any]]] = {}
+    for plan, by_verb in {
+        "of plan": {
+            "plan": best | {"bubble_ratio": best["bubble"], "peak_memory_gib": [best["peak_gib"]]},
+            "simulate of the file": _fullest(said(capsys, "simulate", "--plan", path)),
+            "octopipe.simulate of the file": _fullest(octopipe.simulate(path).summary()),
+            "report": _fullest(_reported(capsys, path, folder)),
+        },
+        "1F1B": {
+            "scale": weak | {"peak_memory_gib": [weak["peak_gib"]]},
+            "simulate": _fullest(said(capsys, "simulate", *SPLIT, *asked)),
+        },
+    }.items():
+        for verb, numbers in by_verb.items():
+            for name in NUMBERS:
+                if numbers.get(name) is not None:
+                    out.setdefault(plan, {}).setdefault(name, {})[verb] = numbers[name]
+    return out
+
+
+def _fullest(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Verbs for clusters tell the memory of the fullest GPU alone."""
+    return numbers | {"peak_memory_gib": [max(numbers["peak_memory_gib"])]}
+
+
 def _reported(capsys: Any, path: str, folder: Path) -> dict[str, Any]:
     """What the page holds for its table."""
     from octopipe.views.report.entry import entry_data
@@ -115,6 +150,29 @@ def test_every_number_that_two_verbs_say_about_one_plan_is_equal(case: str, caps
             assert number == "lower_bound_ms" or len(by_verb) > 1, (plan, number)
             for verb, other in others:
                 assert flat(other) == pytest.approx(flat(value), rel=1e-6), (plan, number, first, verb)
+
+
+def test_verbs_for_clusters_say_the_same_about_a_plan_as_the_others(capsys: Any, tmp_path: Path) -> None:
+    for plan, table in cluster_rows(capsys, tmp_path).items():
+        assert {"step_ms", "tokens_per_gpu_per_second", "mfu", "peak_memory_gib"} <= set(table)
+        for number, by_verb in table.items():
+            (first, value), *others = by_verb.items()
+            for verb, other in others:
+                assert flat(other) == pytest.approx(flat(value), rel=1e-6), (plan, number, first, verb)
+
+
+def test_busy_and_bubble_are_shares_of_the_same_step(capsys: Any, tmp_path: Path) -> None:
+    """The picture's shares of busy time and the bubble add up; the words about the busiest rank name the same share."""
+    path = str(tmp_path / "tuned.json")
+    search = ("--method", "octopipe", "--iterations", "1", "--budget", "60s")
+    assert main(["tune", "llama3-8b", "--pp", "2", "--micro-batches", "4", *search, "-o", path]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    busiest = float(words.partition("is busiest (")[2].partition(" %")[0])
+    bubble = said(capsys, "simulate", "--plan", path)["bubble_ratio"]
+    assert main(["simulate", "--plan", path]) == 0
+    shares = [float(line.split()[-2].rstrip("%")) for line in capsys.readouterr().out.splitlines() if "% busy" in line]
+    assert len(shares) == 2 and max(shares) == pytest.approx(busiest, abs=0.11)
+    assert sum(shares) / 2 + 100 * bubble == pytest.approx(100.0, abs=0.1)
 
 
 def test_words_on_the_terminal_are_the_numbers_of_the_json(capsys: Any, tmp_path: Path) -> None:
@@ -249,7 +307,8 @@ def _print_table() -> None:
 
     runs = " ".join((*RUN, "--nproc 2, measured"))
     cases = {f"{model} {' '.join(flags)}": partial(rows_of, case=case) for case, (model, flags, _) in CASES.items()}
-    for title, rows in {**cases, runs: run_rows}.items():
+    clusters = f"{' '.join(SPLIT)} --gpus 8, the plan of `plan` and `scale` without jitter"
+    for title, rows in {**cases, clusters: cluster_rows, runs: run_rows}.items():
         capture = Capture()
         with (
             tempfile.TemporaryDirectory() as folder,

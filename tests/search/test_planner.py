@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,20 @@ def test_a_runtime_limits_the_splits() -> None:
     assert {(s.tp, s.cp, s.ep, s.zero) for s in ours} == {(1, 1, 1, 0)}
     megatron = list(splits(spec, base(), runtime=RUNTIMES["megatron"], **SMALL))
     assert all(s.pp == 1 for s in megatron if s.zero == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("qwen3-30b-a3b", {}), ("llama3-70b", {"lora": 16}), ("nemotron-h-8b", {"frozen": "0-9"})],
+)
+def test_the_bound_is_below_what_any_order_may_come_to(name: str, more: dict[str, Any]) -> None:
+    """Experts whole and shared, sharded state in one copy and in several, frozen layers: 64 GPUs."""
+    spec, cluster = preset(name), replace(base(), **more)
+    every = list(splits(spec, cluster, gpus=64, global_batch=128))
+    pricer = Pricer(spec, cluster, 128, pairs=True)
+    dice = random.Random(5)
+    for split in [*dice.sample(every, 25), *dice.sample([s for s in every if s.zero >= 2], 15)]:
+        assert pricer.bound_ms(split) <= pricer.candidate(split, ("none",)).tuned_ms * (1 + 1e-9), split
 
 
 def test_the_bound_is_below_every_estimate_and_every_simulation() -> None:
@@ -259,7 +275,7 @@ def test_plan_shows_a_table_with_today(capsys: pytest.CaptureFixture[str]) -> No
     ("words", "said"),
     [
         (("plan", "llama3-8b", "--gpu", "h100", "--global-batch", "8"), "number of GPUs is missing"),
-        (("plan", "llama3-8b", "--gpus", "8"), "how many sequences"),
+        (("plan", "llama3-8b", "--gpus", "8"), "the number of sequences per step is missing"),
         ((*PLAN, "--pp", "3"), "no split of 8 GPUs"),
         ((*PLAN, "--today", "tp=3"), "today's split (tp 3) needs multiples of 3 GPUs, the cluster has"),
         (("scale", "llama3-8b", "--pp", "2", "--tp", "1", "--gpus", "7"), "does not make 7 GPUs"),

@@ -47,11 +47,18 @@ def layer_states(num_layers: int, ranges: tuple[tuple[int, int], ...]) -> tuple[
 
 def trained_share(spec: ModelSpec, setup: Setup) -> float:
     """Share of a model's weights that have gradients and optimizer state; adapters themselves are not counted."""
-    if setup.lora is not None:
-        return 0.0
-    states = layer_states(spec.num_layers, setup.frozen)
-    sizes = [float(layer.parameters) for layer in spec.layers]
-    return sum(n for n, state in zip(sizes, states, strict=True) if state == "trained") / max(sum(sizes), 1.0)
+    return 0.0 if setup.lora is not None else _share(spec, setup, ("trained",))
+
+
+def backward_share(spec: ModelSpec, setup: Setup) -> float:
+    """Share of a model's weights that a backward needs: those of all layers through which gradients pass."""
+    return _share(spec, setup, ("trained", "frozen"))
+
+
+def _share(spec: ModelSpec, setup: Setup, states: tuple[State, ...]) -> float:
+    every = zip(spec.layers, layer_states(spec.num_layers, setup.frozen), strict=True)
+    sizes = [(float(layer.parameters), state) for layer, state in every]
+    return sum(size for size, state in sizes if state in states) / max(sum(size for size, _ in sizes), 1.0)
 
 
 def adapted(part: Layer, setup: Setup, state: State) -> bool:

@@ -276,7 +276,7 @@ def _kinds(
 ) -> tuple[tuple[tuple[Layer, State, bool], ...], tuple[int, ...]]:
     """The distinct layers of a model (trained or not, with activations on the host or not) and the index of each layer
     among them; each is priced once."""
-    if offloaded > len(layers) - 3:
+    if offloaded and offloaded > len(layers) - 3:
         raise OctoPipeError(
             f"offload_layers {offloaded} leaves none of the {len(layers) - 2} blocks on the GPU; name at most "
             f"{len(layers) - 3}"

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from octopipe.base.errors import DoesNotFitError, NotApplicableError
-from octopipe.costs.analytic.frozen import layer_states, trained_share
-from octopipe.costs.analytic.layer_pricing import Pricing
+from octopipe.costs.analytic.calibration import rates_of
+from octopipe.costs.analytic.footprint import WEIGHT_BYTES
+from octopipe.costs.analytic.frozen import backward_share, layer_states, trained_share
+from octopipe.costs.analytic.layer_pricing import Pricing, strides_of
 from octopipe.costs.analytic.table import price_layers
+from octopipe.costs.analytic.traffic import ring_ms
+from octopipe.costs.cluster.hardware import Cluster
 from octopipe.costs.cluster.setup import Setup
 from octopipe.costs.resolve import costs_of_setup
 from octopipe.costs.segments import together_ms
@@ -95,6 +99,17 @@ def evenly_routed_ms(candidate: Candidate) -> float | None:
     return simulate(candidate.plan, even, check=False).step_ms
 
 
+class _Work(NamedTuple):
+    """One micro-batch through the whole model, in milliseconds on one GPU of a rank."""
+
+    forward_ms: float
+    total_ms: float
+    lane_ms: float
+    """The busier of its compute and its exchange; all of it where ops do not run in pairs."""
+    fastest: float
+    """The fastest rank's slowdown."""
+
+
 class Pricer:
     """Costs of splits, each priced once."""
 
@@ -119,9 +134,11 @@ class Pricer:
         parts = [part for layer in spec for part in layer.parts]
         self.experts = float(sum(part.expert_parameters for part in parts if isinstance(part, Moe)))
         self.dense = float(spec.training_parameters) - self.experts
-        self.trained = trained_share(spec, base)
+        self.trained, self.passed = trained_share(spec, base), backward_share(spec, base)
+        assert base.gpu is not None
+        self.rates = rates_of(base.gpu, base.precision, base.stack)
         self._known: dict[tuple[object, ...], CostTable] = {}
-        self._work: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._work: dict[tuple[int, ...], _Work] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
         s = split  # costs do not depend on its stages per rank
@@ -136,32 +153,61 @@ class Pricer:
     def bound_ms(self, split: Split) -> float:
         """No order of this split's ops is faster: even work, and one micro-batch's way through the other ranks."""
         m = self.global_batch // (split.dp * split.micro_batch_size)
-        # Below ZeRO-2 a layer's time does not depend on how many ranks and replicas there are; above it layers wait for
-        # gathers and reductions.
-        among: tuple[int, ...] = (split.zero, split.dp, split.hsdp) if split.zero >= 2 else ()
+        # A layer's own time does not depend on how many ranks and replicas there are.
+        key: tuple[int, ...] = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size)
         if self.base.nodes:  # which cards a rank has depends on how many there are
-            among = (split.zero, split.dp, split.pp, split.hsdp)
-        key = (split.tp, split.cp, split.ep, split.etp, split.micro_batch_size, among)
+            key = (*key, split.zero, split.dp, split.pp, split.hsdp)
         if key not in self._work:
             self._work[key] = self._least_work(split)
-        work, lane, fastest = self._work[key]
-        # One micro-batch's way has nothing to hide behind; all of them together do.
-        return fastest * (m * lane / split.pp + (split.pp - 1) / (split.pp * split.vp) * work)
+        work = self._work[key]
+        if split.zero >= 2 and not self.base.nodes:
+            return m * self._sharded_ms(split, work)
+        # Ops run in pairs, and hide what they exchange, where there are other ranks: one micro-batch's way has nothing
+        # to hide behind, all of them together do.
+        lane = work.lane_ms if split.pp > 1 else work.total_ms
+        way = (split.pp - 1) / (split.pp * split.vp) * work.total_ms
+        return work.fastest * (m * lane / split.pp + way)
 
-    def _least_work(self, split: Split) -> tuple[float, float, float]:
-        """One micro-batch through the whole model: its time, the time of its busier lane (compute or exchange; all of
-        it where ops do not run in pairs), and the fastest rank's slowdown."""
+    def _least_work(self, split: Split) -> _Work:
         if self.base.nodes:
             costs = self.costs(split if split.zero >= 2 else replace(split, zero=0, hsdp=1))
-            work = float(costs.layer_ms.sum())
-            return work, work, float(min(costs.slowdown(r) for r in range(split.pp)))
-        setup = split.setup(self.base, self.global_batch)
-        setup = setup if split.zero >= 2 else replace(setup, zero=0, hsdp=1)
+            forward, total = float(costs.forward_ms.sum()), float(costs.layer_ms.sum())
+            slow = float(min(costs.slowdown(r) for r in range(split.pp)))
+            return _Work(forward_ms=forward, total_ms=total, lane_ms=total, fastest=slow)
+        setup = replace(split.setup(self.base, self.global_batch), zero=0, hsdp=1)
         layers = price_layers(self.spec, Pricing.of(setup))[0]
-        work = sum(x.forward_ms + x.input_ms + x.weight_ms for x in layers)
+        forward = sum(x.forward_ms for x in layers)
+        total = forward + sum(x.input_ms + x.weight_ms for x in layers)
         rows = [part for x in layers for part in (*x.forward_parts, *x.input_parts)]
         exchange = sum(ms for lane, ms in rows if lane == "exchange")
-        return work, max(work - exchange, exchange) if self.pairs else work, 1.0
+        return _Work(
+            forward_ms=forward,
+            total_ms=total,
+            lane_ms=max(total - exchange, exchange) if self.pairs else total,
+            fastest=1.0,
+        )
+
+    def _sharded_ms(self, split: Split, work: _Work) -> float:
+        """One micro-batch where replicas divide gradients or weights: the gathers and reductions of all layers together
+        beside all of their work. Layer by layer no more of them can be hidden."""
+        gpu = self.base.gpu
+        assert gpu is not None
+        sizes = {"tp": split.tp, "cp": split.cp, "dp": split.dp, "ep": split.ep, "etp": split.etp, "hsdp": split.hsdp}
+        cluster = Cluster(gpu=gpu, gpus_per_node=self.base.gpus_per_node, **sizes)
+        gather = reduce = 0.0
+        counts = (self.dense / split.tp, self.experts / (split.ep * split.etp))
+        copies = (split.dp * split.cp // split.hsdp, cluster.expert_dp // split.hsdp)
+        for count, n, stride in zip(counts, copies, strides_of(cluster), strict=True):
+            gather += (
+                ring_ms(cluster, WEIGHT_BYTES * count, n, stride, share=self.rates.link) if split.zero == 3 else 0.0
+            )
+            gradient = self.trained * self.base.gradient_bytes * count
+            inside = ring_ms(cluster, gradient, n, stride, share=self.rates.link)
+            between = ring_ms(cluster, gradient / n, split.hsdp, stride * n, share=self.rates.link)
+            reduce += max(inside, 2 * between)
+        forward, backward = work.forward_ms, work.total_ms - work.forward_ms
+        pairs = ((forward, gather), (backward, self.passed * gather + reduce))
+        return sum(max(pair) + self.rates.hidden * min(pair) for pair in pairs)
 
     def may_fit(self, split: Split) -> bool:
         """Is there room for the state, and for the inputs of all layers that a rank must at least keep?"""
@@ -182,7 +228,7 @@ class Pricer:
         def judged(price: Price, modes: tuple[str, ...], pairs: bool) -> Estimate:
             return estimate(price, split.pp, split.vp, m, modes=modes, pairs=pairs, layouts=layouts)
 
-        found = judged(lambda *how: self.costs(split, *how), modes, self.pairs)
+        found = judged(lambda *how: self.costs(split, *how), modes, self.pairs and split.pp > 1)
         interleaved = split.vp > 1 and "interleaved-overlap" in self.overlaps and m % split.pp == 0
         # The exchange is hidden where no whole layers are recomputed.
         if interleaved and split.ep > 1 and split.pp > 1 and found.fits and found.recompute in ("none", "selective"):

@@ -48,7 +48,8 @@ def timeline_lines(timeline: Timeline, width: int, color: bool, shades: int = SH
     right = len(" 100.0% busy")
     cells = max(width - left - right, MIN_CELLS)
     horizon = timeline.makespan_ms
-    busy = timeline.busy_ms / horizon if horizon > 0 else np.zeros(timeline.num_ranks)
+    # Of the whole step, as the bubble is: the two add up to 100 % over all ranks.
+    busy = timeline.busy_ms / timeline.step_ms if timeline.step_ms > 0 else np.zeros(timeline.num_ranks)
     for rank, name in enumerate(names):
         line = Text(no_wrap=True, overflow="crop")
         line.append(name.rjust(left), style=quiet)
