@@ -21,6 +21,7 @@ from octopipe.megatron.weights import Split
 from octopipe.plans.plan import F, I, Plan, R, W
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram
 from octopipe.runtime.stages.wgrad_ops import WeightQueue
+from octopipe.runtime.transfers import transfer
 from octopipe.runtime.wire.transports import Transport
 
 
@@ -72,24 +73,8 @@ class Walk:
         transport.begin_step()
         for number, ins in enumerate(self.mine.steps):
             code, cell, slot = ins.code, ins.cell, ins.slot
-            if code == RECEIVE:
-                assert slot is not None
-                if slot.forward or cell.sent is not None or transport.ordered:
-                    transport.post(slot)
-                else:
-                    slot.deferred = True
-            elif code == SEND:
-                assert slot is not None
-                if slot.forward:
-                    cell.sent = transport.send_forward(slot, cell.value, cell.needs)
-                    cell.value = None
-                    answer = cell.gradient_slot
-                    if answer is not None and answer.deferred:
-                        answer.deferred = False
-                        transport.post(answer)
-                else:
-                    gradients, cell.gradients = cell.gradients, None
-                    transport.send_gradient(slot, gradients)
+            if code >= SEND:
+                transfer(ins, transport)
             elif code == F:
                 value = self._input(cell, slot)
                 for sent in ins.release:
