@@ -61,7 +61,7 @@ EXCHANGE = Exchange(link_share=0.9, dispatch_bytes=1.03, most_nodes=4)
 CASES = {
     # model: (gpu, pp, ep, dp, micro-batches, precision)
     "deepseek-v3": ("h800", 16, 64, 128, 128, "fp8"),
-    "kimi-k2": ("h800", 16, 64, 64, 128, "fp8"),
+    "kimi-k2": ("h800", 16, 64, 64, 256, "fp8"),
     "glm-4.5": ("h200", 8, 32, 32, 64, "bf16"),
     "qwen3-235b-a22b": ("h200", 8, 32, 32, 64, "bf16"),
 }

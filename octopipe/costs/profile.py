@@ -95,6 +95,11 @@ class Profile:
             }
             for (a, b), link in sorted(c.network.pairs.items())
         ]
+        if c.host_link is not None:
+            rate = c.host_link.ms_per_byte
+            out["host_link"] = {
+                "latency_ms": c.host_link.latency_ms, "gb_per_s": 1e-6 / rate if rate > 0 else None
+            }  # fmt: skip
         out["rank_slowdown"] = list(c.rank_slowdown)
         if c.rank_memory_bytes:
             out["memory_gib"] = [b / GIB for b in c.rank_memory_bytes]

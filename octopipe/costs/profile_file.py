@@ -62,6 +62,8 @@ def profile_from_object(file: Mapping[str, object], *, name: str, where: str = "
     if pairs:
         worst = max(pairs.values(), key=lambda link: link.transfer_ms(1 << 20))
         costs = costs.replace(network=Network(intra=worst, inter=worst, pairs=pairs))
+    if file.get("host_link") is not None:
+        costs = costs.replace(host_link=_link(file["host_link"], f'{where}: "host_link"'))
     slow = file.get("rank_slowdown")
     if slow is not None and slow != []:
         costs = costs.replace(rank_slowdown=tuple(_ranks(slow, f'{where}: "rank_slowdown"', most=MAX_RATIO)))
@@ -116,20 +118,25 @@ def _links(value: object, where: str) -> dict[tuple[int, int], Link]:
     pairs: dict[tuple[int, int], Link] = {}
     for i, entry in enumerate(value):
         what = f'{where}: "links" entry {i}'
-        if not isinstance(entry, dict):
-            raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
+        link = _link(entry, what)
+        assert isinstance(entry, dict)
         ends: list[Any] = [entry.get("source"), entry.get("destination")]
         if any(isinstance(e, bool) or not isinstance(e, int) or not 0 <= e < MAX_RANKS for e in ends):
             raise OctoPipeError(f"{what} has source {brief(ends[0])} and destination {brief(ends[1])}; give ranks")
         if (ends[0], ends[1]) in pairs:
             raise OctoPipeError(f"{what}: the link from {ends[0]} to {ends[1]} was given before; keep one of the two")
-        latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]
-        speed = entry.get("gb_per_s")
-        rate = 0.0
-        if speed is not None:
-            rate = 1e-6 / _numbers([speed], f"{what}: gb_per_s", positive=True)[0]
-        pairs[ends[0], ends[1]] = Link(latency_ms=latency, ms_per_byte=rate)
+        pairs[ends[0], ends[1]] = link
     return pairs
+
+
+def _link(entry: object, what: str) -> Link:
+    """{"latency_ms": ..., "gb_per_s": ...}, either left out where it costs nothing."""
+    if not isinstance(entry, dict):
+        raise OctoPipeError(f"{what} is a JSON {kind_of(entry)}; give an object")
+    latency = _numbers([entry.get("latency_ms", 0.0)], f"{what}: latency_ms")[0]
+    speed = entry.get("gb_per_s")
+    rate = 0.0 if speed is None else 1e-6 / _numbers([speed], f"{what}: gb_per_s", positive=True)[0]
+    return Link(latency_ms=latency, ms_per_byte=rate)
 
 
 def _ranks(value: object, what: str, *, most: float = MAX_TIME_MS) -> list[float]:

@@ -276,6 +276,7 @@ def _measured(table: CostTable, setup: Setup, *, gpu_given: bool) -> CostTable:
         limits = tuple(limit - setup.reserve_gib * GIB for limit in limits)
     return table.replace(
         network=network,
+        host_link=setup.host_link or table.host_link or (cluster.host_link if gpu_given else None),
         rank_slowdown=cluster.rank_slowdown() or table.rank_slowdown,
         rank_memory_bytes=limits,
         tokens_per_micro_batch=tokens,

@@ -63,8 +63,9 @@ COLUMNS = (
 NEEDED = ("system", "model", "gpus", "gbs", "tokens_per_s_per_gpu")
 SIZES = ("mbs", "tp", "pp", "cp", "vp", "ep")
 PRECISIONS = {"": "bf16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-EXCHANGES = ("", "exposed", "hidden")
-"""How experts exchanged tokens: not stated, one after the other with compute, or behind it."""
+EXCHANGES = ("", "exposed", "paired", "hidden")
+"""How experts exchanged tokens: not stated; one after the other with compute; beside the other direction's compute in
+Megatron's combined schedule, which hides a part of it (priced like "exposed"); or all of it behind compute."""
 MOST_RUNS = 10_000
 
 

@@ -77,6 +77,8 @@ class CostTable:
     """Static bytes that the first and the last layer have in common (a head tied to the embedding): both count them,
     and a rank that holds both layers has them once."""
     network: Network = field(default_factory=lambda: Network.constant(0.0))
+    host_link: Link | None = None
+    """Between a rank and its host's memory, each way; None: not known, and nothing can be offloaded."""
     rank_slowdown: tuple[float, ...] = ()
     """Compute-time factor per rank; empty means 1 everywhere, 2.0 is a rank of half the speed."""
     rank_memory_bytes: tuple[float, ...] = ()
@@ -286,12 +288,13 @@ class CostTable:
         return out
 
     def digest(self) -> str:
-        """Short hash of everything that changes a prediction; plans carry it as provenance."""
+        """Short hash of everything that changes a prediction; plans carry it as provenance. The link to the host's
+        memory is left out: it changes nothing for plans that do not offload, and those kept their digests."""
         h = hashlib.sha256()
         for f in fields(self):
             value = getattr(self, f.name)
             optional = f.name in ("tied_bytes", "segments", "repeatable")
-            if f.name in ("setup", "model_flops", "mode") or (optional and not value):
+            if f.name in ("setup", "model_flops", "mode", "host_link") or (optional and not value):
                 continue
             h.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return h.hexdigest()[:16]

@@ -1,12 +1,12 @@
 """A plan as Megatron-Core's forward-backward function: the same keyword arguments, any partition, placement, order.
 
-Knows: Megatron's signature, what must hold between a plan and the chunks it is to run on, how a step ends (ties,
-reduction, finalization). Does not know: how a step walks the program (`walk.py`), how weight gradients are put off
-(`weights.py`), where stages lie (`placing.py`).
+Knows: Megatron's signature, the conditions between a plan and its model chunks, how a step ends (ties, reduction,
+finalization). Does not know: how a step executes the program (`walk.py`), how weight gradients are deferred
+(`weights.py`), where stages are placed (`placing.py`).
 
-Differences from Megatron's schedules that show: losses are returned by micro-batch whatever the order; sends and
-receives follow our proven order over our own transports; a stage that the plan recomputes keeps its input only and
-runs its forward again at R, beside whatever Megatron's own recomputation flags do inside.
+Visible differences from Megatron's schedules: losses are returned by micro-batch, whatever the order; sends and
+receives follow our proven order over our own transports; a stage that the plan recomputes keeps only its input and runs
+its forward again at R, in addition to the effect of Megatron's own recomputation flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a plan's stages lie, said to Megatron-Core: its layout class with any placement, chunks, embedding ranks.
+"""The placement of a plan's stages for Megatron-Core: its layout class with any placement, chunks, embedding ranks.
 
 Knows: that Megatron's first stage is on pipeline rank 0 and, unless it is there too, its last one on the last
 rank; that a rank's chunks are its stages along the chain (chunk k is `vp_stage` k); how to subclass its layout so
@@ -26,6 +26,11 @@ def for_megatron(plan: Plan) -> Plan:
     plan.check()
     if plan.forks:
         raise OctoPipeError("Megatron-Core's chunks form one chain; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "activations of Megatron-Core's chunks are not moved to host memory here, which this plan needs to fit; "
+            "plan without --offload"
+        )
     if len(plan.routes) > 1:
         raise OctoPipeError(
             f"Megatron-Core's chunks form one chain; this plan has {len(plan.routes)} routes: use `octopipe train`"

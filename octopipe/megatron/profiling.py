@@ -1,18 +1,18 @@
-"""A profile of Megatron-Core's chunks: every layer's F, I and W, measured where it lies, with all ranks at work.
+"""A profile of Megatron-Core's chunks: F, I and W of every layer, measured on its rank with all ranks busy.
 
-Knows: how chunks' parts are timed and how the ranks' measurements become one `Profile` of the whole model. Does not
-know: how a part of a chunk runs alone (`units.py`), plans, or how a plan runs on chunks (`driver.py`).
+Knows: how parts of chunks are timed and how the measurements of all ranks become one `Profile` of the whole model. Does
+not know: how a part of a chunk runs alone (`units.py`), plans, or how a plan runs on chunks (`driver.py`).
 
     profile = octopipe.megatron.profile(                    # on every rank, with the keywords of Megatron's schedules
         model, forward_step_func=forward_step, data_iterator=data, seq_length=4096, micro_batch_size=1)
     result = octopipe.tune(profile.costs, pp, num_micro_batches)
     profile.save("megatron.json")                           # or: octopipe tune megatron.json --pp 4 ...
 
-The work goes through the drop-in's own code (`weights.Split`, Megatron's `forward_step`), so what is measured is what
-runs. The device is never waited for inside a round: layers follow each other as in a step, where the host runs ahead of
-a GPU. Whole chunks are timed in the same rounds, and layers are corrected by one factor per op kind so that they add up
-to them. On ranks that share a device, times with fewer ranks at work are measured too (`levels`), and
-`simulation.contention.predict` uses them: a rank that waits in a bubble leaves its share to the others.
+The measurement uses the drop-in's own code (`weights.Split`, Megatron's `forward_step`), so it measures what runs.
+There is no device synchronisation within a round: layers follow each other as in a step, where the host runs ahead of
+the GPU. Whole chunks are timed in the same rounds, and layer times are scaled by one factor per op kind so that they
+add up to them. On ranks that share a device, times with fewer busy ranks are measured too (`levels`), and
+`simulation.contention.predict` uses them: a rank that is idle in a bubble leaves its share to the others.
 """
 
 from __future__ import annotations

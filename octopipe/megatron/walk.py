@@ -1,8 +1,9 @@
-"""One step of a plan over Megatron's chunks: a rank's instructions, one after another.
+"""One step of a plan on Megatron's chunks: executes a rank's instructions one after another.
 
-Knows: what F, R, I, W and B are on a chunk, Megatron's own `forward_step` called for every forward, each micro-batch's
-data whatever the order, random numbers as they were where a forward runs again. Does not know: how a plan is made
-ready (`driver.py`), how weight gradients are put off (`weights.py`), how tensors travel (`runtime/transports`).
+Knows: what F, R, I, W and B mean for a chunk, that Megatron's own `forward_step` runs every forward, how each
+micro-batch gets its data in any order, and how random state is restored when a forward runs again. Does not know: how a
+plan is prepared (`driver.py`), how weight gradients are deferred (`weights.py`), how tensors are transferred
+(`runtime/wire/transports`).
 """
 
 from __future__ import annotations

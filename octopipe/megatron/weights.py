@@ -1,4 +1,4 @@
-"""The weight-gradient split on Megatron-Core's layers: I leaves the weight GEMMs, W computes them.
+"""The weight-gradient split for Megatron-Core's layers: I skips the weight GEMMs, W computes them.
 
 Knows: two kinds of layers. Local ones (`ColumnParallelLinear`, `RowParallelLinear`: attention, MLPs, experts, Mamba
 projections, the head) get a product whose backward hands back the input gradient, with Megatron's tensor- and

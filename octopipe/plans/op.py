@@ -54,6 +54,8 @@ class Stage:
     rank: int
     recompute: bool | tuple[int, ...] = False
     """False: keep all activations. True: recompute every layer. A tuple: recompute just these layers."""
+    offload: bool = False
+    """Whether its activations go to host memory between F and the backward, where the link has time for it."""
     shard: tuple[int, int] | None = None
     """(k, n): the k-th of n equal parts of its layers, each a separate stage (a head split by vocabulary)."""
 

@@ -172,6 +172,11 @@ class Plan:
         """Whether some path is not a chain, or some layer is split into shards."""
         return bool(self.edges) or any(s.shard is not None for s in self.stages)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether some stage's activations may go to host memory."""
+        return any(s.offload for s in self.stages)
+
     def slots(self, rank: int) -> tuple[tuple[Op, ...], ...]:
         """The rank's sequence: single ops, and pairs as two ops."""
         out: list[tuple[Op, ...]] = []

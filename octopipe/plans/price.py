@@ -81,6 +81,11 @@ def match(plan: Plan, costs: CostTable) -> None:
         raise OctoPipeError(
             f"{len(costs.rank_memory_bytes)} memory sizes for {plan.num_ranks} ranks; give one per rank"
         )
+    if plan.offloads and costs.host_link is None:
+        raise OctoPipeError(
+            "the plan offloads activations, and the link to host memory is not known; give --host-gb-per-s "
+            "(host_gb_per_s), or costs with a host_link"
+        )
     factor = costs.micro_batch_factor
     if factor is not None and factor.shape[0] < plan.num_micro_batches:
         raise OctoPipeError(
@@ -172,7 +177,8 @@ def hop_times(plan: Plan, costs: CostTable) -> tuple[Array, Array]:
 def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     """Bytes every stage holds per micro-batch, with and without recomputation.
 
-    A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation.
+    A recomputed run of layers keeps the input of its first layer; a kept layer keeps its activation. A stage that
+    offloads keeps its input on the device: that is the buffer in which it came.
     """
     whole = [_layers(s) for s in plan.stages]
     parts = _parts(plan)
@@ -180,7 +186,7 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
     stash = _per_micro_batch(plan, costs, costs.stash_bytes, whole) * parts
     kept = activation.copy()
     for s, stage in enumerate(plan.stages):
-        again = set(stage.recomputed_layers)
+        again = set(range(stage.first, stage.stop)) if stage.offload else set(stage.recomputed_layers)
         if not again:
             continue
         stays = np.array([k for k in range(stage.first, stage.stop) if k not in again], dtype=np.int64)
@@ -190,6 +196,12 @@ def stage_memory(plan: Plan, costs: CostTable) -> StageMemory:
             + _per_micro_batch(plan, costs, costs.boundary_bytes, [inputs])[0]
         )
     return StageMemory(np.minimum(kept, activation), activation, stash)
+
+
+def offload_bytes(plan: Plan, costs: CostTable) -> Array:
+    """What a stage that offloads moves to host memory, and back, per micro-batch; zero for the others."""
+    memory = stage_memory(plan, costs)
+    return np.where(np.array([s.offload for s in plan.stages])[:, None], memory.activation - memory.kept, 0.0)
 
 
 def static_bytes(plan: Plan, costs: CostTable) -> Array:

@@ -50,6 +50,9 @@ def _structure_problems(plan: Plan) -> list[str]:
         again = () if isinstance(s.recompute, bool) else s.recompute
         if any(not s.first <= k < s.stop for k in again) or len(set(again)) != len(again):
             out.append(f"stage {i} recomputes layers {list(again)[:8]}; name some of [{s.first}, {s.stop}) once")
+        if s.offload and (s.recompute or s.first == s.stop):
+            why = "recomputes as well" if s.recompute else "has no layers"
+            out.append(f"stage {i} offloads its activations and {why}; set its offload to false")
         if s.shard is not None and not 0 <= s.shard[0] < s.shard[1]:
             out.append(f"stage {i} is shard {list(s.shard)}; give [k, n] with 0 <= k < n")
     if out:

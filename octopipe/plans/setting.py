@@ -18,7 +18,7 @@ from typing import Any
 from octopipe.base.errors import OctoPipeError
 from octopipe.costs.analytic.calibration import stack_names
 from octopipe.costs.cluster.asking import keywords
-from octopipe.costs.cluster.hardware import GPUS
+from octopipe.costs.cluster.hardware import GPUS, Link
 from octopipe.costs.cluster.setup import checkpointed_layers
 from octopipe.costs.table import CostTable
 from octopipe.costs.table_file import costs_from_record
@@ -89,7 +89,7 @@ def lowering_costs(plan: Plan) -> CostTable:
             "layers took equally long; give costs=, or make the plan again, which then carries them",
             setting.get("model"),
         )
-    return CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05)
+    return CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.05).replace(host_link=Link(latency_ms=0.05))
 
 
 def costs_of_plan(

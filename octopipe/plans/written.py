@@ -2,8 +2,8 @@
 
 Knows: the file format and its errors. Does not know: when a plan is valid (`rules`).
 
-Version 2 is written only for plans that version 1 cannot express: pairs, paths that fork or join, shards. Every other
-plan is written as version 1, byte for byte as before.
+Version 2 is written only for plans that version 1 cannot express: pairs, paths that fork or join, shards, offload.
+Every other plan is written as version 1, byte for byte as before.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class _StageFile(msgspec.Struct):
     layers: tuple[int, int]
     rank: int
     recompute: bool | tuple[int, ...] = False
+    offload: bool = False
     shard: tuple[int, int] | None = None
 
 
@@ -104,6 +105,7 @@ def plan_fields(data: bytes | str, where: str) -> dict[str, Any]:
                 rank=s.rank,
                 recompute=s.recompute,
                 shard=s.shard if second else None,
+                offload=s.offload and second,
             )
             for s in file.stages
         ),
@@ -173,10 +175,11 @@ def plan_to_json(plan: Plan) -> bytes:
             "rank": s.rank,
             "recompute": s.recompute if isinstance(s.recompute, bool) else list(s.recompute),
         }
+        | ({"offload": True} if s.offload else {})
         | ({} if s.shard is None else {"shard": list(s.shard)})
         for s in plan.stages
     ]
-    second = bool(plan.pairs) or plan.forks
+    second = bool(plan.pairs) or plan.forks or plan.offloads
     parts = {
         "format": encode(FORMAT_2 if second else FORMAT),
         "model": encode(plan.model),

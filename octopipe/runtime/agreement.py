@@ -94,7 +94,9 @@ def _plan_parts(plan: Plan) -> dict[str, str]:
 
 def _digest(program: Program) -> str:
     """Equal for programs that execute alike: transfers, and every rank's instructions."""
-    arrays = (program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id)
+    arrays = [program.source, program.target, program.instr_offsets, program.instr_kind, program.instr_id]
+    if program.moves is not None:
+        arrays += [program.moves.forward, program.moves.release, program.moves.fetch]
     return _short(b"".join(np.ascontiguousarray(a, np.int32).tobytes() + b"|" for a in arrays))
 
 

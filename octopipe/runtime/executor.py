@@ -29,6 +29,7 @@ from octopipe.runtime.ranks.pending_board import FAILED, PATIENCE_S, Board, Plac
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram, Step
 from octopipe.runtime.stages.chain import Ops, StageChain
 from octopipe.runtime.stages.cuda_graphs import GraphedOps
+from octopipe.runtime.stages.offload import HostStore
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
 from octopipe.runtime.transfers import transfer
@@ -36,11 +37,11 @@ from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 
 PENDING = "pending ops: "
-"""What comes before the lines of all ranks in an error."""
+"""Precedes the lines of all ranks in an error message."""
 
 
 class Executor:
-    """Runs a `RankProgram`. Kept across steps: cells and slots are reused."""
+    """Runs a `RankProgram`. Cells and slots are kept and reused across steps."""
 
     def __init__(
         self,
@@ -62,18 +63,23 @@ class Executor:
         """`cuda_graphs`: the GPU on which ops are captured and replayed; None: they run call by call."""
         self.program, self.transport, self.board, self.recorder = program, transport, board, recorder
         self.loss_fn, self._seed, self._replica, self._autocast = loss_fn, seed, replica, autocast
-        self._timeout_s, self.layers_done = timeout_s, layers_done
+        self.timeout_s, self.layers_done = timeout_s, layers_done
         plan = program.plan
         firsts = first_stages(plan)
         mine = sorted({cell.stage for cell in program.cells} | set(plan.stages_of_rank(program.rank)))
         self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
-        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast)
+        moves = any(step.moves is not None for step in program.steps)
+        if moves and cuda_graphs is not None:
+            raise OctoPipeError("CUDA graphs do not support plans that offload activations; leave cuda_graphs out")
+        self._device = recorder.device
+        host = HostStore(self._device) if moves else None
+        self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast, host)
         self.at: Step | None = None
-        """The instruction that runs now."""
+        """The current instruction."""
         self.steps_run = 0
         self.outside = Outside()
         self.begun = 0
-        """Steps and evaluations begun, whole or not."""
+        """Number of steps and evaluations started, completed or not."""
         self.pairs = PairedOps(self)
         self._seeds: dict[Any, Tensor] = {}
         self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
@@ -94,7 +100,7 @@ class Executor:
     ) -> dict[int, Tensor]:
         """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here.
 
-        `side`: side inputs by micro-batch; `weights`: what each micro-batch's loss counts (1 without).
+        `side`: side inputs by micro-batch; `weights`: the weight of each micro-batch's loss (default 1).
         """
         losses: dict[int, Tensor] = {}
         self._begin(step)
@@ -115,11 +121,11 @@ class Executor:
         return losses
 
     def side_needed(self) -> tuple[str, ...]:
-        """Side inputs that layers here name."""
+        """Side inputs that layers of this rank take."""
         return tuple(dict.fromkeys(n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side))
 
     def side_optional(self) -> set[str]:
-        """Those that every layer here has a default for."""
+        """Side inputs for which every layer of this rank has a default."""
         required = {n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side_required}
         return set(self.side_needed()) - required
 
@@ -175,7 +181,7 @@ class Executor:
         return losses
 
     def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
-        """What F consumes where no other rank sends it, and which of its leaves take a gradient."""
+        """The input of F if it does not come from another rank, and which of its leaves take a gradient."""
         if cell.before is not None:
             before = cell.before
             value, before.value = before.value, None
@@ -194,12 +200,16 @@ class Executor:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Errors inside become reports; nothing of a step that broke off stays."""
+        """Turns errors into reports, and discards everything of an interrupted step."""
         try:
             yield
         except TransferError as error:
             self._give_up()
             raise PeerError(self._hang_report(error)) from None
+        except PeerError as error:  # somebody else's failure: it must not be taken for this rank's
+            self.board.write(f"{self._place()}: {' '.join(str(error).split())[:200]}", last=True)
+            self._give_up()
+            raise
         except BaseException as error:
             why = " ".join(str(error).split())[:200] or type(error).__name__
             note_op(error, self.program, self.at)
@@ -235,6 +245,8 @@ class Executor:
                 transfer(ins, transport)
                 continue
             k = ins.number
+            if ins.moves is not None:
+                ops.move(ins.moves, self._device)
             value: Any = None
             given: Any = None
             if code == F:
@@ -297,7 +309,7 @@ class Executor:
         return Loss(loss_fn, targets[micro_batch])
 
     def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
-        """Where a micro-batch's backward starts; made once, since nobody writes to it."""
+        """The gradient with which a micro-batch's backward starts; created once, because nobody writes to it."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
         key = (scale, loss.dtype, loss.shape, loss.device)
@@ -312,6 +324,8 @@ class Executor:
 
     def _give_up(self) -> None:
         self.ops.end_step(whole=False)
+        if self.ops.host is not None:
+            self.ops.host.give_up()
         for cell in self.program.cells:
             cell.clear()
         for slot in self.program.slots:
@@ -326,9 +340,9 @@ class Executor:
         return str(at.op)
 
     def pending(self) -> Place:
-        """Where the executor is, with the board's line when it waits.
+        """The executor's current position, with the line for the board while it waits.
 
-        On a GPU the host is far ahead of what is waited for, so the device's place counts, not the host's.
+        On a GPU the host runs far ahead, so this is the position of the device, not of the host.
         """
         slot, at = self.transport.waiting, self.at
         if slot is not None:
@@ -349,9 +363,9 @@ class Executor:
         return Place((self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else "")
 
     def last_words(self, error: BaseException) -> str:
-        """Tell the other ranks what went wrong beside this rank's program (in an exchange after it, or in a check).
+        """Report an error outside this rank's program (in an exchange after it, or in a check) to the other ranks.
 
-        Where the error is another rank's, what the others have told; "" where the error says so already.
+        Returns the reports of the others if another rank failed, or "" if the error already contains them.
         """
         if not isinstance(error, PeerError):
             why = " ".join(str(error).split())[:200] or type(error).__name__
@@ -361,14 +375,14 @@ class Executor:
             return ""
         self.board.write(" ".join(str(error).split())[:200], last=True)
         elsewhere = self.board.failed_elsewhere()
-        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
+        lines = [elsewhere] if elsewhere else self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
         return f"{PENDING}{'; '.join(lines)}"
 
     def _hang_report(self, error: TransferError) -> str:
         line = f"waits for the {error.slot.describe()} ({error.reason})"
         self.board.write(line, last=True)
-        lines = self.board.collect(patience_s=min(self._timeout_s, PATIENCE_S))
-        waited = f" within {self._timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
+        lines = self.board.collect(patience_s=min(self.timeout_s, PATIENCE_S))
+        waited = f" within {self.timeout_s:g} s" if error.reason == "timed out" else f": {error.reason}"
         return f"rank {self.program.rank} did not get the {error.slot.describe()}{waited}; {PENDING}{'; '.join(lines)}"
 
 
@@ -382,6 +396,6 @@ def first_stages(plan: Plan) -> set[int]:
 
 
 def _output(value: Any) -> Any:
-    """What a user calls the output: logits, where the last layer left their product to the loss."""
+    """The output as the user expects it: logits, even if the last layer leaves their product to the loss."""
     logits = getattr(value, "logits", None)
     return logits() if callable(logits) else value

@@ -197,6 +197,8 @@ class GraphExecutor(Executor):
                 continue
             value = needs = None
             given: Any = None
+            if ins.moves is not None:
+                ops.move(ins.moves, self._device)
             if code == F:
                 value, needs = self._inputs(cell, micro_batches)
                 given = self._then(cell, targets)

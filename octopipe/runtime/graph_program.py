@@ -25,6 +25,7 @@ from octopipe.runtime.slots import (
     layers_done,
     proven_releases,
     queue_of,
+    set_moves,
 )
 from octopipe.simulation.lowering import Program
 
@@ -94,6 +95,7 @@ def graph_program(program: Program, rank: int) -> RankProgram:
         step.number = k
         step.layers_done = done.get(k, ())
         step.release = tuple(released.get(k, ()))
+    set_moves(program, rank, computes)
     return RankProgram(
         program=program,
         rank=rank,

@@ -33,6 +33,7 @@ class Recorder:
     def __init__(self, num_ops: int, device: torch.device):
         self.started, self.ended = [0.0] * num_ops, [0.0] * num_ops
         self.extras: list[tuple[str, float, float]] = []
+        self.device = device
         self._cuda = device.type == "cuda"
         self.events: list[Any] = []
         self.mark: Callable[[int, int], None] | None = None

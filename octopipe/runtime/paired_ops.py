@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from octopipe.plans.plan import B, F, R, W
+from octopipe.plans.plan import B, F, I, R, W
 from octopipe.runtime.slots import Step
-from octopipe.runtime.turns import Turns
+from octopipe.runtime.turns import Patience, Turns
 
 if TYPE_CHECKING:
     from octopipe.runtime.executor import Executor
@@ -28,6 +28,20 @@ class Given(NamedTuple):
     scales: Sequence[float]
     losses: dict[int, Tensor]
     sides: Sequence[Mapping[str, Any]] | None
+
+
+def begins(first: int, second: int) -> int:
+    """Which op of a pair has the first turn, by their kinds: the same on all members of an expert group.
+
+    A backward, where there is one: a layer's backward starts with the exchange that its forward ended with, and the
+    other op can compute beside it from the start. A W, which has no exchange, comes second: it runs beside the other
+    op's first exchange.
+
+    >>> [begins(a, b) for a, b in ((F, B), (B, F), (W, F), (F, W), (F, F))]
+    [1, 0, 1, 0, 0]
+    """
+    place = {I: 0, B: 0, W: 2}
+    return int(place.get(second, 1) < place.get(first, 1))
 
 
 class PairedOps:
@@ -48,7 +62,14 @@ class PairedOps:
         recorder.started[k] = clock()
         if recorder.mark is not None:
             recorder.mark(k, 0)
-        failed = self._turns.together(ops[0][0], ops[1][0], modes, apart=apart)
+        failed = self._turns.together(
+            ops[0][0],
+            ops[1][0],
+            modes,
+            apart=apart,
+            begins=begins(first.code, second.code),
+            patience=Patience(timeout_s=executor.timeout_s, failed=executor.board.failed_elsewhere),
+        )
         if failed is not None:
             executor.at = (first, second)[failed]
             raise self._turns.error

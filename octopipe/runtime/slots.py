@@ -53,10 +53,14 @@ class Cell:
     """The form of the message that carried the output: its gradients have the same."""
     asked: Any = None
     """The form of the message that brought the input: says which gradients go back."""
+    offloads: bool = False
+    """Whether its activations go to host memory after F."""
+    parcel: Any = None
+    """What went there."""
 
     def clear(self) -> None:
         """Forget everything of a step that broke off."""
-        self.runs = self.value = self.needs = self.gradients = self.sent = self.asked = None
+        self.runs = self.value = self.needs = self.gradients = self.sent = self.asked = self.parcel = None
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +94,16 @@ class Slot:
         return f"{what} of {self.op} (micro-batch {self.op.micro_batch}) {way} for {self.consumer}"
 
 
+@dataclass(slots=True, eq=False)
+class Moves:
+    """What happens to host memory before an op."""
+
+    release: list[Cell] = field(default_factory=list)
+    """Activations whose memory on the device is let go."""
+    fetch: list[Cell] = field(default_factory=list)
+    """Activations that come back."""
+
+
 SEND, RECEIVE = len(KINDS), len(KINDS) + 1
 """Instructions that are no ops; those have the codes of `plan`."""
 
@@ -109,6 +123,8 @@ class Step:
     """Sends that are certainly received once this op's inputs are there."""
     layers_done: tuple[int, ...] = ()
     """Layers whose gradients are complete on this rank after this op."""
+    moves: Moves | None = None
+    """Activations that leave or come back before this op."""
     beside: Step | None = None
     """The op that runs together with this one."""
     is_second: bool = False
@@ -181,6 +197,7 @@ def rank_program(program: Program, rank: int) -> RankProgram:
     released = proven_releases(program, rank, sends)
     for k, step in enumerate(computes):
         step.release = tuple(released.get(k, ()))
+    set_moves(program, rank, computes)
     return RankProgram(
         program=program,
         rank=rank,
@@ -191,6 +208,30 @@ def rank_program(program: Program, rank: int) -> RankProgram:
         needs_target=any(c.last for c in cells.values()),
         last_releases=tuple(released.get(-1, ())),
     )
+
+
+def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
+    """Tell a rank's steps what leaves for host memory and comes back."""
+    moves = program.moves
+    if moves is None or moves.count == 0:
+        return
+    if program.plan.pairs:
+        raise OctoPipeError(
+            "the plan has both pairs and stages that offload; the executor supports only one of the two"
+        )
+    t = program.plan.table()
+    base = int(t.offsets[rank])
+    # Back in the order of the backwards, as the lane has it.
+    for k in sorted(range(moves.count), key=lambda k: int(moves.back[k])):
+        if t.rank[moves.forward[k]] != rank:
+            continue
+        cell = computes[int(moves.forward[k]) - base].cell
+        cell.offloads = True
+        for op, name in ((moves.release[k], "release"), (moves.fetch[k], "fetch")):
+            step = computes[int(op) - base]
+            if step.moves is None:
+                step.moves = Moves()
+            getattr(step.moves, name).append(cell)
 
 
 def queue_of(channel: str, rank: int, peer: int, sending: bool) -> tuple[int, ...]:

@@ -14,14 +14,19 @@ with what the other op has queued in the meantime; a second compute stream would
 
 Only one op is active at any time, so the only state to separate is what ops keep in shared places while they run: the
 random generators, and the state of a stage's `SplitMode` for its current forward or backward.
+
+While single layers are measured, `watching` is called at the same exchanges, so that a profile can state which parts of
+an op exchange and which compute.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,10 +35,24 @@ from torch.distributed import distributed_c10d
 from octopipe.runtime.stages.rng import States, rng_state, set_rng_state
 from octopipe.runtime.stages.wgrad import SplitMode
 from octopipe.runtime.torch_private import functional_collectives
+from octopipe.runtime.wire.telling import PeerError
 
 PER_RUN = ("queue", "hooked", "in_backward", "keeps_nothing", "_off", "_own_graph")
 """What a `SplitMode` holds about the forward or backward that is under way."""
 Kept = tuple[States, list[dict[str, Any]]]
+
+
+LOOK_EVERY_S = 0.2
+"""How often an op that waits for its exchange on the host looks whether somebody has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long an exchange within a pair is waited for on the host, and who tells of failures elsewhere."""
+
+    timeout_s: float
+    failed: Callable[[], str]
+    """What has failed in the job; "" where nobody has said so."""
 
 
 class OtherFailed(Exception):
@@ -43,9 +62,9 @@ class OtherFailed(Exception):
 class _Pair:
     """One pair while it runs."""
 
-    def __init__(self, modes: Sequence[SplitMode], *, apart: bool):
-        self.modes, self.apart = modes, apart
-        self.turn = 0
+    def __init__(self, modes: Sequence[SplitMode], *, apart: bool, begins: int = 0, patience: Patience | None = None):
+        self.modes, self.apart, self.patience = modes, apart, patience
+        self.turn = begins
         self.done = [False, False]
         self.errors: list[BaseException | None] = [None, None]
         self._changed = threading.Condition()
@@ -99,6 +118,29 @@ class _Pair:
 
 _running: _Pair | None = None
 """The pair that this process runs now: a rank is one process, and runs one pair at a time."""
+_heard: Callable[[], None] | None = None
+"""While layers are measured: called where an exchange begins and where it has ended."""
+
+
+class Pending(Protocol):
+    """An exchange that was issued."""
+
+    def wait(self) -> Any:
+        """Let what follows on the compute stream wait for it."""
+
+
+def run_exchange(issue: Callable[[], Pending]) -> Any:
+    """Issue an exchange, let the other op of a pair run meanwhile, and wait; returns what waiting for it gives."""
+    heard = _heard
+    if heard is not None:
+        heard()
+    pending = issue()
+    if _running is not None and not _running.apart:
+        _running.hand_over()
+    result = pending.wait()
+    if heard is not None:
+        heard()
+    return result
 
 
 @contextmanager
@@ -106,43 +148,122 @@ def exchange() -> Iterator[None]:
     """Marks an exchange that torch.distributed does not see (DeepEP, HybridEP, kernels of one's own).
 
     Issue it inside the block; wait for it, or use its results, after the block. Where the op is one of a pair, the
-    other op runs in between. Nothing happens elsewhere.
+    other op runs in between. Nothing happens elsewhere, except that a profile counts the block as exchange.
     """
+    heard = _heard
+    if heard is not None:
+        heard()
     yield
+    if heard is not None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # on which stream the exchange runs is not known here
+        heard()
     if _running is not None and not _running.apart:
         _running.hand_over()
+
+
+def failed_elsewhere() -> str:
+    """Within a pair: what has failed in the job, so that nobody waits for it; "" otherwise."""
+    patience = None if _running is None else _running.patience
+    return "" if patience is None else patience.failed()
+
+
+class _Handle:
+    """A `Work` whose wait returns nothing; None is an exchange that is done already."""
+
+    __slots__ = ("on_host", "work")
+
+    def __init__(self, *, on_host: bool):
+        self.work: Any = None
+        self.on_host = on_host
+
+    def wait(self) -> None:
+        patience = None if _running is None else _running.patience
+        if self.work is not None and self.on_host and patience is not None:
+            _wait_patiently(self.work, patience)
+        if self.work is not None:
+            self.work.wait()
+
+
+def _wait_patiently(work: Any, patience: Patience) -> None:
+    """Until an exchange of the host has ended. The group is the user's: it is not closed where another rank fails, so
+    whoever waits in it has to look for itself."""
+    began = looked = time.monotonic()
+    pause = 0.0
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(pause + 2e-6, 1e-3)
+        now = time.monotonic()
+        if now - looked > LOOK_EVERY_S:
+            looked = now
+            why = patience.failed()
+            if why:
+                raise PeerError(f"an exchange of tokens will never end: {why}")
+        if now - began > patience.timeout_s:
+            raise PeerError(f"an exchange of tokens did not end within {patience.timeout_s:g} s")
 
 
 def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
     """A collective that hands the turn over between its start and its end."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        pair = _running
-        if pair is None:
+        if _running is None and _heard is None:
             return issue(*args, **kwargs)
         asked = kwargs.pop("async_op", args[-1] if args and isinstance(args[-1], bool) else False)
         if args and isinstance(args[-1], bool):
             args = args[:-1]
-        work = issue(*args, async_op=True, **kwargs)
-        pair.hand_over()
-        if asked or work is None:
+        if asked and _heard is None:
+            work = issue(*args, async_op=True, **kwargs)
+            if _running is not None:
+                _running.hand_over()
             return work
-        work.wait()
-        return None
+        begun = _Handle(on_host=_of_host(*args, *kwargs.values()))
+
+        def start() -> _Handle:
+            begun.work = issue(*args, async_op=True, **kwargs)
+            return begun
+
+        run_exchange(start)
+        return begun.work if asked else None
 
     return collective
+
+
+def _of_host(*arguments: Any) -> bool:
+    """Whether the tensors among these are the host's."""
+    flat = [t for x in arguments for t in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(t, torch.Tensor)]
+    return bool(flat) and all(t.device.type == "cpu" for t in flat)
 
 
 def _lazy(issue: Callable[..., Any]) -> Callable[..., Any]:
     """A functional collective, whose result is waited for when it is used."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
+        heard = _heard
+        if heard is not None:
+            heard()
         out = issue(*args, **kwargs)
         if _running is not None:
             _running.hand_over()
+        if heard is not None:
+            out = functional_collectives().wait_tensor(out)
+            heard()
         return out
 
     return collective
+
+
+@contextmanager
+def watching(heard: Callable[[], None]) -> Iterator[None]:
+    """Within: `heard` is called where an exchange begins and where it has ended, on the thread that runs it."""
+    global _heard
+    assert _heard is None and _running is None
+    _heard = heard
+    try:
+        with _exchanges_found():
+            yield
+    finally:
+        _heard = None
 
 
 @contextmanager
@@ -178,14 +299,17 @@ class Turns:
         modes: Sequence[SplitMode],
         *,
         apart: bool = False,
+        begins: int = 0,
+        patience: Patience | None = None,
     ) -> int | None:
         """Run both; returns which of them failed (0 or 1), after which `error` holds why, or None.
 
-        `apart`: one after the other, with no turn in between.
+        `apart`: one after the other, with no turn in between. `begins`: which of them has the first turn.
+        `patience`: how exchanges are waited for (default: as long as their group says).
         """
         global _running
         assert _running is None, "a pair inside a pair"
-        pair = _Pair(modes, apart=apart)
+        pair = _Pair(modes, apart=apart, begins=begins, patience=patience)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         stream = None if device is None else torch.cuda.current_stream()
 

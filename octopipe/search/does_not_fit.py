@@ -13,7 +13,7 @@ from octopipe.costs.table import CostTable
 GIB = float(1 << 30)
 
 
-def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
+def does_not_fit_error(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
     """The error for a setting in which no plan was found that fits."""
     capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
     # The most even split of static bytes a rank can hope for, and one micro-batch through the hungriest layer.
@@ -30,6 +30,8 @@ def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitE
     missing = max(float(lack[rank]) / GIB, 0.0)
     most = f"about {missing:.1f} GiB" if missing > 0.05 else "a little memory"
     helps = ["more ranks (--pp)", "a larger --memory-gib", "a larger --tp", "shorter sequences (--seq)"]
+    if finite.any() and costs.host_link is not None and static / num_ranks < capacity[rank]:
+        helps.insert(0, "activations in host memory (tune --offload)")
     if not may_recompute and finite.any():
         helps.insert(0, "recomputation")
     return DoesNotFitError(

@@ -13,8 +13,9 @@ ops of all plans, regularised towards 1, correct the profile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,7 @@ def tune_measured(
     kinds: Sequence[str] = (),
     systems: Sequence[str] = PUBLISHED,
     copies: Sequence[bool] = (False, True),
+    also: Mapping[str, Callable[[CostTable], Plan]] | None = None,
     rounds: int = 3,
     budget_s: float = 300.0,
     tolerance: float = TOLERANCE,
@@ -160,6 +162,7 @@ def tune_measured(
 ) -> Outcome:
     """Run the published systems, then tune, run and correct, up to `rounds` times or until the budget ends.
 
+    `also`: further searches of every round, by what their plans are called ("with a cut head").
     `kinds`: what every layer is, in words; layers of one kind are corrected together (default: by their symbols).
     `budget_s` bounds the whole: a new round begins only where the longest one so far still fits.
     """
@@ -201,12 +204,12 @@ def tune_measured(
         if number > 1 and start - began + longest > budget_s:
             break
         tuned = []
-        for twice in copies:
-            tell(f"round {number}: tuning{' with copies' if twice else ''}")
-            plan = search(now.costs, twice)
+        searches = {" with copies" if twice else "": partial(_with_copies, search, twice) for twice in copies}
+        for words, look in (searches | {f" {name}": one for name, one in (also or {}).items()}).items():
+            tell(f"round {number}: tuning{words}")
+            plan = look(now.costs)
             known = next((r for r in rows if r.plan.orders == plan.orders and r.plan.stages == plan.stages), None)
-            name = f"tuned {number}{' with copies' if twice else ''}"
-            tuned.append(known or measure(name, number, plan))
+            tuned.append(known or measure(f"tuned {number}{words}", number, plan))
         errors = [predict(r.plan, now).makespan_ms / r.ran.step_ms - 1.0 for r in tuned]
         now, corrections = corrected(profile, rows, kinds)
         longest = max(longest, time.monotonic() - start)
@@ -221,6 +224,10 @@ def tune_measured(
         agreed=agreed,
         skipped=tuple(skipped),
     )
+
+
+def _with_copies(search: Search, copies: bool, costs: CostTable) -> Plan:
+    return search(costs, copies)
 
 
 def corrected(
@@ -296,7 +303,7 @@ def _equations(profile: Profile, row: Row, group: Any, groups: int) -> tuple[dic
         axis=1,
     )
     parts = parts * np.where(spans.kind == B, profile.fused_factor, 1.0)[:, None] * shared[:, None]
-    fits = row.ran.op_ms > 0
+    fits = (row.ran.op_ms > 0) & (full > 0)  # the loss of a cut head has no layers, so no costs to correct
     out: dict[str, Floats] = {}
     times: dict[str, Floats] = {}
     for kind in "FIWB":

@@ -23,7 +23,7 @@ from octopipe.plans.pair_price import op_durations
 from octopipe.plans.plan import B, Plan
 from octopipe.simulation.lanes import lane_spans
 from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together
-from octopipe.simulation.simulator import after_pipeline, memory_curves
+from octopipe.simulation.simulator import after_pipeline, host_spans, memory_curves, seen_bindings
 from octopipe.simulation.timeline import Spans, Timeline, Transfers
 
 Floats = NDArray[np.float64]
@@ -44,13 +44,14 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
     # What an op costs beside its layers passes after it, before the next op starts and its tensor leaves.
     ended = np.maximum(end[:n] - profile.op_overhead_ms, start[:n])
     spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:n], ended)
+    nodes = n + program.num_transfers
     transfers = Transfers(
         program.source,
         program.target,
         t.rank[program.source],
         t.rank[program.target],
-        start[n:],
-        end[n:],
+        start[n:nodes],
+        end[n:nodes],
         program.nbytes,
     )
     return Timeline(
@@ -60,10 +61,11 @@ def predict(plan: Plan | Program, profile: Profile, *, channel: Channel = "direc
         memory=memory_curves(program, costs, spans, transfers),
         extras=after_pipeline(plan, costs, spans),
         capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
-        binding=binding,
+        binding=seen_bindings(binding, nodes),
         label=label or str(plan.extra.get("system", "")),
         model=costs.model,
         lanes=lane_spans(plan, costs, spans),
+        host=host_spans(program, start, end),
     )
 
 
@@ -87,6 +89,7 @@ def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArra
     preds = program.preds
     ranks, computes = durations.shape
     nodes = preds.shape[0]
+    beside = program.node_ms(durations[0])
     followers: list[list[int]] = [[] for _ in range(nodes)]
     missing = np.zeros(nodes, np.int64)
     for node in range(nodes):
@@ -107,7 +110,7 @@ def advance(program: Program, durations: Floats) -> tuple[Floats, Floats, NDArra
             if node < computes:
                 left[node] = 1.0
             else:
-                heapq.heappush(flying, (now + float(program.transfer_ms[node - computes]), node))
+                heapq.heappush(flying, (now + float(beside[node]), node))
         speed = durations[min(max(len(left), 1), ranks) - 1]
         took = {n: float(speed[n]) for n in left}
         step = min((part * took[n] for n, part in left.items()), default=np.inf)

@@ -34,6 +34,7 @@ from octopipe.plans.plan import F, Op, OpTable, Plan, joined, with_rank_order
 from octopipe.plans.price import boundary_bytes, match
 from octopipe.simulation import engine as _engine
 from octopipe.simulation.blocking import CANDIDATES, cheapest_positions, meetings
+from octopipe.simulation.host_moves import HostMoves, moves_of, with_moves
 
 Channel = Literal["directed", "pair", "single", "blocking"]
 CHANNELS: tuple[Channel, ...] = ("directed", "pair", "single", "blocking")
@@ -83,7 +84,9 @@ class Program:
     instr_id: Ints
     """The op of a compute instruction (of a pair its first), the transfer of a send or receive."""
     preds: Ints
-    """The rendezvous graph: ops first, then transfers."""
+    """The rendezvous graph: ops first, then transfers, then moves to host memory and those back."""
+    moves: HostMoves | None = None
+    """What goes to host memory and comes back; None where no stage offloads."""
     mismatched: int
     """Transfers whose naive position (receive right before use) disagrees between the two ends."""
 
@@ -95,6 +98,11 @@ class Program:
     @property
     def num_transfers(self) -> int:
         return int(self.source.size)
+
+    def node_ms(self, op_ms: Floats) -> Floats:
+        """The time of every node of the rendezvous graph, given those of the ops."""
+        lanes = () if self.moves is None else (self.moves.ms, self.moves.ms)
+        return np.concatenate((op_ms, self.transfer_ms, *lanes))
 
     def instructions(self, rank: int) -> tuple[Instruction, ...]:
         return tuple(self._walk(rank))
@@ -118,6 +126,11 @@ class Program:
         if node < t.stage.size:
             return f"{self.plan.op(node)} (rank {t.rank[node]})"
         k = node - t.stage.size
+        if k >= self.num_transfers and self.moves is not None:
+            k -= self.num_transfers
+            way = "to" if k < self.moves.count else "from"
+            op = int(self.moves.forward[k % self.moves.count])
+            return f"activations of {self.plan.op(op)} {way} host memory (rank {t.rank[op]})"
         a, b = int(self.source[k]), int(self.target[k])
         return f"transfer of {self.plan.op(a)} (rank {t.rank[a]} -> {t.rank[b]})"
 
@@ -191,6 +204,11 @@ def lower(
         delayed = _simulate_nodes(first, duration)[1][source]
         second = by_key(np.clip(delayed, ready, np.maximum(need, ready)))
         best = min((first, second), key=lambda p: _makespan(p, duration))
+    if plan.offloads:
+        if not naive:
+            start, end, _ = _simulate_nodes(best, duration)
+        moves = moves_of(plan, costs, pairs_start_together(t, start)[:computes], end[:computes])
+        best = replace(best, moves=moves, preds=with_moves(best.preds, moves, t.offsets))
     if check or not naive:
         prove_deadlock_free(best)
     return best
@@ -279,6 +297,8 @@ def with_instructions(program: Program, kinds: Ints, ids: Ints, offsets: Ints) -
     graph = _rendezvous(
         program.plan, program.channel, program.source, program.target, program.transfer_of, offsets, kinds, ids
     )
+    if program.moves is not None:
+        graph = with_moves(graph, program.moves, program.plan.table().offsets)
     return replace(program, instr_kind=kinds, instr_id=ids, instr_offsets=offsets, preds=graph)
 
 
@@ -289,9 +309,10 @@ def prove_deadlock_free(program: Program) -> None:
     dependencies, all read off the finished instruction lists.
     """
     p = program
-    cycle = find_cycle(
-        _rendezvous(p.plan, p.channel, p.source, p.target, p.transfer_of, p.instr_offsets, p.instr_kind, p.instr_id)
-    )
+    graph = _rendezvous(p.plan, p.channel, p.source, p.target, p.transfer_of, p.instr_offsets, p.instr_kind, p.instr_id)
+    if p.moves is not None:
+        graph = with_moves(graph, p.moves, p.plan.table().offsets)
+    cycle = find_cycle(graph)
     if cycle:
         words = tuple(program.describe(n) for n in cycle)
         shown = " waits for ".join([*words[:12], "..." if len(words) > 12 else words[0]])
@@ -326,7 +347,7 @@ def _sharing(t: OpTable, maker: Ints, other: Ints, forward: NDArray[np.bool_]) -
 
 def _simulate_nodes(program: Program, duration: Floats) -> tuple[Floats, Floats, Ints]:
     order = topological_order(program.preds)
-    return _engine.longest_path(order, program.preds, np.concatenate((duration, program.transfer_ms)))
+    return _engine.longest_path(order, program.preds, program.node_ms(duration))
 
 
 def _makespan(program: Program, duration: Floats) -> float:

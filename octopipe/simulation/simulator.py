@@ -31,9 +31,10 @@ from octopipe.plans.price import (
     workspace_bytes,
 )
 from octopipe.simulation import engine as _engine
+from octopipe.simulation.host_moves import memory_times
 from octopipe.simulation.lanes import lane_spans
 from octopipe.simulation.lowering import Channel, Program, lower, pairs_start_together, prove_deadlock_free
-from octopipe.simulation.timeline import Extra, MemoryCurve, Spans, Timeline, Transfers
+from octopipe.simulation.timeline import Extra, HostSpans, MemoryCurve, Spans, Timeline, Transfers
 
 Floats = NDArray[np.float64]
 
@@ -50,17 +51,18 @@ def simulate(
         prove_deadlock_free(program)
     t = plan.table()
     computes = t.stage.size
-    duration = np.concatenate((op_durations(plan, costs), program.transfer_ms))
+    duration = program.node_ms(op_durations(plan, costs))
     start, end, binding = _engine.longest_path(topological_order(program.preds), program.preds, duration)
     start = pairs_start_together(t, start)
     spans = Spans(t.rank, t.stage, t.kind.astype(np.int32), t.micro_batch, start[:computes], end[:computes])
+    nodes = computes + program.num_transfers
     transfers = Transfers(
         program.source,
         program.target,
         t.rank[program.source],
         t.rank[program.target],
-        start[computes:],
-        end[computes:],
+        start[computes:nodes],
+        end[computes:nodes],
         program.nbytes,
     )
     return Timeline(
@@ -70,21 +72,46 @@ def simulate(
         memory=memory_curves(program, costs, spans, transfers),
         extras=after_pipeline(plan, costs, spans),
         capacity_bytes=tuple(costs.capacity_bytes(r) for r in range(plan.num_ranks)),
-        binding=binding,
+        binding=seen_bindings(binding, nodes),
         label=label or str(plan.extra.get("system", "")),
         model=costs.model,
         lanes=lane_spans(plan, costs, spans),
+        host=host_spans(program, start, end),
+    )
+
+
+def seen_bindings(binding: NDArray[np.int32], nodes: int) -> NDArray[np.int32]:
+    """Bindings among ops and transfers: lowering lets no op wait for host memory, so nothing is lost."""
+    return np.where(binding[:nodes] < nodes, binding[:nodes], -1).astype(np.int32)
+
+
+def host_spans(program: Program, start: Floats, end: Floats) -> HostSpans | None:
+    """When activations went to host memory and came back, from the times of all nodes."""
+    moves = program.moves
+    if moves is None:
+        return None
+    t, first, n = program.plan.table(), program.plan.table().stage.size + program.num_transfers, moves.count
+    down, up = slice(first, first + n), slice(first + n, first + 2 * n)
+    return HostSpans(
+        t.rank[moves.forward],
+        t.stage[moves.forward],
+        t.micro_batch[moves.forward],
+        start[down],
+        end[down],
+        start[up],
+        end[up],
+        moves.nbytes,
     )
 
 
 def makespan_ms(plan: Plan, costs: CostTable) -> float:
     """The makespan under directed channels, without building a program or a timeline (no check either).
 
-    Plans with pairs, or with paths that fork, are lowered after all.
+    Plans with pairs, or with paths that fork, or that offload, are lowered after all.
     """
-    if plan.pairs or plan.edges:
+    if plan.pairs or plan.edges or plan.offloads:
         program = lower(plan, costs, check=False)
-        duration = np.concatenate((op_durations(plan, costs), program.transfer_ms))
+        duration = program.node_ms(op_durations(plan, costs))
         return float(_engine.longest_path(topological_order(program.preds), program.preds, duration)[1].max())
     t = plan.table()
     before, after = route_neighbours(plan)
@@ -115,14 +142,15 @@ def jitter_ms(program: Program, costs: CostTable, *, sigma: float = 0.05, runs: 
     """
     if not (0 <= sigma < 10) or runs < 1:
         raise OctoPipeError(f"jitter sigma {sigma} with {runs} runs; give 0 <= sigma < 10 and at least one run")
-    duration = np.concatenate((op_durations(program.plan, costs), program.transfer_ms))
+    duration = program.node_ms(op_durations(program.plan, costs))
     return _engine.makespans(topological_order(program.preds), program.preds, duration, sigma, runs, checked_seed(seed))
 
 
 def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: Transfers) -> tuple[MemoryCurve, ...]:
     """Bytes in use on every rank over time, for predicted or measured spans of a program.
 
-    F holds its activation (or what recomputation keeps) until I, W's part until W; R restores what F dropped.
+    F holds its activation (or what recomputation keeps) until I, W's part until W; R restores what F dropped. What is
+    offloaded is let go once it has left, and taken again before its fetch.
     A tensor between stages lives from its producer's end to its transfer's end on the sending rank, and from
     its transfer's start to its consumer's start on the other (a gradient: to its consumer's end).
     """
@@ -150,6 +178,11 @@ def memory_curves(program: Program, costs: CostTable, spans: Spans, transfers: T
         time.append(when)
         delta.append(change)
 
+    if program.moves is not None:
+        moves = program.moves
+        released, fetched = memory_times(moves, t.offsets, spans.start_ms, spans.end_ms)
+        add(t.rank[moves.forward], released, -moves.nbytes)
+        add(t.rank[moves.forward], fetched, moves.nbytes)
     out_bytes = boundary_bytes(plan, costs)[0]
     data = plan.predecessor_table()
     further = range(3, data.shape[1])

@@ -68,6 +68,19 @@ class Extra(NamedTuple):
     end_ms: float
 
 
+class HostSpans(NamedTuple):
+    """Activations on their way to host memory (down) and back (up), one entry per stage and micro-batch."""
+
+    rank: Ints
+    stage: Ints
+    micro_batch: Ints
+    down_start_ms: Floats
+    down_end_ms: Floats
+    up_start_ms: Floats
+    up_end_ms: Floats
+    nbytes: Floats
+
+
 class LaneSpans(NamedTuple):
     """What the two lanes of the ranks did within the spans: where ops have an exchange, and in pairs."""
 
@@ -147,6 +160,8 @@ class Timeline:
     """What it was predicted or measured for, where that is known: GPU, TP, sequence length, ..."""
     lanes: LaneSpans | None = None
     """Compute and exchange within the spans; None where no op has an exchange and none is paired."""
+    host: HostSpans | None = None
+    """What went to host memory; None where nothing is offloaded, and in measured timelines, which do not see it."""
 
     # -- times -----------------------------------------------------------------------------------------
 
@@ -185,6 +200,17 @@ class Timeline:
             mine = self.spans.rank == rank
             covered = np.concatenate(([0.0], np.maximum.accumulate(end[mine])[:-1]))
             out[mine] = np.maximum(end[mine] - np.maximum(start[mine], covered), 0.0)
+        return out
+
+    @cached_property
+    def host_peak_bytes(self) -> Floats:
+        """The most that every rank has in host memory at one time."""
+        out = np.zeros(self.num_ranks)
+        for rank in range(self.num_ranks) if self.host is not None else ():
+            mine = self.host.rank == rank
+            when = np.concatenate((self.host.down_start_ms[mine], self.host.up_end_ms[mine]))
+            change = np.concatenate((self.host.nbytes[mine], -self.host.nbytes[mine]))
+            out[rank] = max(0.0, np.cumsum(change[np.lexsort((change, when))]).max(initial=0.0))
         return out
 
     @cached_property
@@ -351,7 +377,11 @@ class Timeline:
                 "model": self.model,
                 "setting": dict(self.setting),
             }
-            | ({} if self.lanes is None else {"lanes": {k: v.tolist() for k, v in self.lanes._asdict().items()}}),
+            | {
+                name: {k: v.tolist() for k, v in some._asdict().items()}
+                for name, some in (("lanes", self.lanes), ("host", self.host))
+                if some is not None
+            },
             enc_hook=plain,
         )
 
@@ -382,6 +412,7 @@ def timeline_from_json(data: bytes, where: str = "timeline") -> Timeline:
         model=record.model,
         setting=record.setting or {},
         lanes=None if record.lanes is None else _columns(LaneSpans, record.lanes),
+        host=None if record.host is None else _columns(HostSpans, record.host),
     )
 
 

@@ -58,6 +58,19 @@ class LaneColumns(msgspec.Struct):
     end_ms: list[Time]
 
 
+class HostColumns(msgspec.Struct):
+    """Activations on their way to host memory and back."""
+
+    rank: list[Rank]
+    stage: list[Annotated[int, Meta(ge=0, lt=MAX_STAGES)]]
+    micro_batch: list[Annotated[int, Meta(ge=0, lt=MAX_MICRO_BATCHES)]]
+    down_start_ms: list[Time]
+    down_end_ms: list[Time]
+    up_start_ms: list[Time]
+    up_end_ms: list[Time]
+    nbytes: list[Bytes]
+
+
 class CurveRecord(msgspec.Struct):
     """Memory of one rank."""
 
@@ -90,6 +103,7 @@ class TimelineRecord(msgspec.Struct):
     model: str
     setting: dict[str, Any] | None = None
     lanes: LaneColumns | None = None
+    host: HostColumns | None = None
 
 
 def read_record(data: bytes, where: str) -> TimelineRecord:
@@ -113,7 +127,8 @@ def _problem(record: TimelineRecord) -> str:
     """What cannot be true in the record, or nothing."""
     spans, transfers, ranks = record.spans, record.transfers, record.num_ranks
     lanes = record.lanes or LaneColumns([], [], [], [])
-    for name, columns in (("spans", spans), ("transfers", transfers), ("lanes", lanes)):
+    host = record.host or HostColumns(*([] for _ in range(8)))
+    for name, columns in (("spans", spans), ("transfers", transfers), ("lanes", lanes), ("host", host)):
         lengths = {field: len(getattr(columns, field)) for field in columns.__struct_fields__}
         if len(set(lengths.values())) > 1:
             return f"columns of {name} differ in length ({', '.join(f'{k} {n}' for k, n in lengths.items())})"
@@ -127,6 +142,7 @@ def _problem(record: TimelineRecord) -> str:
         ("consumer of a transfer", transfers.consumer, ops),
         ("binding node", record.binding, nodes),
         ("span of a lane", lanes.span, ops),
+        ("rank of a move to host memory", host.rank, ranks),
     ):
         if numbers and max(numbers) >= stop:
             return f"{what} is {max(numbers)}; they go from 0 to {stop - 1}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.cli import main
 from octopipe.costs.analytic.table import setup_costs
 from octopipe.costs.cluster.hardware import gpu
 from octopipe.costs.cluster.setup import Setup
@@ -74,3 +76,25 @@ def test_hidden_exchange_is_never_more_than_both_nor_less_than_the_busier_lane()
     exchange = costs.forward_ms * costs.segments.share("F", "exchange")
     exchange = exchange + costs.input_ms * costs.segments.share("I", "exchange")
     assert np.all(hidden.layer_ms >= np.maximum(exchange, costs.layer_ms - exchange) - 1e-9)
+
+
+def test_simulate_tells_what_uneven_routing_costs(tmp_path, capsys) -> None:
+    flags = ["simulate", "qwen3-30b-a3b", "--gpu", "h800", "--tp", "1", "--pp", "4", "--ep", "8", "--dp", "8"]
+    flags += ["--micro-batches", "8", "--system", "dualpipev"]
+    plan = str(tmp_path / "plan.json")
+    main([*flags, "--imbalance", "1.4", "-o", plan, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    main(["simulate", "--plan", plan, "--imbalance", "1.4", "--json"])
+    again = json.loads(capsys.readouterr().out)
+    main([*flags, "--json"])
+    even = json.loads(capsys.readouterr().out)
+    assert "evenly_routed_ms" not in even
+    # DualPipeV cuts by the number of layers, so the evenly routed run has the same plan.
+    assert told["evenly_routed_ms"] == pytest.approx(even["step_ms"])
+    assert told["evenly_routed_ms"] < told["step_ms"]
+    assert again["evenly_routed_ms"] == pytest.approx(told["evenly_routed_ms"])
+    main([*flags, "--imbalance", "1.4"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Experts exchange tokens for" in words
+    share = 100 * (1 - told["evenly_routed_ms"] / told["step_ms"])
+    assert f"Uneven routing costs {share:.1f} % of the step" in words

@@ -20,6 +20,7 @@ from octopipe.runtime.nn.delta import delta_scan  # noqa: E402
 from octopipe.runtime.nn.kernels import Kernels  # noqa: E402
 from octopipe.runtime.nn.mamba import compiled_mamba2_mix, selective_scan, ssd_scan  # noqa: E402
 from octopipe.runtime.nn.moe import Moe  # noqa: E402
+from octopipe.runtime.stages.shards import JoinedShards, MeanCrossEntropy  # noqa: E402
 from octopipe.runtime.stages.stage import Stage  # noqa: E402
 
 H = 16
@@ -289,6 +290,57 @@ def test_lean_loss_works_outside_a_stage_and_in_blocks():
     _equal(cross_entropy(LazyLogits(hidden, weight), target), want)
     _equal(cross_entropy(hidden @ weight.t(), target), want)
     assert float(cross_entropy(LazyLogits(hidden, weight), torch.full((10,), -100)).detach()) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["lean", "chunked"])
+def test_shards_of_the_lean_head_give_the_loss_and_gradients_of_the_whole_one(kind):
+    torch.manual_seed(1)
+    hidden = torch.randn(2, 7, 6, dtype=torch.float64) * 4
+    weight = torch.randn(23, 6, dtype=torch.float64)
+    target = torch.randint(23, (2, 7))
+    target[0, 2] = target[1, 5] = -100
+    hidden[1, 0] *= 200  # shards without any share in a token's softmax
+
+    def whole(h, w):
+        return F.cross_entropy(F.linear(h, w).flatten(0, 1), target.flatten())
+
+    def in_shards(h, w):
+        cut, pairs = MeanCrossEntropy(), []
+        for start, stop in ((0, 9), (9, 10), (10, 23)):
+            module = torch.nn.Module()
+            module.shard_start = start
+            pairs.append(cut.partial(module)(LazyLogits(h, w[start:stop], kind), target))
+        return cut.of_tokens(JoinedShards()(*pairs), target)
+
+    expected, found = ([], [])
+    for loss, out in ((whole, expected), (in_shards, found)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = loss(h, w)
+        value.backward()
+        out += [value.detach(), h.grad, w.grad]
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_shard_in_bfloat16_is_as_near_as_its_operands_and_holds_one_number_per_word():
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(64, 32) * 0.5, torch.randn(400, 32)
+    labels = torch.randint(400, (64,))
+
+    def gradients(dtype):
+        h, w = (t.to(dtype).requires_grad_() for t in (hidden, weight))
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            sums, picked = LazyLogits(h, w[100:300]).partial_softmax(labels, 100)
+        # A shard with little share in some softmaxes: the target's slope is far larger than its share.
+        slopes = torch.logspace(-12, 0, 64, dtype=sums.dtype) / 64
+        (sums * slopes - picked / 64).sum().backward()
+        return h.grad.double(), w.grad.double(), max(t.numel() * t.element_size() for t in held)
+
+    want_h, want_w, _ = gradients(torch.float64)
+    h, w, largest = gradients(torch.bfloat16)
+    assert (h - want_h).norm() <= 0.01 * want_h.norm() and (w - want_w).norm() <= 0.01 * want_w.norm()
+    assert largest == 64 * 200 * 2
 
 
 def test_the_chunked_loss_holds_nothing_of_the_vocabularys_size():

@@ -118,10 +118,11 @@ def test_random_plans_finish_on_the_strict_transport(size):
 class OneQueue(IpcTransport):
     """All lanes of a rank are one in-order queue: what a device with a single hardware queue would do to them."""
 
+    one = None
+
     def _lane(self):
-        if not self._lanes:
-            super()._lane()
-        return self._lanes[0]
+        self.one = self.one or super()._lane()
+        return self.one
 
 
 def run_rings(world, jobs, chunk_bytes, chunks, kind_of_ring=IpcTransport):

@@ -355,7 +355,7 @@ def test_memory_that_is_just_enough_for_a_copy_is_enough() -> None:
 def test_ranks_too_far_apart_leave_the_work_to_one() -> None:
     costs = CostTable.uniform(num_layers=4, p2p_ms=1000.0)
     assert chain_bound_ms(costs, 3, 2) == pytest.approx(24.0)
-    assert PlanClass() == (True, False, False)
+    assert PlanClass() == (True, False, False, False)
 
 
 def test_one_rank_has_no_transfers_and_no_rank_fewer() -> None:

@@ -19,6 +19,7 @@ from octopipe.simulation.simulator import simulate
 from octopipe.views.reproduce.bench import Bench, Options, find_measured, find_profiles
 from octopipe.views.reproduce.markdown import grouped, part_page, whole_page
 from octopipe.views.reproduce.models import AUTHORS, TABLE, model_costs, recomputed
+from octopipe.views.reproduce.overlap import overlapping_more, share_of
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.parts import parts
 from octopipe.views.reproduce.parts.deadlock import naive_deadlocks
@@ -82,18 +83,19 @@ def test_the_models_are_those_of_the_paper_and_the_authors_jambas_have_their_siz
 
 def test_verdicts_follow_from_the_numbers_in_both_directions() -> None:
     def verdict(paper: float, ours: float, **more: object) -> str:
-        return Row.number("x", "x", paper, plain(ours), why="tested", **more).verdict  # type: ignore[arg-type]
+        return Row.number("x", "x", paper, plain(ours), why="said", tested="y", **more).verdict  # type: ignore[arg-type]
 
     assert [verdict(100.0, ours) for ours in (90.0, 110.0)] == ["agrees", "agrees"]
     assert [verdict(100.0, ours) for ours in (89.9, 110.1)] == ["differs, lower", "differs, higher"]
     assert verdict(0.50, 0.58, within=0.1, absolute=True) == "agrees"
-    assert Row.order("x", "x", "yes", plain("no"), (False, None), why="tested").verdict == "differs, lower"
+    row = Row.order("x", "x", "yes", plain("no"), (False, None), why="said", tested="y")
+    assert row.verdict == "differs, lower"
     assert Row.order("x", "x", "yes", plain("yes"), (True, True)).verdicts == ("trend agrees", "trend agrees")
 
 
 def test_the_paper_s_tuner_on_the_published_times_is_judged() -> None:
     """Our search may be as good as it likes: the verdict is Algorithm 1's, head as published."""
-    row = Row.number("x", "x", 1.0, Values(published=(1.0, 9.0), fitted=(9.0, 1.0)), why="tested")
+    row = Row.number("x", "x", 1.0, Values(published=(1.0, 9.0), fitted=(9.0, 1.0)), why="said")
     assert row.verdicts == ("agrees", "differs, higher")
     assert Row.number("x", "x", 1.0, Values(published=(1.0, 9.0), fitted=(9.0, 1.0)), used_in_fit=True).verdicts == (
         "agrees",
@@ -102,10 +104,37 @@ def test_the_paper_s_tuner_on_the_published_times_is_judged() -> None:
 
 
 def test_a_claim_that_differs_must_say_why_and_a_construction_that_fails_is_a_defect() -> None:
-    with pytest.raises(OctoPipeError, match="no word why"):
+    with pytest.raises(OctoPipeError, match="no tested reason why"):
         Row.number("x", "x", 2.0, plain(1.0))
+    with pytest.raises(OctoPipeError, match="no tested reason why"):
+        Row.number("x", "x", 2.0, plain(1.0), why="said, and not tested")
     with pytest.raises(OctoPipeError, match="mend the code"):
         Row.constructed("x", "x", 8.0, 7.0, False)
+
+
+def test_a_reason_explains_a_difference_as_far_as_its_change_mends_it() -> None:
+    def outcome(then: float, **more: object) -> str:
+        ours = Values(published=(None, 2.0), **more)  # type: ignore[arg-type]
+        return Row.number("x", "x", 1.0, ours, why="said", test="half of it", trial=lambda: then).outcome
+
+    assert [outcome(v) for v in (1.1, 1.5, 2.5)] == ["explains it", "explains part of it", "does not explain it"]
+    both = Values(published=(None, 2.0), fitted=(None, 1.05))
+    row = Row.number("x", "x", 1.0, both, why="said", test="half of it", trial=lambda: 1.0)
+    assert (row.test, row.test_value, row.outcome) == ("fitted head", 1.05, "explains it")
+    fitted = Row.number("x", "x", 1.0, both, why="said", used_in_fit=True)
+    assert fitted.outcome == "fitted to it"
+    order = Row.order("x", "x", "a", plain("b"), (False, False), why="said", test="t", trial=lambda: ("a", True))
+    assert (order.test_value, order.outcome) == ("a", "explains it")
+    of_numpy = (np.bool_(False), None)
+    other = Row.order("x", "x", "a", plain("b"), of_numpy, why="said", test="t", trial=lambda: ("b", False))  # type: ignore[arg-type]
+    assert other.outcome == "does not explain it"
+
+
+def test_no_trial_is_made_where_nothing_differs() -> None:
+    def never() -> float:
+        raise AssertionError
+
+    assert Row.number("x", "x", 1.0, plain(1.0), test="t", trial=never).outcome == ""
 
 
 # -- readings ------------------------------------------------------------------------------------------
@@ -205,6 +234,25 @@ def test_the_rank_test_knows_chance_from_difference() -> None:
     assert rank_test(same, [x + 20 for x in same]) < 0.001 < 0.999 < rank_test([x + 20 for x in same], same)
 
 
+def test_only_sends_overlap_where_receives_are_posted_when_needed() -> None:
+    """1F1B on two equal stages: each rank's sends are followed by a computation, as W is split off."""
+    costs = CostTable.uniform(num_layers=4, p2p_ms=0.1)
+    plan = in_place(build_plan("1f1b", costs, 2, 4))
+    shares = [share_of(plan, costs, receives=how) for how in ("when needed", "one ahead", "early")]  # type: ignore[arg-type]
+    assert shares[0] == 0.5 and shares == sorted(shares)
+    # One micro-batch: the second rank has nothing to compute while it waits for the only tensor, nor has the first.
+    alone = in_place(build_plan("gpipe", costs, 2, 1))
+    assert share_of(alone, costs) == share_of(alone, costs, receives="when needed") == 0.5
+
+
+def test_a_walk_that_overlaps_more_stays_within_its_slack() -> None:
+    costs = CostTable.uniform(num_layers=8, p2p_ms=0.2)
+    plan = build_plan("zb-v", costs, 4, 8)
+    more = overlapping_more(plan, costs, moves=200, slack=0.05, seed=0)
+    assert share_of(more, costs) >= share_of(plan, costs)
+    assert simulate(more, costs).makespan_ms <= 1.05 * simulate(plan, costs).makespan_ms + 1e-6
+
+
 def test_naive_coordination_deadlocks_where_two_ranks_send_at_once() -> None:
     from octopipe.simulation.lowering import lower
 
@@ -232,7 +280,7 @@ def test_the_stretched_model_repeats_the_inner_layers() -> None:
 def _counting(calls: list[str], value: float = 2.0) -> Part:
     def run(bench: Bench) -> Result:
         calls.append("run")
-        row = Row.number("speed", "speed", 1.0, plain(value), why="tested")
+        row = Row.number("speed", "speed", 1.0, plain(value), why="said", tested="other")
         return Result(rows=(row,), costs="none", pictures={"counting.svg": "<svg/>"})
 
     return Part(name="counting", title="Counting", labels=("fig:x",), run=run)
@@ -324,16 +372,20 @@ def test_a_plan_that_is_searched_again_must_be_the_same(tmp_path: Path) -> None:
 def test_the_page_counts_verdicts_and_joins_rows_of_a_group() -> None:
     part = _counting([])
     rows = (
-        Row.number("a", "least | gain", 1.0, plain(2.0), unit="×", group="g", why="half the moves", tested="c"),
-        Row.number("b", "most | gain", 2.0, plain(2.0), unit="×", group="g"),
-        Row.shown("c", "tested: moves", plain(2.0)),
-    )
+        Row.number(
+            "a", "least | gain", 1.0, plain(2.0), unit="×", group="g", why="half the moves",
+            test="all moves", trial=lambda: 1.5, bound=(4.0, None), tested="c",
+        ),
+        Row.shown("c", "with all moves", plain(2.0)),
+        Row.number("b", "most | gain", 2.0, plain(2.0), unit="×", group="g", bound=(2.0, None)),
+    )  # fmt: skip
     result = Result(rows=rows, costs="none", pictures={"x.svg": ""})
     page = whole_page([(part, result)], preface=["Words."], pictures="here/")
-    assert "| head as published | 1 | 0 | 1 | 0 | 0 | 0 | 2 |" in page
-    assert "| 1.00× / 2.00× |" in page.replace("1.00 / 2.00 ×", "1.00× / 2.00×") and "1 agrees, 1 **higher**" in page
-    assert "| tested: moves |" in page and "![Counting](here/x.svg)" in page
-    assert len(grouped(rows)) == 2 and "half the moves (c)" in part_page(part, result)
+    assert "| published head | 1 | 0 | 1 | 0 | 0 | 0 | 2 |" in page
+    assert "| 1.00 / 2.00 × |" in page and "1 agrees, 1 **higher**" in page and "2.00 / 2.00 × (≤ 50 / 0 %)" in page
+    assert "all moves: 1.50× (explains part of it)" in page
+    assert "| with all moves |" in page and "![Counting](here/x.svg)" in page
+    assert len(grouped(rows)) == 2 and "| half the moves | `c` |" in part_page(part, result)
 
 
 def test_the_verb_runs_parts_writes_files_and_refuses_unknown_ones(
@@ -343,7 +395,7 @@ def test_the_verb_runs_parts_writes_files_and_refuses_unknown_ones(
     assert main(["reproduce", "taxonomy", "models", "-o", str(out), "--profiles", "none", "--page", str(page)]) == 0
     assert "agree in number or trend" in capsys.readouterr().out
     assert {"taxonomy.json", "taxonomy.md", "models.json"} <= {p.name for p in out.iterdir()}
-    assert "some parts only" in page.read_text()
+    assert "only some of the parts" in page.read_text()
     assert "Table II" in (page.with_suffix("") / "appendix.md").read_text()
     assert main(["reproduce", "taxonomy", "-o", str(out), "--profiles", "none", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["taxonomy"]["rows"]) == 14

@@ -55,11 +55,12 @@ def run(args: argparse.Namespace) -> int:
 def _deadlocks(plan: Plan, path: str) -> list[str]:
     """The lowered program of every channel model must be free of cycles; unit costs are enough to see that."""
     from octopipe.base.errors import DeadlockError
+    from octopipe.costs.cluster.hardware import Link
     from octopipe.costs.table import CostTable
     from octopipe.simulation.lowering import CHANNELS, lower
 
     problems = []
-    costs = CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.1)
+    costs = CostTable.uniform(num_layers=plan.num_layers, p2p_ms=0.1).replace(host_link=Link(latency_ms=0.1))
     for channel in CHANNELS:
         try:
             lower(plan, costs, channel=channel, check=True)

@@ -66,6 +66,40 @@ def bound_of(costs: CostTable, plan: Plan, step_ms: float) -> PlanBound:
     return PlanBound(min(found, step_ms) if found <= step_ms * (1 + 1e-9) else found, plans)
 
 
+def exchange_words(timeline: Timeline) -> str:
+    """How long experts exchange tokens, and how much of that the plan hides; "" where nothing is exchanged."""
+    if timeline.exchange.total_ms <= 0:
+        return ""
+    share = 100 * timeline.exchange.share
+    hidden = f"{share:.0f} % of it runs" if share >= 0.5 else "nothing of it runs"
+    took = timeline.exchange.total_ms / timeline.num_ranks
+    return f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation."
+
+
+def evenly_routed_ms(plan: Plan, costs: CostTable, model: str | None) -> float | None:
+    """The plan's step if every expert rank got the same tokens; None where that was priced anyway."""
+    from dataclasses import replace
+
+    from octopipe.costs.resolve import costs_of_setup, resolve_spec
+    from octopipe.simulation.simulator import simulate
+
+    setup = costs.setup
+    if setup is None or not setup.imbalance or setup.ep == 1 or model is None:
+        return None
+    spec = resolve_spec(model)
+    if spec is None:
+        return None
+    return simulate(plan, costs_of_setup(spec, replace(setup, imbalance=())), check=False).step_ms
+
+
+def uneven_words(even_ms: float | None, step_ms: float) -> str:
+    """What uneven routing costs; "" where nobody asked."""
+    if even_ms is None:
+        return ""
+    costs = f"Uneven routing costs {100 * (1 - even_ms / step_ms):.1f} % of the step"
+    return f"{costs}: with the same tokens on every expert rank this plan would take {milliseconds(even_ms)}."
+
+
 def contended(plan: Plan, costs: CostTable, model: str | None, channel: str = "directed") -> Timeline | None:
     """The timeline with contention, where MODEL is a profile measured on ranks that slow each other down."""
     profile = _profile_of(model)

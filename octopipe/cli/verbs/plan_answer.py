@@ -1,7 +1,6 @@
-"""How the answer of `octopipe plan` is shown: the table, the winner in words, why it wins, the commands; and as JSON.
+"""The output of `octopipe plan`: the table, the selected split, why it was selected, the commands; and JSON.
 
-Knows: what is printed and in which words. Does not know: flags (plan.py) or how splits are found
-(octopipe/search/planner/).
+Knows: what is printed. Does not know: flags (plan.py) or how splits are found (octopipe/search/planner/).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import console
+from octopipe.cli.verbs.numbers import exchange_words, uneven_words
 
 if TYPE_CHECKING:
     from octopipe.costs.cluster.setup import Setup
@@ -191,17 +191,8 @@ def experts_words(best: Candidate) -> list[str]:
     """How much of the experts' exchange the winner hides, and what uneven routing costs it."""
     from octopipe.search.planner.pricing import evenly_routed_ms
 
-    out = []
-    if best.timeline is not None and best.timeline.exchange.total_ms > 0:
-        share = 100 * best.timeline.exchange.share
-        hidden = f"{share:.0f} % of it runs" if share >= 0.5 else "nothing of it runs"
-        took = best.timeline.exchange.total_ms / best.timeline.num_ranks
-        out.append(f"Experts exchange tokens for {took:.0f} ms of a step on every GPU; {hidden} behind computation.")
-    even = evenly_routed_ms(best)
-    if even is not None:
-        costs = f"Uneven routing costs {100 * (1 - even / best.step_ms):.1f} % of the step"
-        out.append(f"{costs}: with the same tokens on every expert rank this plan would take {milliseconds(even)}.")
-    return out
+    words = "" if best.timeline is None else exchange_words(best.timeline)
+    return [w for w in (words, uneven_words(evenly_routed_ms(best), best.step_ms)) if w]
 
 
 def rates_words(setup: Setup) -> str:

@@ -157,7 +157,8 @@ def _show(finished: list[Finished], args: argparse.Namespace) -> None:
     for f in finished:
         for row in f.result.rows:
             if row.verdict.startswith("differs"):
-                out.print(f"{f.part.name}: {row.claim}: {row.verdict}: {row.why}", markup=False, style="yellow")
+                tried = f" ({row.test} {row.outcome})" if row.outcome else ""
+                out.print(f"{f.part.name}: {row.claim}: {row.verdict}: {row.why}{tried}", markup=False, style="yellow")
     counts = counted(finished)
     told = sum(n for v, n in counts.items() if v in COUNTED)
     fits = counts.get("agrees", 0) + counts.get("trend agrees", 0)

@@ -32,8 +32,11 @@ from octopipe.cli.verbs.numbers import (
     contended,
     contended_numbers,
     contended_words,
+    evenly_routed_ms,
+    exchange_words,
     milliseconds,
     model_of_plan,
+    uneven_words,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
         **contended_numbers(shared),
         **costs.throughput(plan.num_ranks, plan.num_micro_batches, timeline.step_ms),
     }
+    even_ms = evenly_routed_ms(plan, costs, args.model or model_of_plan(plan))
+    if even_ms is not None:
+        numbers["evenly_routed_ms"] = even_ms
     if args.jitter is not None:
         runs = max(1000, costs.data_parallel)
         after = timeline.step_ms - timeline.makespan_ms
@@ -219,6 +225,9 @@ def _show(
         f"{overlap.communications} communications, {100 * overlap.rate:.0f} % overlapped",
     ]
     out.print("; ".join(f for f in facts if f), style="dim")
+    for words in (exchange_words(timeline), uneven_words(numbers.get("evenly_routed_ms"), timeline.step_ms)):
+        if words:
+            out.print(words, style="dim")
     if "jitter" in numbers:
         j = numbers["jitter"]
         out.print(

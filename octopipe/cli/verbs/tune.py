@@ -109,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="allow plans that split the head, and with it the embedding, by vocabulary over several ranks",
     )
     parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="allow plans that offload activations to host memory where memory is short (docs/offload.md)",
+    )
+    parser.add_argument(
         "--measure",
         action="store_true",
         help="with a profile as MODEL: run plans, correct the costs, tune again; keep the plan measured to be fastest",
@@ -182,6 +187,7 @@ def run(args: argparse.Namespace) -> int:
                 recompute=args.recompute in (None, "auto") and not args.no_recompute,
                 copies=args.copies,
                 cut_head=args.cut_head and target == "octopipe",
+                offload=args.offload and target == "octopipe",
                 phases=args.phases or PHASES,
                 target=target,  # type: ignore[arg-type]
                 progress=show,

@@ -44,6 +44,11 @@ def run_measured(args: argparse.Namespace) -> int:
         from octopipe.runtime.measure.tuned_run import MeasuredTuneJob, measured_tune_task
     costs = costs_from(args)
     work = workload_of(recipe)
+    if args.cut_head and work.graphs:
+        raise OctoPipeError(
+            f"{args.model} was measured with CUDA graphs, which plans with a cut head do not run with; profile without "
+            "--graphs, or leave --cut-head out"
+        )
     copies = (False, True) if args.copies is None and costs.static_bytes.any() else (bool(args.copies),)
     job = MeasuredTuneJob(
         work=work,
@@ -52,6 +57,7 @@ def run_measured(args: argparse.Namespace) -> int:
         tune_s=args.budget,
         budget_s=args.measure_for,
         copies=copies,
+        cut_head=args.cut_head,
         recompute=args.recompute in (None, "auto") and not args.no_recompute,
         seed=args.seed,
         workers=args.workers,

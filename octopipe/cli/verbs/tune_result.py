@@ -1,6 +1,6 @@
-"""How the result of `octopipe tune` is shown: the gain, over which systems, in which set-up, and what to do next.
+"""The output of `octopipe tune`: the gain over other systems, the set-up, and suggested next commands.
 
-Knows: words, tables and the JSON of a result. Does not know: flags or how the search works.
+Knows: text, tables and the JSON of a result. Does not know: flags or how the search works.
 """
 
 from __future__ import annotations
@@ -245,10 +245,12 @@ def tell(told: Told, out: Console) -> None:
         out.print(f"next: octopipe report {name} -o report.html", markup=False)
         if told.model is not None and told.target == "octopipe":
             out.print(f"      octopipe train {shlex.quote(told.model)} --plan {name}", markup=False)
-        # The text formats of other trainers know no layer on two ranks and no path that forks.
+        # The text formats of other trainers know no layer on two ranks, no path that forks and no host memory.
         target = {"torch": "torch-csv", "megatron": "megatron"}.get(told.target, "torch-csv")
         out.print(
-            f"      octopipe export {name} --to {'perfetto' if plan.replicas() or plan.forks else target}", markup=False
+            f"      octopipe export {name} --to "
+            f"{'perfetto' if plan.replicas() or plan.forks or plan.offloads else target}",
+            markup=False,
         )
     else:
         out.print("next: the same command with -o plan.json keeps the plan; then octopipe report plan.json")

@@ -185,6 +185,7 @@ def setup_costs(
         model=spec.name,
         symbols=spec.pattern,
         network=pricing.cluster.network(),
+        host_link=setup.host_link or pricing.cluster.host_link,
         rank_slowdown=pricing.cluster.rank_slowdown(),
         rank_memory_bytes=setup.rank_memory_bytes(),
         micro_batch_factor=factor,

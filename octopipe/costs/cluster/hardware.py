@@ -396,6 +396,11 @@ class Cluster:
             return self.inter_link
         return Link.of_bandwidth(self.gpu.inter_gb_per_s / self.gpu.between_pods, INTER_LATENCY_MS)
 
+    @property
+    def host_link(self) -> Link:
+        """Between a GPU and its host's memory."""
+        return Link.of_bandwidth(self.gpu.host_gb_per_s, INTER_LATENCY_MS)
+
     def network(self) -> Network:
         """Links between pipeline ranks: each GPU sends its share over its own link to its peer."""
         per_node = max(1, self.node_size // self.gpus_per_stage)

@@ -46,6 +46,7 @@ class SetupKeywords(TypedDict, total=False):
     speeds: float | Sequence[float] | None
     rank_speed: float | Sequence[float] | None
     p2p_ms: float | None
+    host_gb_per_s: float | None
     gpus_per_node: int | None
     nodes: str | Path | Sequence[Mapping[str, object]] | None
     cluster: str | Path | Sequence[Mapping[str, object]] | None

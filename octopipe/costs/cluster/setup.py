@@ -35,7 +35,7 @@ from octopipe.costs.cluster.fields import (
     asked,
     fields_of,
 )
-from octopipe.costs.cluster.hardware import GIB, Cluster, Gpu, gpu
+from octopipe.costs.cluster.hardware import GIB, INTER_LATENCY_MS, Cluster, Gpu, Link, gpu
 from octopipe.costs.cluster.setup_words import words_of
 
 Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
@@ -88,8 +88,8 @@ class Setup:
     """GPUs that the experts of a layer are distributed over, inside tp * cp * dp."""
     etp: int | None = asked(
         None, Whole(), of_a_model=True, optional=True,
-        words="expert-tensor-parallel size: GPUs that divide the matrices of one expert between them",
-        unless_given="tp, or less where ep is larger than cp x dp",
+        words="expert-tensor-parallel size: GPUs that the matrices of one expert are sharded over",
+        unless_given="tp, or less if ep is larger than cp x dp",
     )  # fmt: skip
     """None: the tensor-parallel group, or less where ep is larger than cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
@@ -163,7 +163,7 @@ class Setup:
     """Tokens of the busiest expert rank over the mean, or the tokens of every expert; empty: even routing."""
     nodes_per_token: int | None = asked(
         None, Whole(), part="training", of_a_model=True, optional=True,
-        words="node-limited routing: the experts of one token lie on at most so many nodes",
+        words="node-limited routing: maximum number of nodes with experts of one token",
         unless_given="no limit",
     )  # fmt: skip
     """None: a token's experts may lie on any node."""
@@ -180,7 +180,7 @@ class Setup:
     """(first, last) of each range of layers without gradients and optimizer state."""
     offload_optimizer: float = asked(
         0.0, Share(), part="training", of_a_model=True,
-        words="share of the optimizer state that the host's memory holds and its processors update, from 0 to 1",
+        words="share of the optimizer state that is kept in host memory and updated by the CPU, from 0 to 1",
         unless_given="0",
     )  # fmt: skip
     """Of what a GPU would hold after ZeRO's division."""
@@ -215,6 +215,11 @@ class Setup:
         None, Number(), part="ranks", optional=True, words="time of every transfer in ms, instead of its link's"
     )
     """Every transfer takes this long, instead of the time of its link."""
+    host_gb_per_s: float | None = asked(
+        None, Number(), part="ranks", optional=True, words="GB/s between a GPU and host memory, in each direction",
+        unless_given="the GPU's",
+    )  # fmt: skip
+    """For offloaded activations; None: the rate of the GPU preset or of the profile."""
     gpus_per_node: int | None = asked(
         None, Whole(), part="hardware", of_a_model=True, optional=True,
         words="GPUs on the fast links of a node", unless_given="the preset's",
@@ -352,6 +357,11 @@ class Setup:
         held = experts // self.ep
         loads = [sum(self.imbalance[r * held : (r + 1) * held]) for r in range(self.ep)]
         return max(loads) * self.ep / sum(loads)
+
+    @property
+    def host_link(self) -> Link | None:
+        """The link to host memory that was given outright; otherwise the GPU's or the profile's holds."""
+        return None if self.host_gb_per_s is None else Link.of_bandwidth(self.host_gb_per_s, INTER_LATENCY_MS)
 
     def cluster(self) -> Cluster:
         """The GPUs and links this set-up lies on."""

@@ -30,6 +30,7 @@ from octopipe.costs.cluster.hardware import Link, Network
 from octopipe.costs.mode import Mode
 from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
+from octopipe.runtime.measure.exchanges import MeasuredExchange, exchanges_of, segments_of
 from octopipe.runtime.measure.one_layer import Layer, LayerMemory, memory_of, resident_bytes
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.telling import gather_values
@@ -60,6 +61,8 @@ class Measured:
     resident_bytes: float
     """What the device's libraries keep for themselves (matrix workspaces), whatever the layers."""
     seconds: float
+    exchanges: tuple[MeasuredExchange, ...] = ()
+    """Which parts of every distinct layer exchange tokens; empty where none does."""
 
 
 def groups_of_modules(modules: Sequence[nn.Module]) -> tuple[int, ...]:
@@ -153,10 +156,12 @@ class LayerRing:
         self._ring = [*self._group_of[turn:], *self._group_of[:turn]]
         self._loaded: list[Floats] = []
         self._partial: dict[int, list[Floats | None]] = {}
+        self._exchanges: tuple[MeasuredExchange, ...] = ()
         self._issued_ms = 0.0
         wait_all(group)
         self._run(1)
-        self._resident_bytes = resident_bytes(self._ready, sample, target, self._device) - before
+        # Less than before: something else was freed meanwhile.
+        self._resident_bytes = max(0.0, resident_bytes(self._ready, sample, target, self._device) - before)
 
     def measure(self, repeats: int, warm_up: int, levels: Sequence[int]) -> Measured:
         """Warm up, then `repeats` rounds of all ranks, then some with fewer ranks at work for each of `levels`."""
@@ -167,6 +172,8 @@ class LayerRing:
         self._run(warm_up)
         self._tell(f"{repeats} timed rounds of {len(self._group_of)} layers", 0.5)
         self._all_at_work(repeats)
+        self._exchanges = exchanges_of(self._ready, self._ring, self._device, max(3, repeats // 2))
+        wait_all(self._group)
         for level in levels:
             if 0 < level < self._ranks:
                 self._tell(f"the same with {level} rank{'s' * (level > 1)} at work", 0.7)
@@ -221,6 +228,7 @@ class LayerRing:
             repeatable=tuple(layer.repeatable() for layer in self._ready),
             host_share=self._issued_ms / max(busy, 1e-9),
             resident_bytes=self._resident_bytes,
+            exchanges=self._exchanges,
             seconds=time.perf_counter() - self._began,
         )
 
@@ -380,6 +388,7 @@ def assemble(
         rank_memory_bytes=() if memory_bytes is None else (memory_bytes,),
         tokens_per_micro_batch=tokens,
         mode=mode,
+        segments=segments_of([m.exchanges for m in ranks], first.group_of),
         repeatable=tuple(all(m.repeatable[g] for m in ranks) for g in first.group_of),
     )
     partial = {}

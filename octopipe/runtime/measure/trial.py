@@ -21,6 +21,7 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.models.spec import ModelSpec
 from octopipe.plans.plan import Op, Plan
+from octopipe.runtime.measure.host_link import measure_host_link
 from octopipe.runtime.measure.links import measure_links, measure_overlap
 from octopipe.runtime.measure.one_layer import Layer
 from octopipe.runtime.measure.profiler import LayerRing, Measured, Tell, assemble, gather, nobody
@@ -100,6 +101,8 @@ def profile_workload(
         found, slowdown = _links(work, world, device, mine)
         about = {**(about or {}), "overlap_slowdown": round(slowdown, 4)}
     profile = _profile(work, world, device, mine, found, state_factor, about)
+    if links:
+        profile = profile.with_costs(profile.costs.replace(host_link=measure_host_link(world, device)))
     if rehearsal and links and world.size > 1 and work.spec.num_layers >= world.size:
         tell("a few steps of a plan", 0.9)
         plan = rehearsal_plan(profile, world.size)

@@ -40,6 +40,8 @@ class MeasuredTuneJob:
     systems: tuple[str, ...] = PUBLISHED
     copies: tuple[bool, ...] = (False, True)
     recompute: bool = True
+    cut_head: bool = False
+    """Also search, in every round, for a plan whose head is cut by its vocabulary."""
     seed: int = 0
     workers: int | None = None
     iterations: int | None = None
@@ -66,7 +68,7 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
         world.gather((plan, profile))
         return _run(job, world, plan, profile)
 
-    def search(costs: CostTable, copies: bool) -> Plan:
+    def search(costs: CostTable, copies: bool, *, cut_head: bool = False) -> Plan:
         return tune(
             costs,
             world.size,
@@ -75,9 +77,13 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
             seed=job.seed,
             copies=copies,
             recompute=job.recompute,
+            cut_head=cut_head,
             workers=job.workers,
             iterations=job.iterations,
         ).plan
+
+    def cut(costs: CostTable) -> Plan:
+        return search(costs, False, cut_head=True)
 
     outcome = tune_measured(
         job.profile,
@@ -88,6 +94,7 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
         kinds=job.work.kinds,
         systems=job.systems,
         copies=job.copies,
+        also={"with a cut head": cut} if job.cut_head else {},
         rounds=job.rounds,
         budget_s=job.budget_s,
         tell=tell,

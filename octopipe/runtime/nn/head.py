@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from octopipe.models import layers as spec
 from octopipe.runtime.nn.basic import Made, empty, norm
+from octopipe.runtime.nn.head_shard import partial_of_hidden, takes
 from octopipe.runtime.stages.shards import MeanCrossEntropy, marked, with_rows
 from octopipe.runtime.stages.wgrad import WeightSite, add_product, site_of
 from octopipe.runtime.stages.wgrad_ops import Layout
@@ -43,6 +44,13 @@ class LazyLogits(NamedTuple):
 
     def logits(self) -> Tensor:
         return F.linear(self.hidden, self.weight)
+
+    def partial_softmax(self, labels: Tensor, start: int) -> tuple[Tensor, Tensor] | None:
+        """What a shard with the words from `start` on hands to the loss (`stages/shards.py`); None: take `logits()`."""
+        if self.kind == "chunked" or not takes(self.hidden):
+            return None
+        kind = "fused" if self.kind == "fused" else "lean"
+        return partial_of_hidden(self.hidden, self.weight, labels, start, kind, BLOCK_LOGITS[kind])
 
 
 class Head(nn.Module):

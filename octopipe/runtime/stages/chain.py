@@ -7,23 +7,24 @@ for, where tensors come from, or whether an op is replayed from a CUDA graph (`c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from octopipe.plans.plan import Plan
-from octopipe.runtime.slots import Cell
+from octopipe.runtime.slots import Cell, Moves
+from octopipe.runtime.stages.offload import HostStore, Parcel
 from octopipe.runtime.stages.run import StageRun
 from octopipe.runtime.stages.stage import Stage
 
 Autocast = Callable[[], AbstractContextManager[Any]] | None
 Forward = tuple[Any, Any, list[bool] | None]
-"""What F leaves for the other ops, its output, and leaf by leaf which outputs take a gradient (None: not known)."""
+"""What F keeps for the other ops, its output, and for each leaf whether it takes a gradient (None: not known)."""
 
 
 class StageChain:
-    """The parts of one stage: usually one, more where only some of its layers are recomputed."""
+    """The parts of one stage: usually one, several if only some of its layers are recomputed."""
 
     def __init__(self, parts: Sequence[tuple[Stage, bool]]):
         self.parts = list(parts)
@@ -55,17 +56,19 @@ class StageChain:
         again: bool,
         keep: bool = True,
         side: Mapping[str, Any] | None = None,
+        parcel: Parcel | None = None,
     ) -> tuple[list[StageRun], Any, list[bool] | None]:
-        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
+        """F: the runs, the output and, for each leaf, whether it takes a gradient (None: not known yet).
 
-        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward.
+        `again`: R will follow for the parts that recompute. Without `keep` there will be no backward. `parcel`: saved
+        tensors go to host memory (such a stage has one part).
         """
         runs = []
         last = self.parts[-1][0]
         for stage, recompute in self.parts:
             repeat = keep and recompute and again
             end = then if stage is last else None
-            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side)
+            run = StageRun(stage, value, end, seed, needs, keep and not repeat, again=repeat, side=side, parcel=parcel)
             value, needs = run.outputs, run.outputs_need_grad or None
             run.outputs = None
             runs.append(run)
@@ -100,26 +103,26 @@ class StageChain:
 
 
 class Ops:
-    """Runs ops one by one, each as its layers' own calls."""
+    """Runs ops eagerly, one by one."""
 
     warm_up_steps = 1
-    """Steps of a run whose times say nothing about those that follow."""
+    """Number of initial steps whose times are not representative of later ones."""
     peak_bytes = 0
-    """Memory that steps use beside what torch's books say, at most."""
+    """Maximum memory of steps that torch's allocator statistics do not include."""
     captured = 0
     """Ops that are replayed from graphs."""
 
-    def __init__(self, chains: dict[int, StageChain], autocast: Autocast):
-        self.chains, self._autocast = chains, autocast
+    def __init__(self, chains: dict[int, StageChain], autocast: Autocast, host: HostStore | None = None):
+        self.chains, self._autocast, self.host = chains, autocast, host
 
     def begin_step(self) -> None:
-        """A training step begins; `.grad` is what it will be added to."""
+        """Called at the start of a training step, when `.grad` has its initial value."""
 
     def end_step(self, *, whole: bool) -> None:
-        """It has been issued, `whole` or broken off."""
+        """Called when a step has been issued, completely (`whole`) or interrupted."""
 
     def close(self) -> None:
-        """No step will come any more."""
+        """Called after the last step."""
 
     def forward(
         self,
@@ -131,10 +134,39 @@ class Ops:
         side: Mapping[str, Any] | None,
     ) -> Forward:
         forward, again = self.chains[cell.stage].forward, cell.recomputes
+        if cell.offloads:
+            return self._offloading(cell, value, needs, then, seed, side)
         if self._autocast is None:
             return forward(value, needs, then, seed, again=again, side=side)
         with self._autocast():
             return forward(value, needs, then, seed, again=again, side=side)
+
+    def _offloading(
+        self,
+        cell: Cell,
+        value: Any,
+        needs: Sequence[bool] | None,
+        then: Callable[[Any], Any] | None,
+        seed: int | None,
+        side: Mapping[str, Any] | None,
+    ) -> Forward:
+        """F of a stage whose activations then leave for host memory."""
+        assert self.host is not None
+        cell.parcel = self.host.parcel()
+        with self._autocast() if self._autocast is not None else nullcontext():
+            made = self.chains[cell.stage].forward(value, needs, then, seed, again=False, side=side, parcel=cell.parcel)
+        self.host.down(cell.parcel)
+        return made
+
+    def move(self, moves: Moves, device: Any) -> None:
+        """What is let go and what is fetched before an op."""
+        assert self.host is not None
+        for cell in moves.release:
+            if cell.parcel is not None:
+                self.host.release(cell.parcel)
+        for cell in moves.fetch:
+            if cell.parcel is not None:
+                self.host.fetch(cell.parcel, device)
 
     def recompute(self, cell: Cell) -> None:
         if self._autocast is None:
@@ -145,6 +177,9 @@ class Ops:
 
     def backward(self, cell: Cell, gradients: list[Any], *, fused: bool) -> list[Any]:
         runs = cell.runs
+        if cell.parcel is not None and self.host is not None:
+            self.host.ready(cell.parcel)
+            cell.parcel = None
         if fused:
             cell.runs = None
         return StageChain.backward(runs, gradients, fused=fused)

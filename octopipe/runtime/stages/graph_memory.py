@@ -24,12 +24,12 @@ from octopipe.runtime.torch_private import end_allocating_to_pool
 Graph = Any
 """A `torch.cuda.CUDAGraph`."""
 _VIEW = "_graph_view"
-"""The attribute of a tensor made by a captured op: its view, which replays hand on in its place."""
+"""Attribute of a tensor made by a captured op: its view, which replays pass on instead."""
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all pools: libraries keep a workspace per stream."""
+    """One stream for all pools, because libraries keep a workspace per stream."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         # They make it now: made while capturing it would lie in a pool.
@@ -45,7 +45,7 @@ class Pool:
     def __init__(self, device: torch.device):
         self._id = torch.cuda.graph_pool_handle()
         self._kept: list[Graph] = []
-        """All graphs of the pool: torch gives its memory back with the last of them."""
+        """All graphs of the pool; torch frees its memory with the last of them."""
         self._stream = _capture_stream(device)
 
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
@@ -80,17 +80,17 @@ class Pool:
 
 
 class Inputs:
-    """What a captured op was given, leaf by leaf, and where it lies when the op is replayed."""
+    """The inputs of a captured op, leaf by leaf, and their addresses when the op is replayed."""
 
     __slots__ = ("_form", "_leaves", "_needs")
 
     def __init__(self, form: Any, needs: Sequence[bool] | None):
         self._form, self._needs = form, None if needs is None else list(needs)
         self._leaves: list[tuple[Any, bool]] = []
-        """A view of its place and whether it is filled by a copy; a constant and False."""
+        """For a tensor: a view of its address and whether it is filled by a copy; for a constant: itself and False."""
 
     def placed(self, given: Sequence[Any]) -> list[Any]:
-        """While capturing: the leaves for the op, those from outside in memory of the pool."""
+        """During capture: the leaves for the op, with outside tensors copied to memory of the pool."""
         out = []
         for leaf in given:
             made = getattr(leaf, _VIEW, None) if isinstance(leaf, Tensor) else None
@@ -119,14 +119,14 @@ class Inputs:
         return True
 
     def fill(self, given: Sequence[Any]) -> None:
-        """Copy what comes from outside to its place."""
+        """Copy outside tensors to the addresses that the graph reads."""
         with torch.no_grad():
             for leaf, (place, copied) in zip(given, self._leaves):
                 if copied:
                     place.copy_(leaf)
 
     def fill_gradients(self, given: Sequence[Any]) -> None:
-        """The same for gradients of a micro-batch whose forward was replayed: no gradient counts as zeros."""
+        """The same for gradients of a micro-batch whose forward was replayed; a missing gradient counts as zeros."""
         if len(given) != len(self._leaves):
             raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._leaves)}"))
         with torch.no_grad():
@@ -148,7 +148,7 @@ _OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than w
 
 
 class _Address:
-    """Memory as torch takes it from other libraries."""
+    """Memory in the form in which torch accepts it from other libraries."""
 
     def __init__(self, tensor: Tensor):
         nbytes = tensor.untyped_storage().nbytes()

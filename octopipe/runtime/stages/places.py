@@ -26,20 +26,23 @@ from torch import Tensor, nn
 from octopipe.runtime.stages.state import ATOMS, Box, HeldTensor, Snapshot, Source, items_of
 
 MOST_PLACES = 20_000
-"""So many places are looked at per stage; a model that holds its whole data set in a list is not walked through."""
+"""Maximum number of places inspected per stage, so that a data set in a list is not walked through."""
 MOST_ITEMS = 4096
-"""Containers with more items than this are not opened."""
+"""Containers with more items than this are not inspected."""
 _LIBRARIES = frozenset(
     ("torch", "builtins", "numpy", "transformers", "octopipe", "typing", "abc", "collections", "functools", "logging",
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
 )  # fmt: skip
 """Packages whose classes and functions keep nothing of a user's in their own namespaces."""
+NO_STATE = "octopipe_no_state"
+"""A class whose attribute of this name is true keeps nothing that belongs to a forward: its objects are not opened. For
+communicators, whose counters and buffers must go on from call to call and are never put back."""
 _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 """Where Python's own modules and installed packages are."""
 
 
 def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = ()) -> Snapshot:
-    """All that modules (with what to call them) and other things (a loss, hooks) hold."""
+    """A snapshot of all state of modules (given with their names) and other objects (a loss, hooks)."""
     walk = _Walk()
     for label, top in modules:
         walk.module(top, label)
@@ -49,7 +52,7 @@ def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence
 
 
 def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
-    """These boxes, and what is in them."""
+    """A snapshot of these boxes and their contents."""
     walk = _Walk()
     for box in boxes:
         walk.box(box)
@@ -136,7 +139,7 @@ class _Walk:
     def _object(self, value: Any, label: str) -> None:
         kind = type(value)
         package = kind.__module__.partition(".")[0]
-        if package in _LIBRARIES and package != "octopipe":
+        if (package in _LIBRARIES and package != "octopipe") or getattr(kind, NO_STATE, False):
             return
         self._note(value)
         self._class(kind, label)

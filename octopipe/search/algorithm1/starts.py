@@ -16,12 +16,12 @@ from octopipe.plans.plan import Plan
 from octopipe.search.algorithm1.candidate import Candidate, Desk
 from octopipe.search.algorithm1.placement import balanced_stages
 from octopipe.search.algorithm1.structure import derived, layer_times, retimed, rule_keys
-from octopipe.search.does_not_fit import misfit
+from octopipe.search.does_not_fit import does_not_fit_error
 from octopipe.search.systems.registry import build_plan, systems
 from octopipe.simulation.simulator import simulate
 
-SLOW_SYSTEMS = frozenset({"tessel"})
-"""Systems whose own search takes longer than a start is worth."""
+SLOW_SYSTEMS = frozenset({"tessel", "pipe-offload"})
+"""Systems whose own search takes longer than a start is worth, and one whose order is another one's."""
 FIRST_SYSTEMS = ("1f1b", "mist", "zb-h1", "zb-v")
 """Systems that are always built: quick, of every kind, and one that recomputes where memory lacks."""
 EARLY_SYSTEMS = ("zb-h2", "dualpipe", "dualpipev", "v-half", "chimera", "dapple")
@@ -88,4 +88,4 @@ def something_that_fits(desk: Desk, may_recompute: bool) -> Candidate:
                                 found = seen
         if found is not None:
             return found
-    raise misfit(costs, ranks, may_recompute)
+    raise does_not_fit_error(costs, ranks, may_recompute)

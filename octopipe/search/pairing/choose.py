@@ -25,7 +25,10 @@ PAIR_MOVES = 400
 """Schedules judged where moves are counted, for each thousand moves of the search without pairs, and at least."""
 
 POLISHED = 0.4
-"""Share of the time in which the best plan's orders are polished."""
+"""Share of the time in which the orders of the best plans are polished."""
+RIVALS, WITHIN = 2, 0.03
+"""So many plans are polished, those that take at most so much longer than the best: which of them ends ahead is not
+known before."""
 MOST_CHECKS = 48
 """How often neighbours of a plan are tried as pairs: of the ones that wait for each other, some are given up unseen."""
 MOST_POLISHED = 60_000
@@ -59,6 +62,7 @@ def with_pairs(
         starts=(found.plan,),
     )
     polished = 0
+    fitting: list[tuple[Plan, Timeline]] = [best] if best[1].fits else []
     for name, plan, timeline in _candidates(found, setting, searched, copies):
         if name in OVERLAPPED_SYSTEMS:
             systems[name] = timeline.step_ms if timeline.fits else float("inf")
@@ -75,17 +79,23 @@ def with_pairs(
             )
             log.append(step)
             best = plan, timeline
-    if not best[0].forks and sum(map(len, best[0].orders)) <= MOST_POLISHED:
-        polisher = Polisher(best[0], costs, seed)
-        better = polisher.run(budget_s=None if moves else budget_s * POLISHED, moves=moves and 4 * moves)
-        polished = polisher.judged
-        if better[1].step_ms < best[1].step_ms:
+        if timeline.fits:
+            fitting.append((plan, timeline))
+    fitting.sort(key=lambda made: made[1].step_ms)
+    rivals = [
+        made for made in fitting[:RIVALS] if made[1].step_ms <= (1 + WITHIN) * best[1].step_ms and _polishable(made[0])
+    ]
+    for rival in rivals:
+        polisher = Polisher(rival[0], costs, seed)
+        share = 1 / len(rivals)
+        better = polisher.run(
+            budget_s=None if moves else budget_s * POLISHED * share, moves=moves and round(4 * moves * share)
+        )
+        polished += polisher.judged
+        if better[1].fits and better[1].step_ms < best[1].step_ms:
             before, after = best[1].step_ms, better[1].step_ms
-            log.append(
-                Step(
-                    found.iterations, log[-1].seconds if log else 0.0, "schedule", "pairs: polish", before, after, after
-                )
-            )
+            seconds = log[-1].seconds if log else 0.0
+            log.append(Step(found.iterations, seconds, "schedule", "pairs: polish", before, after, after))
             best = better
     return replace(
         found,
@@ -96,6 +106,10 @@ def with_pairs(
         iterations=found.iterations + searched.judged + polished,
         finalists=[*found.finalists, best[0]],
     )
+
+
+def _polishable(plan: Plan) -> bool:
+    return not plan.forks and sum(map(len, plan.orders)) <= MOST_POLISHED
 
 
 def _candidates(

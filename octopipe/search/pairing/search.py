@@ -38,8 +38,9 @@ FITTED = 6
 """How often a state is scheduled again with less room where the plan made of it does not fit."""
 OVER = 2.0
 """By which share a steady schedule counts as longer for every share of its memory that it is over the limit."""
-APART = (0.0, 1.0, 2.0)
-"""Shares of a full rotation: W of so many of the last micro-batches is kept out of pairs in steady starts."""
+APART, ALL_APART = (0.0, 1.0, 2.0), (0.5, 1.0)
+"""W of so many of the last micro-batches is kept out of pairs in steady starts: shares of a full rotation, and of all
+micro-batches. Where pairs leave little of the exchange exposed, W inside them only makes them longer."""
 BALANCED = 300
 """Partitions judged per stage before a steady start is scheduled."""
 ROTATIONS = (1.0, 0.94, 0.87, 0.75, 0.6, 0.45, 0.3)
@@ -158,9 +159,12 @@ class PairSearch:
                 continue
             tried.add(rotation)
             # W of the last micro-batches in pairs, or apart from them, until the last ones that are under way at once.
-            variants = [steady.copy() for _ in APART]
-            for variant, part in zip(variants, APART, strict=True):
-                variant.numbers[APART_W] = float(round(part * turn))
+            apart = [round(part * turn) for part in APART] + [
+                round(part * self.num_micro_batches) for part in ALL_APART
+            ]
+            variants = [steady.copy() for _ in apart]
+            for variant, number in zip(variants, apart, strict=True):
+                variant.numbers[APART_W] = float(number)
             ms, best = min(((self._ms(each), k) for k, each in enumerate(variants)))
             if ms < math.inf:
                 out.append(variants[best])

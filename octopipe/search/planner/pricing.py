@@ -139,6 +139,7 @@ class Pricer:
         self.rates = rates_of(base.gpu, base.precision, base.stack)
         self._known: dict[tuple[object, ...], CostTable] = {}
         self._work: dict[tuple[int, ...], _Work] = {}
+        self._judged: dict[tuple[Split, tuple[str, ...]], Candidate] = {}
 
     def costs(self, split: Split, mode: str = "none", layers: int | None = None) -> CostTable:
         s = split  # costs do not depend on its stages per rank
@@ -222,6 +223,12 @@ class Pricer:
         return state + kept < limit
 
     def candidate(self, split: Split, modes: tuple[str, ...]) -> Candidate:
+        """The split by estimate, each once: a search that goes on judging begins where it was."""
+        if (split, modes) not in self._judged:
+            self._judged[split, modes] = self._estimated(split, modes)
+        return self._judged[split, modes]
+
+    def _estimated(self, split: Split, modes: tuple[str, ...]) -> Candidate:
         m = self.global_batch // (split.dp * split.micro_batch_size)
         layouts = self.layouts and bool(self.base.nodes)
 

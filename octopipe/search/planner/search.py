@@ -23,7 +23,7 @@ from octopipe.search.planner.judging import Say, judge, modes_of, published_spli
 from octopipe.search.planner.pricing import Candidate, Pricer
 from octopipe.search.planner.runtimes import RUNTIMES, Runtime
 from octopipe.search.planner.splits import Split, least_state_bytes, splits
-from octopipe.search.planner.tuning import compiled, ops_of, schedules, tune_candidate
+from octopipe.search.planner.tuning import ops_of, schedules, tune_candidate, without_kernels
 
 SIMULATED, TUNED = 8, 2
 """Splits that are simulated at least, and tuned at first, where time allows."""
@@ -32,7 +32,7 @@ JUDGING, SIMULATING = 0.3, 0.2
 JUDGING_S = 8.0
 """Seconds that judging gets where its share would be less, as long as there are twice as many."""
 ROUNDS = 3
-"""How often a search that has time left goes on judging, and on tuning what is best so far."""
+"""How often a search that has time left goes on tuning what is best so far."""
 AGAIN = 0.9
 """Before this share of the budget is spent, a search that had to stop judging goes on with it."""
 TUNING_S = 20.0
@@ -93,14 +93,15 @@ def search(
     run.simulate(judging + SIMULATING)
     run.schedule(judging + 1.5 * SIMULATING)
     run.improve()
-    for _ in range(ROUNDS):
-        if run.left_ms is None or budget.over(AGAIN):
-            break
-        # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
+    # Fewer splits were worth tuning than there was time for: the rest is for those not yet judged.
+    while run.left_ms is not None and not budget.over(AGAIN):
+        before = run.judged
         run.judge(min(1.0, budget.used() / budget_s + 0.5 * (1.0 - budget.used() / budget_s)))
         run.simulate(1.0)
         run.schedule(1.0)
         run.improve()
+        if run.judged == before:
+            break
     run.deepen(ROUNDS)
     return run.result(present, margin)
 
@@ -236,7 +237,7 @@ class _Run:
             best = min(found, key=lambda c: c.step_ms, default=None)
             if best is None or best.split.pp == 1 or not self.runtime.tuned or self.budget.over(AGAIN):
                 return
-            if not compiled(self.budget):
+            if without_kernels(self.budget):
                 return
             self.tell(f"tuning {best.split.words()} again")
             left = self.budget.left(ops_of(best))
@@ -263,10 +264,8 @@ class _Run:
         begun = begun or self._simulated(candidate.split)
         if self.runtime.any_order and begun.split not in self.scheduled:
             self._scheduled(begun)
-        if not compiled(self.budget):
-            self._skip(
-                candidate, begun.step_ms, "the search's kernels are not compiled yet, and time is too short for it"
-            )
+        if reason := without_kernels(self.budget):
+            self._skip(candidate, begun.step_ms, reason)
             return
         self.tell(f"tuning {candidate.split.words()}")
         left = min(seconds - (self.budget.used() - began), self.budget.left(ops_of(begun)))

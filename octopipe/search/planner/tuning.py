@@ -50,17 +50,20 @@ def target_of(split: Split, runtime: Runtime) -> Target:
     return "torch" if runtime.name == "any" and not ours else runtime.target
 
 
-def compiled(budget: Budget) -> bool:
-    """Make the search's kernels ready, where that ends in time: from what was kept, or by compiling them."""
+def without_kernels(budget: Budget) -> str:
+    """Make the search's kernels ready, from what was kept or by compiling them; the reason where that would end too
+    late."""
     from octopipe.base.compile.store import private_folder
     from octopipe.search.tuner.warm import compile_kernels
 
     folder = private_folder()
     kept = folder is not None and sum(1 for _ in folder.iterdir()) >= KEPT_KERNELS
-    if budget.left() < (LEAST_S if kept else COMPILING_S):
-        return False
+    if kept and budget.left() < LEAST_S:
+        return "the time left is too short for it"
+    if not kept and budget.left() < COMPILING_S:
+        return "the search's kernels are not compiled yet, and time is too short for it"
     compile_kernels("best")
-    return True
+    return ""
 
 
 def tune_candidate(

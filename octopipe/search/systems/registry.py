@@ -34,6 +34,7 @@ BUILT_IN = (
     "interleaved",
     "breadth_first",
     "bpipe",
+    "pipe_offload",
     "alpa",
     "dapple",
     "adapipe",

@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 from octopipe.search.algorithm1 import PHASES, IterativeSearch, RandomSearch
 from octopipe.simulation.bounds.bounds import PlanClass, lower_bound
 from octopipe.costs.table import CostTable
-from octopipe.base.errors import OctoPipeError
+from octopipe.base.errors import DoesNotFitError, OctoPipeError
 from octopipe.search.exact import Solved, solve
 from octopipe.search.pairing.choose import with_pairs
 from octopipe.search.explain import explain
+from octopipe.search.offload import offload_words, with_offload
 from octopipe.simulation.hide_transfers import hide_transfers
 from octopipe.base.limits import checked_seed, refuse_too_large
 from octopipe.plans.plan import Plan
@@ -60,6 +61,7 @@ def tune(
     recompute: bool = True,
     copies: bool | None = None,
     cut_head: bool = False,
+    offload: bool = False,
     phases: Sequence[str] = PHASES,
     target: Target = "octopipe",
 ) -> TuneResult:
@@ -67,9 +69,10 @@ def tune(
 
     `recompute`: may activations be recomputed? `copies`: may layers be held by more than one rank (method "best")?
     Left open they may where the costs know weights; without, copies would cost nothing. `cut_head`: may the head,
-    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `phases`:
-    those of Algorithm 1 that are on (methods "octopipe" and "random"). `target`: the runtime that is to run the
-    plan; for another than ours only what it can run is searched (see restricted.py), with method "best".
+    and with it the embedding, be cut by vocabulary over several ranks (method "best"; docs/cut-head.md)? `offload`:
+    may activations be moved to host memory (method "best"; docs/offload.md)? `phases`: those of Algorithm 1 that are on
+    (methods "octopipe" and "random"). `target`: the runtime that is to run the plan; for another than ours only what it
+    can run is searched (see restricted.py), with method "best".
     `TuneResult.plans` says which plans the bound and `optimal` speak of. `iterations` (moves per lane; of method
     "exact" the solver's conflicts) instead of time makes the plan, to its last byte on disk, depend on the seed
     alone: on any machine, with any number of workers.
@@ -77,15 +80,19 @@ def tune(
     _check(costs, num_ranks, num_micro_batches, budget_s, method, start)
     checked_seed(seed)
     _check_method(method, target, phases=tuple(phases), robust=robust, cut_head=cut_head)
+    if offload:
+        _check_offload(costs, method, target, combined=robust or cut_head)
     if target != "octopipe":
         recompute, copies = False, False
     recompute, copies, notes = _what_may_be(costs, method, start, recompute, copies)
     compile_kernels(method)
     setting = (costs, num_ranks, num_micro_batches)
-    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head)
+    plans = PlanClass(recompute=recompute, copies=copies and method == "best", cuts_head=cut_head, offloads=offload)
     bound_name, bound = lower_bound(*setting, *plans)
     began = time.monotonic()
-    asked = _Asked(method=method, target=target, phases=phases, robust=robust, copies=copies, cut_head=cut_head)
+    asked = _Asked(
+        method=method, target=target, phases=phases, robust=robust, copies=copies, cut_head=cut_head, offload=offload
+    )
     common: dict[str, Any] = {"budget_s": budget_s, "seed": seed, "start": start, "recompute": recompute}
     common |= {"progress": progress, "iterations": iterations}
     found, solved, more = _searched(setting, asked, common, workers=workers, lower_bound_ms=bound)
@@ -140,6 +147,19 @@ def _check_method(method: str, target: str, *, phases: tuple[str, ...], robust: 
         raise OctoPipeError(f"target {str(target)[:40]!r}: give {known}, with method best and without robust")
 
 
+def _check_offload(costs: CostTable, method: str, target: str, *, combined: bool) -> None:
+    """Refuse offload where no search knows it, or where the link to host memory is unknown."""
+    if method != "best" or target != "octopipe":
+        raise OctoPipeError("offload needs --method best and octopipe's own runtime; leave --offload out")
+    if combined:
+        raise OctoPipeError("offload cannot be combined with a cut head or --robust; leave one of them out")
+    if costs.host_link is None:
+        raise OctoPipeError(
+            f"{costs.model}: the speed of the link to host memory is not known; give --host-gb-per-s (host_gb_per_s), "
+            "or leave --offload out"
+        )
+
+
 def _what_may_be(
     costs: CostTable, method: str, start: Plan | None, recompute: bool, copies: bool | None
 ) -> tuple[bool, bool, list[str]]:
@@ -173,6 +193,7 @@ class _Asked(NamedTuple):
     robust: bool
     copies: bool
     cut_head: bool
+    offload: bool
 
 
 def _searched(
@@ -197,12 +218,41 @@ def _searched(
         pairs = costs.exchanges and asked.target == "octopipe"
         common |= {"workers": workers, "copies": asked.copies}
         jitter = SETTINGS.jitter if asked.robust else 0.0
+        if asked.offload:
+            found, words = _with_host_memory(setting, common)
+            return found, None, [words]
         found, whole_ms = _search_best(setting, common, jitter=jitter, pairs=pairs, cut_head=asked.cut_head)
         if whole_ms is not None:
             notes.append(_cut_words(found.plan, found.timeline.step_ms, whole_ms))
         return found, None, notes
     search = IterativeSearch if asked.method == "octopipe" else RandomSearch
     return search(*setting, phases=asked.phases, **common).run(), None, notes
+
+
+def _with_host_memory(setting: tuple[CostTable, int, int], common: dict[str, Any]) -> tuple[Found, str]:
+    """The fastest plan found without host memory or with it, and a line about the difference. Pairs of ops are not
+    searched: the executor runs pairs or offload."""
+    costs, num_ranks, num_micro_batches = setting
+    costs = costs.replace(segments=None)
+    budget_s = common["budget_s"]
+
+    def search(prices: CostTable, seconds: float) -> Found:
+        return Search(prices, num_ranks, num_micro_batches, **(common | {"budget_s": seconds})).run()
+
+    unfit: OctoPipeError | None = None
+    found: Found | None = None
+    try:
+        found = search(costs, budget_s * (1.0 - SETTINGS.offload))
+    except DoesNotFitError as error:
+        unfit = error
+    better = with_offload(
+        found, costs, num_ranks, num_micro_batches, budget_s=budget_s * SETTINGS.offload, search=search,
+        stopped=lambda: found is not None and found.interrupted,
+    )  # fmt: skip
+    if better is None:
+        assert unfit is not None
+        raise unfit
+    return better, offload_words(better.plan, better.timeline, None if found is None else found.timeline.step_ms)
 
 
 def _search_best(
@@ -246,7 +296,7 @@ def _finished(
     if robust:
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
-    small = sum(map(len, chosen.orders)) <= HIDE_OPS and not chosen.pairs and not chosen.forks
+    small = sum(map(len, chosen.orders)) <= HIDE_OPS and not (chosen.pairs or chosen.forks or chosen.offloads)
     if hide is not None and not found.interrupted and small:  # Megatron's orders are what they are
         hidden, after, cut_short = hide(chosen, timeline, seed=seed)
         found = replace(found, interrupted=cut_short)
@@ -313,6 +363,7 @@ def _class_of(plan: Plan, plans: PlanClass) -> PlanClass:
         recompute=plans.recompute or recomputes,
         copies=plans.copies or bool(plan.replicas()),
         cuts_head=plans.cuts_head or plan.forks,
+        offloads=plans.offloads or plan.offloads,
     )
 
 

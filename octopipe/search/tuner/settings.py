@@ -125,6 +125,8 @@ class Settings:
     """Plans with pairs take this share of the budget where ops have an exchange to hide."""
     cut_head: float = 0.8
     """Plans with a cut head take this share of the budget where they are asked for."""
+    offload: float = 0.7
+    """Plans that use host memory take this share of the budget where they are asked for."""
     meetings: int = 4
     """Lanes tell each other what they drew, and exchange members of their populations, this often."""
     shown: int = 4

@@ -24,8 +24,9 @@ from octopipe.search.tuner.mechanics import (
 )  # fmt: skip
 from octopipe.search.tuner.settings import SETTINGS
 
-SLOW = frozenset({"tessel"})
-"""Systems that run a solver for longer than a start is worth."""
+SLOW = frozenset({"tessel", "pipe-offload"})
+"""Systems that run a solver for longer than a start is worth, and those whose order is another one's: PipeOffload's is
+the interleaved one's, and host memory is decided after the search (`search/offload.py`)."""
 COPYING = frozenset({"chimera", "dualpipe"})
 """Systems that hold layers twice; built first, since improving their plans takes the time that is left."""
 UNLIKE = ("interleaved", "zb-v", "adapipe", "hanayo", "zb-2p", "v-half", "1f1b")

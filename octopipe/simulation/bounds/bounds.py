@@ -62,17 +62,20 @@ class PlanClass(NamedTuple):
     """They may hold layers on several ranks."""
     cuts_head: bool = False
     """They may cut the head, and with it the embedding, by vocabulary."""
+    offloads: bool = False
+    """Their activations may lie in host memory."""
 
     @property
     def words(self) -> str:
         """`plans that hold each layer once and recompute nothing`."""
         held = "may hold layers on several ranks" if self.copies else "hold each layer once"
         cut = "may cut the head, " if self.cuts_head else ""
-        return f"plans that {cut}{held} and {'may recompute' if self.recompute else 'recompute nothing'}"
+        moved = " and use host memory" if self.offloads else ""
+        return f"plans that {cut}{held} and {'may recompute' if self.recompute else 'recompute nothing'}{moved}"
 
     def as_dict(self) -> dict[str, object]:
-        cut = {"cuts_head": True} if self.cuts_head else {}
-        return {"copies": self.copies, "recompute": self.recompute, **cut, "words": self.words}
+        more = {name: True for name in ("cuts_head", "offloads") if getattr(self, name)}
+        return {"copies": self.copies, "recompute": self.recompute, **more, "words": self.words}
 
 
 class Bound(NamedTuple):
@@ -89,8 +92,12 @@ def bounds(
     recompute: bool = True,
     copies: bool = False,
     cuts_head: bool = False,
+    offloads: bool = False,
 ) -> tuple[Bound, ...]:
     """Every bound on plans of this class, the strongest first."""
+    if offloads:  # what lies in host memory limits nothing
+        nothing = np.zeros(costs.num_layers)
+        costs = costs.replace(activation_bytes=nothing, stash_bytes=nothing)
     if cuts_head:
         less = bounds(with_cut_ends(costs, num_ranks), num_ranks, num_micro_batches, recompute, copies)
         every = [_work(lane, num_ranks, num_micro_batches) for lane in lanes_of(costs)]
@@ -133,9 +140,10 @@ def lower_bound(
     recompute: bool = True,
     copies: bool = False,
     cuts_head: bool = False,
+    offloads: bool = False,
 ) -> Bound:
     """The strongest bound on plans of this class (the fields of `PlanClass`), with its name."""
-    return bounds(costs, num_ranks, num_micro_batches, recompute, copies, cuts_head)[0]
+    return bounds(costs, num_ranks, num_micro_batches, recompute, copies, cuts_head, offloads)[0]
 
 
 def lower_bound_ms(costs: CostTable, num_ranks: int, num_micro_batches: int) -> float:

@@ -62,6 +62,11 @@ def megatron_layout(plan: Plan, symbols: str) -> MegatronLayout:
         raise OctoPipeError(f"{len(symbols)} layer symbols for {plan.num_layers} layers; use the plan's own model")
     if plan.forks:
         raise OctoPipeError("Megatron-LM supports one chain of stages; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "Megatron-LM's layout flags cannot express activations in host memory, which this plan needs to fit; run "
+            "it with `octopipe train`, or plan without --offload"
+        )
     if len(plan.routes) > 1:
         raise OctoPipeError(f"Megatron-LM supports one chain of stages; this plan has {len(plan.routes)} routes")
     pp, pieces = plan.num_ranks, _merged(plan)

@@ -22,7 +22,7 @@ from octopipe.simulation.timeline import GIB, Timeline
 
 US = 1000.0
 """Microseconds (the format's unit) in a millisecond."""
-_COMPUTE, _EXCHANGE, _SEND, _RECEIVE, _AFTER = range(5)
+_COMPUTE, _EXCHANGE, _SEND, _RECEIVE, _AFTER, _DOWN, _UP = range(7)
 
 
 def trace_events(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def trace_events(timeline: Timeline, plan: Plan | None = None) -> dict[str, Any]
         *_compute(timeline, plan, threads),
         *_exchange(timeline, threads),
         *_transfers(timeline, threads),
+        *_host(timeline, threads),
         *_extras(timeline, threads),
         *_memory(timeline),
     ]
@@ -74,7 +75,10 @@ class _Threads:
             yield self._meta("process_sort_index", rank, 0, sort_index=rank)
         for place, ((rank, group, peer, row), tid) in enumerate(sorted(self._ids.items())):
             digits = f"{peer:0{self._digits}}"
-            words = ("compute", "exchange", f"send to {digits}", f"receive from {digits}", "after the step")[group]
+            words = (
+                "compute", "exchange", f"send to {digits}", f"receive from {digits}", "after the step",
+                "to host memory", "from host memory",
+            )[group]  # fmt: skip
             yield self._meta("thread_name", rank, tid, name=words + (f" ({row + 1})" if row else ""))
             yield self._meta("thread_sort_index", rank, tid, sort_index=place)
 
@@ -186,6 +190,29 @@ def _transfers(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]
             "tid": threads.tid(b, _COMPUTE),
             "ts": arrives,
         }
+
+
+def _host(timeline: Timeline, threads: _Threads) -> Iterator[dict[str, Any]]:
+    """Activations on their way to host memory and back, a thread for each direction."""
+    h = timeline.host
+    if h is None:
+        return
+    for i in range(h.rank.size):
+        rank, stage, micro_batch = int(h.rank[i]), int(h.stage[i]), int(h.micro_batch[i])
+        for thread, start, end in (
+            (_DOWN, h.down_start_ms[i], h.down_end_ms[i]),
+            (_UP, h.up_start_ms[i], h.up_end_ms[i]),
+        ):
+            yield {
+                "ph": "X",
+                "name": f"activations of {stage}F{micro_batch}",
+                "cat": "host memory",
+                "pid": threads.pid(rank),
+                "tid": threads.tid(rank, thread),
+                "ts": float(start) * US,
+                "dur": float(end - start) * US,
+                "args": {"bytes": float(h.nbytes[i]), "stage": stage, "micro_batch": micro_batch},
+            }
 
 
 def _rows(timeline: Timeline) -> np.ndarray:

@@ -51,6 +51,11 @@ def torch_order(plan: Plan) -> TorchOrder:
     plan.check()
     if plan.forks:
         raise OctoPipeError("PyTorch's schedules support one chain of stages; this plan's paths fork or join")
+    if plan.offloads:
+        raise OctoPipeError(
+            "PyTorch's pipeline runtime does not offload activations to host memory, which this plan needs to fit; run "
+            "it with `octopipe train`, or plan without --offload"
+        )
     if len(plan.routes) > 1:
         raise OctoPipeError(
             "PyTorch's schedules support one chain of stages; this plan has "

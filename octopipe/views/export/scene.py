@@ -60,8 +60,8 @@ class Scene(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, title: str = "") -> Scene:
-    """One picture of one or several timelines on a common time axis."""
+def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, title: str = "", unit: str = "ms") -> Scene:
+    """One picture of one or several timelines on a common time axis, in `unit` (a schematic's may be another)."""
     if not timelines or all(t.spans.rank.size == 0 for t in timelines):
         raise OctoPipeError("there is nothing to draw; the timeline has no ops")
     if not width >= 200:
@@ -76,7 +76,9 @@ def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, titl
     for timeline in timelines:
         if len(timelines) > 1 or timeline.label:
             name = timeline.label or ("measured" if timeline.measured else "plan")
-            facts = f"{name}: {short_number(round(timeline.step_ms, 1))} ms, {100 * timeline.bubble_ratio:.1f} % bubble"
+            facts = (
+                f"{name}: {short_number(round(timeline.step_ms, 1))} {unit}, {100 * timeline.bubble_ratio:.1f} % bubble"
+            )
             shapes.append(Label(LEFT, y + 15, facts, 11))
             y += TITLE
         for rank in range(timeline.num_ranks):
@@ -85,7 +87,7 @@ def timeline_scene(timelines: Sequence[Timeline], *, width: float = 1000.0, titl
         x = LEFT + timeline.step_ms * scale
         shapes.append(Line(x, y - timeline.num_ranks * (LANE + GAP) - 2, x, y, INK, 1.0))
         y += 4.0
-    shapes += _axis(horizon, y, scale, width)
+    shapes += _axis(horizon, y, scale, width, unit)
     y += AXIS
     shapes += _legend(timelines, y)
     return Scene(width, y + LEGEND, tuple(shapes))
@@ -142,13 +144,13 @@ def _lane(timeline: Timeline, rank: int, y: float, scale: float, step_ms: float)
     return shapes
 
 
-def _axis(horizon: float, y: float, scale: float, width: float) -> list[Shape]:
+def _axis(horizon: float, y: float, scale: float, width: float, unit: str) -> list[Shape]:
     shapes: list[Shape] = [Line(LEFT, y, width - RIGHT, y, GRID, 1.0)]
     for at in ticks(0.0, horizon, max(int((width - LEFT - RIGHT) / 110), 1)):
         x = LEFT + at * scale
         shapes.append(Line(x, y, x, y + 4, QUIET, 1.0))
         shapes.append(Label(x, y + 16, short_number(at), 10, "middle", QUIET))
-    shapes.append(Label(LEFT - 18, y + 16, "ms", 10, "end", QUIET))
+    shapes.append(Label(LEFT - 18, y + 16, unit, 10, "end", QUIET))
     return shapes
 
 

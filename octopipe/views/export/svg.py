@@ -14,11 +14,13 @@ from octopipe.views.export.scene import Label, Line, Rect, Scene, timeline_scene
 _FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
-def timeline_svg(timelines: Timeline | Sequence[Timeline], *, width: float = 1000.0, title: str = "") -> str:
+def timeline_svg(
+    timelines: Timeline | Sequence[Timeline], *, width: float = 1000.0, title: str = "", unit: str = "ms"
+) -> str:
     """One timeline, or several on a common axis, as an SVG document."""
     several = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    words = title or "; ".join(f"{t.label or 'timeline'}, {t.step_ms:.1f} ms" for t in several)
-    return scene_svg(timeline_scene(several, width=width, title=title), words)
+    words = title or "; ".join(f"{t.label or 'timeline'}, {t.step_ms:.1f} {unit}" for t in several)
+    return scene_svg(timeline_scene(several, width=width, title=title, unit=unit), words)
 
 
 def scene_svg(scene: Scene, words: str) -> str:

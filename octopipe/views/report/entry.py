@@ -247,9 +247,9 @@ def what_if(plan: Plan, costs: CostTable, timeline: Timeline, pack: Packer) -> d
     """All that the page's simulator needs: op times split by layer kind, transfer times, what follows.
 
     Micro-batches of one size and route share a class: times are per class, not per micro-batch. None for paths
-    that fork or join, and for layers that are cut: the page's simulator knows chains.
+    that fork or join, for layers that are cut, and for activations in host memory: the page's simulator knows chains.
     """
-    if plan.forks:
+    if plan.forks or plan.offloads:
         return None
     kinds = list(dict.fromkeys(costs.symbols))
     factor = costs.micro_batch_factor

@@ -62,8 +62,9 @@ def micro_batch_classes(plan: Plan, costs: CostTable) -> tuple[NDArray[np.int64]
 
 
 def memory_model(plan: Plan, costs: CostTable, pack: Packer) -> dict[str, Any] | None:
-    """Bytes per class of micro-batches and stage; None where nothing is known, it is too much, or paths fork."""
-    if plan.forks:
+    """Bytes per class of micro-batches and stage; None where nothing is known, it is too much, paths fork, or
+    activations go to host memory."""
+    if plan.forks or plan.offloads:
         return None
     member, class_of = micro_batch_classes(plan, costs)
     if len(member) * len(plan.stages) > MAX_NUMBERS:

@@ -32,6 +32,7 @@ from octopipe.simulation.lowering import Channel
 from octopipe.simulation.simulator import simulate
 from octopipe.simulation.timeline import Timeline
 from octopipe.views.reproduce.models import GPU, costs_in_words, model_costs, spec_of
+from octopipe.views.reproduce.overlap import overlapping_more
 from octopipe.views.reproduce.reading import (
     BASELINES,
     LINK_GB_PER_S,
@@ -100,7 +101,12 @@ ELSEWHERE = (
 
 SEARCHING = ("costs", "models", "plans", "simulation", "search/systems", "search/result.py", "search/restricted.py")
 """Rooms that decide what any search finds; with them the room of the search itself."""
-ROOM_OF = {"algorithm1": "search/algorithm1", "random": "search/algorithm1", "exact": "search/exact"}
+ROOM_OF = {
+    "algorithm1": "search/algorithm1",
+    "random": "search/algorithm1",
+    "exact": "search/exact",
+    "overlap": "views/reproduce/overlap.py",
+}
 
 
 @cache
@@ -176,6 +182,8 @@ class Bench:
     """Told what is being worked on."""
     steps: dict[str, Timeline] = field(default_factory=dict)
     cells: dict[str, Cell] = field(default_factory=dict)
+    noisy: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Step times under noise (noise.py), by setting."""
     search_again: Callable[[CostTable, str], bool] = _never
     """Of a kept plan: must a search find the same one again? (costs, method)"""
     asked: set[str] = field(default_factory=set)
@@ -355,6 +363,15 @@ class Bench:
             return found.plan, {"search_log": log, "phase_iterations": dict(found.phase_iterations)}
 
         return self._kept(question, costs, ranks, micro_batches, search)
+
+    def overlapping(self, plan: Plan, costs: CostTable, *, moves: int, slack: float) -> Plan:
+        """The plan after a walk that lets more of its transfers overlap, at a step longer by `slack` at most."""
+
+        def search() -> tuple[Plan, dict[str, object]]:
+            return overlapping_more(plan, costs, moves=moves, slack=slack, seed=self.options.seed), {}
+
+        question = ("overlap", moves, slack, self.options.seed, _digest(plan))
+        return self._kept(question, costs, plan.num_ranks, plan.num_micro_batches, search)
 
     def _kept(
         self,

@@ -6,24 +6,18 @@ Knows: tables and words; that rows of one group share a line of the page. Does n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from octopipe.views.reproduce.part import Part
-from octopipe.views.reproduce.row import COUNTED, VERDICTS, Pair, Result, Row, Value
+from octopipe.views.reproduce.row import COUNTED, OUTCOMES, VERDICTS, Result, Row, Value
 
 COLUMNS = (
     *("claim", "paper", "Algorithm 1", "our search", "verdict"),
-    *("head fitted: Algorithm 1", "our search", "verdict"),
+    *("fitted head: Algorithm 1", "our search", "verdict", "difference tested by"),
 )
-SHORT = {
-    "agrees": "agrees",
-    "trend agrees": "trend",
-    "differs, higher": "**higher**",
-    "differs, lower": "**lower**",
-    "by construction": "built",
-    "fitted": "fitted",
-    "": "",
-}
+IN_A_ROW = 3
+"""Pictures beside each other."""
+SHORT = {"differs, higher": "**higher**", "differs, lower": "**lower**"}
+"""Verdicts that are shorter in a cell of the page."""
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
@@ -56,49 +50,70 @@ def text(value: Value, unit: str = "") -> str:
 
 def rows_table(rows: Iterable[Row]) -> str:
     """The rows of a part, one a line."""
-    return table(
-        ("id", *COLUMNS, "reason, and the row that tests it"), ((row.id, *_cells([row]), _reason(row)) for row in rows)
-    )
+    columns = ("id", *COLUMNS, "supposed reason", "see also")
+    return table(columns, ((row.id, *_cells([row]), *_reason(row)) for row in rows))
 
 
-def _reason(row: Row) -> str:
-    if not any(v.startswith("differs") for v in row.verdicts) or not row.why:
-        return ""
-    return row.why + (f" ({row.tested})" if row.tested else "")
+def _reason(row: Row) -> tuple[str, str]:
+    if not any(v.startswith("differs") for v in row.verdicts):
+        return "", ""
+    return row.why, f"`{row.tested}`" if row.tested else ""
 
 
 def grouped(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that share a line of the page."""
-    return [list(some) for _, some in groupby(rows, key=lambda row: row.group or row.id)]
+    """Rows that share a line of the page; a group stands where its first row does."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group or row.id, []).append(row)
+    return list(groups.values())
 
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:
     """The cells of a line: values joined by slashes."""
     unit = rows[0].unit
 
-    def ours(pairs: list[Pair], bound: Value) -> tuple[str, str]:
-        first = _joined([p[0] for p in pairs], unit) + _gap(pairs[0][0], bound)
-        return first, _joined([p[1] for p in pairs], unit) + _gap(pairs[0][1], bound)
+    def ours(side: int) -> tuple[str, str]:
+        pairs = [(r.published, r.fitted)[side] for r in rows]
+        bounds = [r.bound[side] for r in rows]
+        first, second = ([p[k] for p in pairs] for k in (0, 1))
+        return _joined(first, unit) + _gaps(first, bounds), _joined(second, unit) + _gaps(second, bounds)
 
     return (
         _claim(rows),
         _joined([r.paper for r in rows], unit),
-        *ours([r.published for r in rows], rows[0].bound[0]),
+        *ours(0),
         _verdicts([r.verdict for r in rows]),
-        *ours([r.fitted for r in rows], rows[0].bound[1]),
+        *ours(1),
         _verdicts([r.fitted_verdict for r in rows]),
+        _tests(rows),
     )
 
 
-def _gap(value: Value, bound: Value) -> str:
-    """How much a plan may still gain: what a proven bound leaves of a step time or a throughput."""
-    if not isinstance(bound, int | float) or not isinstance(value, int | float):
-        return ""
-    return f" (≤ {100 * (1 - min(bound, value) / max(bound, value)):.0f} %)"
+def _gaps(values: list[Value], bounds: list[Value]) -> str:
+    """How much any plan may still gain: what a proven bound leaves of a step time or a throughput."""
+    gaps = [
+        f"{100 * (1 - min(b, v) / max(b, v)):.0f}"
+        for v, b in zip(values, bounds, strict=True)
+        if isinstance(v, int | float) and isinstance(b, int | float)
+    ]
+    return f" (≤ {' / '.join(gaps)} %)" if gaps else ""
+
+
+def _tests(rows: list[Row]) -> str:
+    """Of the rows that differ: what was changed, what our values became, and whether that explains the difference."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.verdict.startswith("differs") and row.outcome:
+            kinds.setdefault((row.test, row.outcome), []).append(row)
+    return "; ".join(
+        f"{test}: {_joined([r.test_value for r in some], some[0].unit)} ({outcome})"
+        for (test, outcome), some in kinds.items()
+    )
 
 
 def _claim(rows: list[Row]) -> str:
-    source = f" ({rows[0].source})" if rows[0].source else ""
+    sources = list(dict.fromkeys(part for r in rows for part in r.source.split(", ") if part))
+    source = f" ({', '.join(sources)})" if sources else ""
     if len(rows) == 1:
         return rows[0].claim + source
     claims = [r.claim for r in rows]
@@ -126,10 +141,10 @@ def _joined(values: list[Value], unit: str) -> str:
 
 def _verdicts(verdicts: list[str]) -> str:
     counts = [(v, sum(x == v for x in verdicts)) for v in (*VERDICTS, "")]
-    given = [(v, n) for v, n in counts if n and v]
+    given = [(SHORT.get(v, v), n) for v, n in counts if n and v]
     if len(given) == 1 and given[0][1] == len(verdicts):
-        return SHORT[given[0][0]]
-    return ", ".join(f"{n} {SHORT[v]}" for v, n in given)
+        return given[0][0]
+    return ", ".join(f"{n} {v}" for v, n in given)
 
 
 def part_page(part: Part, result: Result, *, level: int = 1, pictures: str = "") -> str:
@@ -148,21 +163,22 @@ def whole_page(results: Sequence[tuple[Part, Result]], *, preface: Sequence[str]
     """The page: verdicts counted, every claim on a line with others of its group, open assumptions, pictures."""
     rows = [row for _, result in results for row in result.rows]
     claims = [row for row in rows if row.verdict]
-    lines = ["# The paper, number by number", *preface, _counts(claims)]
-    tall = [
-        (part, [r for r in result.rows if r.verdict and r.verdict != "by construction"]) for part, result in results
-    ]
-    body = [_cells(some) for _, own in tall for some in grouped(own)]
-    lines += ["## Every table and figure", table(COLUMNS, body)]
+    body = [_cells(some) for some in grouped(r for r in claims if r.verdict != "by construction")]
     shown = [row for row in rows if not row.verdict]
     tests = [r for r in shown if not r.id.startswith("beyond.")]
-    lines += [
-        "## Reasons tested, and assumptions changed one at a time",
-        table(("what was changed", "paper", "what came of it"), (_shown(r) for r in tests)),
-        "## Beyond the paper",
-        table(("what", "what came of it"), ((r.claim, _shown(r)[2]) for r in shown if r.id.startswith("beyond."))),
-        "## Pictures: ours as bars and curves, the paper's as black marks",
-        "\n".join(f"![{part.title}]({pictures}{name})" for part, result in results for name in sorted(result.pictures)),
+    beyond = [r for r in shown if r.id.startswith("beyond.")]
+    drawn = [f"![{part.title}]({pictures}{name})" for part, result in results for name in sorted(result.pictures)]
+    lines = [
+        "# The paper, number by number",
+        *preface,
+        _counts(claims),
+        _explained(claims),
+        "## Every table and figure\n" + table(COLUMNS, body),
+        "## What the paper leaves open: one assumption changed at a time\n"
+        + table(("changed", "paper", "ours"), (_shown(r) for r in tests)),
+        "## Beyond the paper\n" + table(("what", "ours"), ((r.claim, _shown(r)[2]) for r in beyond)),
+        "## Pictures\nOurs are bars, curves and timelines; black marks are the paper's numbers, where it prints them.",
+        "\n".join(" ".join(drawn[k : k + IN_A_ROW]) for k in range(0, len(drawn), IN_A_ROW)),
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -180,9 +196,19 @@ def _counts(claims: Sequence[Row]) -> str:
     ]
     lines: list[tuple[Value, ...]] = [
         (name, *(float(sum(x == v for x in some)) for v in VERDICTS), float(sum(x in COUNTED for x in some)))
-        for name, some in zip(("head as published", "head fitted"), both, strict=True)
+        for name, some in zip(("published head", "fitted head"), both, strict=True)
     ]
-    return table(("claims", *VERDICTS, "that count"), lines)
+    return table(("claims", *VERDICTS, "the first four together"), lines)
+
+
+def _explained(claims: Sequence[Row]) -> str:
+    """How many differences each outcome of a test has."""
+    outcomes = [row.outcome for row in claims if row.verdict.startswith("differs")]
+    told = [f"the change {o} in {outcomes.count(o)}" for o in OUTCOMES[:3]]
+    return (
+        f"Of the {len(outcomes)} differences with the published head, {', '.join(told)}; {outcomes.count(OUTCOMES[3])} "
+        f"are numbers to which the head is fitted; {outcomes.count('')} are looked into by a row of their own below."
+    )
 
 
 def appendix(results: Sequence[tuple[Part, Result]]) -> str:

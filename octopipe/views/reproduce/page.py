@@ -5,6 +5,7 @@ Knows: what stands above the tables and which files there are. Does not know: ho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from octopipe.views.reproduce.bench import Bench, Options, write_json
 from octopipe.views.reproduce.markdown import appendix, whole_page
 from octopipe.views.reproduce.models import costs_in_words
 from octopipe.views.reproduce.part import Part
+from octopipe.views.reproduce.row import result_from
 from octopipe.views.reproduce.runner import Finished
 from octopipe.views.reproduce.store import Shelf, read_kept, write_kept
 
@@ -24,24 +26,32 @@ ROWS, PLANS, APPENDIX = "rows.json", "plans.b85", "appendix.md"
 def preface(options: Options, *, complete: bool) -> list[str]:
     """What a reader must know before any number."""
     lines = [
-        f"Made by `{COMMAND}` (`make reproduce`); do not edit. Each line holds the paper's numbers against ours: "
-        "**Algorithm 1** is the paper's tuner in our implementation, **our search** is what `octopipe tune` does by "
-        "default. *agrees*: within 10 % of the paper's number (or the tolerance in the appendix); *trend*: an order or "
-        "direction holds; **higher** and **lower**: it does not, with a reason that is tested below; *built*: follows "
-        "from how our code is made; *fitted*: the number chose the reading. Only the first four count.",
-        "Verdicts are those of Algorithm 1 on the published layer times. The last reading multiplies the head's time "
-        "(× 2.5; LLaMA × 1.5), which fits nine measured baselines of the paper and is fitted to them: it is no "
-        "evidence for itself. Baselines stand at their best published setting: Interleaved with its best number of "
-        "chunks, Tessel in its fast mode, Mist within two layers of the mean, W put off into bubbles for all.",
-        f"Costs: {costs_in_words(options.profiles)}. Algorithm 1: {options.rounds} iterations from 1F1B; our search: "
-        f"{options.iterations} moves a lane; seed {options.seed}: the same page on every machine. The paper's times "
-        "were measured on H800s, ours are predicted; (≤ 9 %) beside a number is what "
-        "a proven bound leaves to any plan. Every row with its reason: [appendix](reproduction/appendix.md), "
-        "[rows](reproduction/rows.json); which sentence of the paper each row answers: "
-        "[sentences](reproduction/sentences.json).",
+        f"This page is made by `{COMMAND}` (`make reproduce`); do not edit it. It holds every number and every "
+        "order that the OctoPipe paper states against ours. **Algorithm 1** is the paper's tuner in our "
+        "implementation, **our search** is what `octopipe tune` runs by default; a number that no tuner made "
+        "stands in the second of these columns. The paper measured step times on H800 GPUs; ours are predicted "
+        "by the simulator from the layer times that its authors published.",
+        "*agrees*: within 10 % of the paper's number (another tolerance is stated in the appendix). *trend "
+        "agrees*: the order or direction is the paper's. **higher**, **lower**: ours is not; the last column "
+        "names the change that would explain it, what our number becomes with that change, and whether it then "
+        "agrees. *by construction*: true because we built it so. *fitted*: the number was used to choose the "
+        "reading. Only the first four verdicts say anything about the paper. They are given for Algorithm 1 (or "
+        "the baseline) with the head's published time.",
+        "The **fitted head** multiplies the published time of the head (by 2.5; LLaMA by 1.5). The factor is "
+        "fitted to nine measurements of baselines that the paper prints, so it is no evidence for those. "
+        "Baselines run at their best setting: Interleaved with its fastest number of chunks, Tessel in its fast "
+        "mode, Mist with stages within two layers of the mean, and W put off into bubbles for all of them. PP 4, "
+        "TP 8 and 16 micro-batches for Table V, and 8 ranks for Figure 13, are inferred: the paper does not "
+        "state them.",
+        f"Costs: {costs_in_words(options.profiles)}. Algorithm 1 makes {options.rounds} iterations from 1F1B, our "
+        f"search {options.iterations} moves per lane, seed {options.seed}; nothing depends on the clock, so every "
+        "machine writes the same page. (≤ 9 %) after a time or throughput: a proven bound leaves at most so much "
+        "to any plan. In full: [every row with its reason](reproduction/appendix.md), [raw "
+        "rows](reproduction/rows.json), [every sentence of the paper that states a number or an order, and the "
+        "rows that answer it](reproduction/sentences.json).",
     ]
     if not complete:
-        lines.append("**This page holds some parts only.**")
+        lines.append("**This page holds only some of the parts.**")
     return lines
 
 
@@ -62,11 +72,24 @@ def write_page(path: Path, finished: Sequence[Finished], options: Options, shelf
     for name, data in page_files(finished, options, complete=complete, folder=folder.name).items():
         write_whole(path if not name else folder / name, data)
     rows = {f.part.name: [row.as_dict() for row in f.result.rows] for f in finished}
-    write_json(folder / ROWS, {"format": "octopipe.reproduction-rows/1", "parts": rows})
+    drawn = {f.part.name: sorted(f.result.pictures) for f in finished}
+    write_json(folder / ROWS, {"format": "octopipe.reproduction-rows/1", "parts": rows, "pictures": drawn})
     if complete:
         shelf.any_code = True
         keys = {key for f in finished for key in f.plans}
         write_kept(folder / PLANS, {key: plan for key in keys if (plan := shelf.get(key, "")) is not None})
+
+
+def page_of_rows(path: Path, options: Options, parts: Sequence[Part]) -> str:
+    """The page as this code writes it of the raw rows that are kept beside it: nothing is computed."""
+    folder = path.with_suffix("")
+    record = json.loads((folder / ROWS).read_text())
+    pairs = []
+    for part in parts:
+        pictures = dict.fromkeys(record["pictures"][part.name], "")
+        kept = {"rows": record["parts"][part.name], "costs": "", "text": [], "tables": []}
+        pairs.append((part, result_from(kept, pictures)))
+    return whole_page(pairs, preface=preface(options, complete=True), pictures=f"{folder.name}/")
 
 
 def stale(path: Path, options: Options, parts: Sequence[Part], *, search_again: bool) -> list[str]:

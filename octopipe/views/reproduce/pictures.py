@@ -16,6 +16,10 @@ COLOURS = ("#9aa5b1", "#4f8fd0", "#f7bb42", "#2cbe6a", "#de653a", "#c6aac4", "#5
 LEFT, RIGHT, TOP, HEIGHT, FOOT = 54.0, 16.0, 72.0, 220.0, 64.0
 PAPER = "#17212b"
 """The colour of the mark that says where the paper's value stands."""
+WIDE = 22.0
+"""A bar with room for its number."""
+FEW_POINTS = 24
+"""A curve of no more points shows each of them."""
 
 
 def bars(
@@ -31,8 +35,7 @@ def bars(
     marks = paper or {}
     every = [v for values in (*series.values(), *marks.values()) for v in values if v is not None]
     top = max(every, default=1.0) * 1.08
-    wide = 22.0 if top >= 100 else 17.0
-    width = max(640.0, LEFT + RIGHT + len(groups) * (len(series) * wide + 18.0))
+    width = max(640.0, _title_width(title), LEFT + RIGHT + len(groups) * (len(series) * WIDE + 18.0))
     group_width = (width - LEFT - RIGHT) / max(len(groups), 1)
     bar = min(34.0, (group_width - 12.0) / max(len(series), 1))
     scale = HEIGHT / (top - base) if top > base else 1.0
@@ -63,12 +66,22 @@ def bars(
 
 
 def lines(
-    title: str, curves: Mapping[str, Sequence[tuple[float, float]]], *, x_name: str, y_name: str, width: float = 720.0
+    title: str,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x_name: str,
+    y_name: str,
+    points: Mapping[str, tuple[float, float]] | None = None,
+    width: float = 720.0,
 ) -> str:
-    """Curves through points, one colour each."""
-    points = [p for curve in curves.values() for p in curve]
-    first, last = min(p[0] for p in points), max(p[0] for p in points)
-    low, high = min(p[1] for p in points), max(p[1] for p in points)
+    """Curves through points, one colour each; `points` are single black marks of the paper's with their names."""
+    marks = points or {}
+    width = max(width, _title_width(title))
+    every = [*(p for curve in curves.values() for p in curve), *marks.values()]
+    first, last = min(p[0] for p in every), max(p[0] for p in every)
+    low, high = min(p[1] for p in every), max(p[1] for p in every)
+    if marks:  # a mark at the very edge would lose its name
+        first, last = first - (last - first) * 0.02, last + (last - first) * 0.02
     room = (high - low) * 0.05 or 1.0
     low, high = low - room, high + room
     across = (width - LEFT - RIGHT) / ((last - first) or 1.0)
@@ -88,10 +101,24 @@ def lines(
                     2.0,
                 )
             )
+        if len(curve) <= FEW_POINTS:
+            for x, y in curve:
+                at_x, at_y = LEFT + (x - first) * across, floor - (y - low) * scale
+                shapes.append(Rect(at_x - 3, at_y - 3, 6, 6, COLOURS[(k + 1) % len(COLOURS)]))
+    for name, (x, y) in marks.items():
+        at_x, at_y = LEFT + (x - first) * across, floor - (y - low) * scale
+        shapes.append(Rect(at_x - 4, at_y - 4, 8, 8, PAPER))
+        side = "end" if at_x > width / 2 else "start"
+        shapes.append(Label(at_x + (-9 if side == "end" else 9), at_y + 4, name, 11, side))
     for at in ticks(first, last, 6):
         shapes.append(Label(LEFT + (at - first) * across, floor + 15, short_number(at), 10, "middle", QUIET))
     shapes.append(Label(width - RIGHT, floor + 30, x_name, 10, "end", QUIET))
     return scene_svg(Scene(width, floor + FOOT - 24, tuple(shapes)), title)
+
+
+def _title_width(title: str) -> float:
+    """A picture wide enough that its title is not cut off."""
+    return LEFT + RIGHT + 7.8 * len(title)
 
 
 def _frame(title: str, width: float, base: float, top: float, scale: float, unit: str) -> list[Shape]:

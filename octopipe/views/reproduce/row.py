@@ -15,6 +15,7 @@ which is "fitted" for the numbers that chose the factor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,14 @@ VERDICTS: tuple[Verdict, ...] = (
 )
 COUNTED = VERDICTS[:4]
 """Only these say something about the paper; the empty verdict is that of a number for which the paper prints none."""
+Outcome = Literal["explains it", "explains part of it", "does not explain it", "fitted to it"]
+EXPLAINS: Outcome = "explains it"
+PART_OF_IT: Outcome = "explains part of it"
+NOT_EXPLAINED: Outcome = "does not explain it"
+FITTED_TO_IT: Outcome = "fitted to it"
+OUTCOMES = (EXPLAINS, PART_OF_IT, NOT_EXPLAINED, FITTED_TO_IT)
+FITTED_HEAD = "fitted head"
+"""The test that every row with two readings of the head carries already."""
 Value = float | str | None
 CLOSE = 0.10
 """Two values within this share of each other agree, unless a row states another tolerance."""
@@ -75,9 +84,15 @@ class Row:
     within: float | None = None
     """The share within which two numbers agree."""
     why: str = ""
-    """Of a difference: the reason, which a row of the sensitivity part tests."""
+    """Of a difference: the reason that is supposed."""
+    test: str = ""
+    """The change that was made to test the reason, in a few words."""
+    test_value: Value = None
+    """What our value becomes with that change."""
+    outcome: str = ""
+    """Whether the change explains the difference: one of OUTCOMES."""
     tested: str = ""
-    """The id of that row."""
+    """The id of a further row with what the change does elsewhere."""
     group: str = ""
     """Rows of one group stand on one line of the page."""
     bound: Pair = (None, None)
@@ -86,8 +101,10 @@ class Row:
     def __post_init__(self) -> None:
         if self.verdict not in (*VERDICTS, "") or self.fitted_verdict not in (*VERDICTS, ""):
             raise OctoPipeError(f"{self.id}: verdict {self.verdict!r}; one of {', '.join(VERDICTS)}")
-        if self.verdict.startswith("differs") and not self.why:
-            raise OctoPipeError(f"{self.id}: it differs, and no word why; give a reason that is tested")
+        if self.verdict.startswith("differs") and not (self.why and (self.outcome in OUTCOMES or self.tested)):
+            raise OctoPipeError(
+                f"{self.id}: it differs, and no tested reason why; give the change that would explain it"
+            )
 
     @property
     def verdicts(self) -> tuple[Verdict, Verdict]:
@@ -104,31 +121,64 @@ class Row:
         within: float = CLOSE,
         absolute: bool = False,
         used_in_fit: bool = False,
+        test: str = "",
+        trial: Callable[[], Value] | None = None,
         **more: Any,
     ) -> Row:
         """A number: it agrees within the tolerance (a share of the paper's, or `absolute`), or it differs.
-        `used_in_fit`: it is one of those that chose the fitted reading."""
-        verdicts = []
-        for value in ours.judged:
+        `used_in_fit`: it is one of those that chose the fitted reading. A difference is tested by the fitted reading of
+        the head where that explains it, else by the change that `test` names: `trial` says what our value becomes."""
+
+        def off(value: float) -> float:
+            return value - paper if absolute else value / paper - 1.0
+
+        def close(value: Value) -> bool:
+            return isinstance(value, int | float) and abs(off(value)) <= within + 1e-12
+
+        def verdict(value: Value) -> str:
             if not isinstance(value, int | float):
-                verdicts.append("")
-                continue
-            off = value - paper if absolute else value / paper - 1.0
-            verdicts.append(
-                "agrees" if abs(off) <= within + 1e-12 else "differs, higher" if off > 0 else "differs, lower"
-            )
-        if used_in_fit:
-            verdicts[1] = "fitted"
+                return ""
+            return "agrees" if close(value) else "differs, higher" if off(value) > 0 else "differs, lower"
+
+        first, second = ours.judged
+        verdicts = [verdict(first), "fitted" if used_in_fit else verdict(second)]
+        if verdicts[0].startswith("differs"):
+            if second is not None and (close(second) or trial is None):
+                test, trial = FITTED_HEAD, lambda: second
+            if trial is not None:
+                tried = trial()
+                more |= {"test": test, "test_value": tried}
+                if isinstance(tried, int | float) and isinstance(first, int | float):
+                    nearer = abs(off(tried)) < abs(off(first)) - 1e-9
+                    explained = FITTED_TO_IT if used_in_fit and test == FITTED_HEAD else EXPLAINS
+                    more["outcome"] = explained if close(tried) else PART_OF_IT if nearer else NOT_EXPLAINED
         return cls._made(id, claim, paper, ours, verdicts, within=within, **more)
 
     @classmethod
     def order(
-        cls, id: str, claim: str, paper: Value, ours: Values, holds: tuple[bool, bool | None], **more: Any
+        cls,
+        id: str,
+        claim: str,
+        paper: Value,
+        ours: Values,
+        holds: tuple[bool, bool | None],
+        *,
+        used_in_fit: bool = False,
+        test: str = "",
+        trial: Callable[[], tuple[Value, bool]] | None = None,
+        **more: Any,
     ) -> Row:
-        """An order or a direction: the trend agrees, or there is less of it than the paper says."""
+        """An order or a direction: the trend agrees, or there is less of it than the paper says. A difference is tested
+        as a number's is; `trial` says what our value becomes and whether the claim is then true."""
         verdicts = ["" if h is None else "trend agrees" if h else "differs, lower" for h in holds]
-        if more.pop("used_in_fit", False):
+        if used_in_fit:
             verdicts[1] = "fitted"
+        if verdicts[0].startswith("differs"):
+            if holds[1] is not None and (holds[1] or trial is None):
+                test, trial = FITTED_HEAD, lambda: (ours.judged[1], bool(holds[1]))
+            if trial is not None:
+                tried, true_then = trial()
+                more |= {"test": test, "test_value": tried, "outcome": EXPLAINS if true_then else NOT_EXPLAINED}
         return cls._made(id, claim, paper, ours, verdicts, **more)
 
     @classmethod

@@ -21,6 +21,8 @@ one rendezvous there.
 from __future__ import annotations
 
 import ctypes
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,12 +32,43 @@ import torch
 from torch import Tensor
 
 from octopipe.runtime.wire.transports.lanes import Lane
+from octopipe.runtime.wire.transports.mail import LOOK_EVERY_S
 
 FILLED, FREED = range(2)
 """Places in `queued`: chunks whose filling the sender's host has queued, whose freeing the receiver's host has."""
 
 Until = Callable[[Callable[[], bool]], None]
 """Waits on the host until something holds, and lets receives go on meanwhile."""
+_receivers: weakref.WeakSet[RingReceiver] = weakref.WeakSet()
+"""All of this process: whatever its host waits for, the copies that other hosts wait for are queued meanwhile. A
+pipeline's own rings and those of an expert group could otherwise wait for each other, each for a host that is with the
+other."""
+
+
+def proceed_all() -> None:
+    """Queue the copies of all chunks that have been filled, on all rings of this process."""
+    for ring in tuple(_receivers):
+        ring.proceed()
+
+
+def wait_on_host(holds: Callable[[], bool], timeout_s: float, lost: Callable[[], bool]) -> None:
+    """Wait until something holds, while all receives go on; raises where a peer is lost or time is up."""
+    now = time.monotonic()
+    end, look = now + timeout_s, now + LOOK_EVERY_S
+    pause = 0.0
+    while True:
+        proceed_all()
+        if holds():
+            return
+        time.sleep(pause)
+        pause = min(pause + 1e-6, 1e-4)
+        now = time.monotonic()
+        if now > look:
+            look = now + LOOK_EVERY_S
+            if lost():
+                raise RuntimeError("connection closed by peer")
+        if now > end:
+            raise RuntimeError("timed out")
 
 
 class _RingEnd:
@@ -116,6 +149,11 @@ class RingReceiver(_RingEnd):
         """Copies out that are not queued yet, in the order of their chunks."""
         self._first = 1
         """The chunk of the first of them."""
+        _receivers.add(self)
+
+    def close(self) -> None:
+        """Nothing further is queued."""
+        _receivers.discard(self)
 
     def receive(self, buffer: Tensor, arrived: Callable[[Lane], None] | None = None) -> Arrival:
         """A receive into a contiguous buffer; `arrived` is called when its last copy has been queued."""

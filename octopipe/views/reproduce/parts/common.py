@@ -13,8 +13,12 @@ from octopipe.views.reproduce.row import Pair, Value, Values
 
 Setting = tuple[str, int, int]
 """Model, ranks, micro-batches."""
-HIGHER = "measured against predicted: neither noise nor what an executor loses between ops is simulated"
+HIGHER = "the paper measured, we predict: our prediction has no noise and its transfers never wait for each other"
 """Why a speed-up of ours is larger; the sensitivity part adds noise and a queue of transfers and shows the number."""
+FASTEST = "fastest"
+"""The group of the rows that say that OctoPipe is the fastest somewhere."""
+SHORT_HEAD = "the published time of the head is too short: with the fitted factor the step time is the paper's"
+"""Why baselines are faster with the head as published; the sensitivity part shows the error by the factor."""
 
 
 def tuned(bench: Bench, value: Callable[[Head, str], Value]) -> Values:

@@ -33,7 +33,7 @@ def run(bench: Bench) -> Result:
             ours(lambda t: f"{100 * first.bubble_ratio:.1f} → {100 * t.bubble_ratio:.1f} % of the step"),
             (second.bubble_ratio < 0.5 * first.bubble_ratio, None),
             source=SECTION,
-            why="the published head leaves 1F1B less to lose",
+            why="the published time of the head leaves 1F1B less to lose",
             tested="sensitivity.head",
         ),
         Row.order(
@@ -44,6 +44,7 @@ def run(bench: Bench) -> Result:
             (second.bubble_ratio > 0, None),
             source=SECTION,
             why="none are left",
+            tested="sensitivity.noise",
         ),
         Row.order(
             "traces.kinds",
@@ -53,10 +54,10 @@ def run(bench: Bench) -> Result:
             (all(_share(second, k) < _share(first, k) for k in KINDS), None),
             source=SECTION,
             why="finer stages wait for more transfers",
-            tested="traces.kinds",
+            tested="sensitivity.sent",
         ),
     ]
-    svg = timeline_svg([first, *found.values()], title="Nemotron-H 8B, PP 4, TP 8, eight micro-batches")
+    svg = timeline_svg([first, *found.values()], title="Fig. 9: Nemotron-H 8B, PP 4, TP 8, eight micro-batches")
     return Result(rows=tuple(rows), costs=bench.costs_in_words, pictures={"traces.svg": svg})
 
 

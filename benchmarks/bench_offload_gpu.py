@@ -1,0 +1,193 @@
+"""Activations in host memory on one GPU that four ranks share, against the best plan that recomputes instead.
+
+    python benchmarks/bench_offload_gpu.py --out out/offload.json
+    python benchmarks/bench_offload_gpu.py --small --device cpu         # the whole course on a CPU, with a tiny model
+
+On ranks under MPS, each with an eighth of the GPU: a profile with the link to host memory as it is while all ranks use
+it; fast plans that keep everything (tuned without a limit, interleaved, V-Half) and what their peaks become with their
+activations in host memory; and for ranks that have just so much memory the fastest plan without it, recomputation
+allowed. The case with the largest predicted gain is run: the same plan keeping everything, the plan that offloads and
+the one that recomputes, with what their allocators held at most. All ranks share one link to the
+host, as they share the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octopipe.models.spec import ModelSpec
+from octopipe.models.zoo import llama
+
+RANKS = 4
+GIB = float(1 << 30)
+
+
+def model(small: bool) -> ModelSpec:
+    """Blocks of Llama 3 8B, fewer of them."""
+    if small:
+        return llama("llama-like", blocks=8, hidden=64, ffn=160, heads=4, kv_heads=2, vocab=128)
+    return llama("llama-like", blocks=8, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32768)
+
+
+def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, on every rank; rank 0's answer counts."""
+    from octopipe.runtime.measure.timed_run import TimedRun
+    from octopipe.runtime.measure.trial import Workload, profile_workload
+    from octopipe.runtime.ranks.world import World
+    from octopipe.simulation.contention import predict
+
+    world = World.make(None, None, None)
+    began = time.perf_counter()
+    on_gpu = args.device == "cuda"
+    work = Workload(
+        spec=model(args.small),
+        tokens=args.tokens,
+        device=args.device,
+        precision=args.precision if on_gpu else "fp32",
+    )
+    profile = profile_workload(work, world, repeats=args.repeats, state_factor=0.0)
+    costs = profile.costs
+    link = costs.host_link
+    assert link is not None
+    rate = 1e-6 / max(link.ms_per_byte, 1e-12)
+    seat.tell(f"profile: {time.perf_counter() - began:.0f} s; host link {rate:.1f} GB/s each way; a block "
+              f"{costs.layer_ms[1]:.2f} ms, {costs.activation_bytes[1] / 2**20:.0f} MiB")  # fmt: skip
+    rows = world.gather(searched(costs, world.size, args, seat) if world.rank == 0 else None)[0]
+    out: dict[str, Any] = {
+        "model": work.spec.name,
+        "host_gb_per_s": rate,
+        "limits": [{k: v for k, v in row.items() if not k.startswith("plan")} for row in rows],
+    }
+    able = [row for row in rows if row["without_ms"] is not None]
+    if not able:
+        return out | {"answer": "no plan without host memory fits", "seconds": time.perf_counter() - began}
+    row = max(able, key=lambda r: r["without_ms"] / r["with_ms"])
+    made = row["plan_with"]
+    kept = replace(made, stages=tuple(replace(stage, offload=False) for stage in made.stages))
+    plans = {"recomputing": row["plan_without"], "offloading": made, "keeping": kept}
+    alone = [r for r in rows if r["without_ms"] is None]
+    if alone:
+        plans["offloading where nothing else fits"] = alone[0]["plan_with"]
+        out["alone_limit_gib"] = alone[0]["limit_gib"]
+    trials, warm_up = {}, 3
+    for name, plan in plans.items():  # one at a time: the allocator's peak is to be this plan's own
+        with closing(TimedRun(work, plan, world, profile)) as run:
+            for k in range(warm_up + args.turns):
+                run.step(timed=k >= warm_up)
+            trials[name] = run.trial()
+            store = run.pipe.executor.ops.host
+            moved = world.gather(0 if store is None else store.moved_bytes)
+            seat.tell(f"{name}: {trials[name].step_ms:.1f} ms")
+            out.setdefault("host_gib_a_step", {})[name] = [b / GIB / (warm_up + args.turns) for b in moved]
+    out["run"] = {
+        name: {
+            "measured_ms": trial.step_ms,
+            "steps_ms": list(trial.steps_ms),
+            "predicted_ms": predict(plans[name], profile).makespan_ms,
+            "peak_gib": [b / GIB for b in trial.peak_bytes],
+            "predicted_gib": list(predict(plans[name], profile).peak_gib),
+            "loss": trial.loss,
+        }
+        for name, trial in trials.items()
+    }
+    out["limit_gib"] = row["limit_gib"]
+    out["gain"] = trials["recomputing"].step_ms / trials["offloading"].step_ms
+    out["seconds"] = time.perf_counter() - began
+    return out
+
+
+def searched(costs: Any, ranks: int, args: argparse.Namespace, seat: Any) -> list[dict[str, Any]]:
+    """Fast plans that keep everything, what host memory leaves of their peaks, and the best plan without host memory
+    (recomputation allowed) for ranks that have just that."""
+    from octopipe.base.errors import OctoPipeError
+    from octopipe.search.offload import finer, offloading
+    from octopipe.search.systems import build_plan
+    from octopipe.search.tuner import tune
+    from octopipe.simulation.simulator import simulate
+
+    count = args.micro_batches
+    free = costs.replace(rank_memory_bytes=())
+    keeping = {"tuned": tune(free, ranks, count, budget_s=args.tune, copies=False, recompute=False).plan}
+    for name in ("interleaved", "v-half"):
+        with suppress(OctoPipeError):
+            keeping[name] = build_plan(name, free, ranks, count)
+    rows = []
+    for name, plan in keeping.items():
+        cuts = [offloading(cut, range(len(cut.stages))) for cut in (plan, finer(plan, 1))]
+        made = min(cuts, key=lambda cut: simulate(cut, free).peak_bytes.max())
+        after, before = simulate(made, free), simulate(plan, free)
+        limited = costs.replace(rank_memory_bytes=(1.001 * float(after.peak_bytes.max()),))
+        row: dict[str, Any] = {
+            "name": name,
+            "kept_gib": float(before.peak_bytes.max()) / GIB,
+            "limit_gib": limited.rank_memory_bytes[0] / GIB,
+            "with_ms": after.step_ms,
+            "host_gib": float(after.host_peak_bytes.max()) / GIB,
+            "plan_with": made,
+            "without_ms": None,
+            "plan_without": None,
+        }
+        for key, options in (("keeping", {"recompute": False}), ("without", {})):
+            try:
+                found = tune(limited, ranks, count, budget_s=args.tune, copies=False, **options)
+                row[f"{key}_ms"], row[f"plan_{key}"] = found.step_ms, found.plan
+            except OctoPipeError as error:
+                row[f"{key}_ms"], row[f"{key}_error"] = None, str(error)
+        seat.tell(str({k: v for k, v in row.items() if not k.startswith("plan")}))
+        rows.append(row)
+    return rows
+
+
+def tell(found: dict[str, Any]) -> None:
+    for name, row in found.get("run", {}).items():
+        error = 100 * (row["predicted_ms"] / row["measured_ms"] - 1)
+        print(
+            f"{name}: measured {row['measured_ms']:.2f} ms, predicted {row['predicted_ms']:.2f} ({error:+.1f} %), "
+            f"peak GiB {np.round(row['peak_gib'], 2).tolist()} predicted {np.round(row['predicted_gib'], 2).tolist()} "
+            f"of {found['limit_gib']:.2f}, loss {row['loss']:.6f}"
+        )
+    print(f"offloading over recomputing: {found.get('gain', float('nan')):.3f}x; {found['seconds']:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--nproc", type=int, default=RANKS)
+    parser.add_argument("--share", type=float, default=12.5, help="per cent of the GPU's multiprocessors a rank")
+    parser.add_argument("--tune", type=float, default=5.0, help="seconds of each search")
+    parser.add_argument("--turns", type=int, default=8, help="timed steps of each plan")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--precision", default="bf16-main-fp32")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try it on a CPU")
+    parser.add_argument("--out", default="out/offload.json")
+    args = parser.parse_args()
+    if args.small:
+        args.tokens = min(args.tokens, 64)
+    from octopipe.runtime.measure.mps import Mps
+    from octopipe.runtime.ranks.launch import run_ranks
+
+    listen = lambda line: print(f"  {line}", flush=True)  # noqa: E731
+    options: dict[str, Any] = {"timeout_s": 200, "listen": listen}
+    if args.device == "cpu":
+        found = run_ranks(task, args.nproc, args, **options)[0]
+    else:
+        with Mps.start(num_ranks=args.nproc, share_percent=args.share) as mps:
+            found = run_ranks(task, args.nproc, args, environment=mps.environment, **options)[0]
+    target = Path(args.out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(found, indent=1) + "\n")
+    tell(found)
+
+
+if __name__ == "__main__":
+    main()

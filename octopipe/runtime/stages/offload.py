@@ -1,0 +1,202 @@
+"""Activations of a stage in host memory between its F and its backward.
+
+Knows: which tensors autograd saves in a forward, how their memory is copied to the host and back on separate streams,
+and the pinned buffers that hold them. Does not know: when to copy (`simulation/host_moves.py` decides, and the
+executor's program contains it), or plans.
+
+Memory is offloaded, not tensors: tensors that share memory are copied once and restored as the same views of it. Memory
+that has other owners on the device stays there: parameters, buffers, and all inputs of the forward. On a GPU, copies
+are ordered by events alone, and the host does not wait:
+
+- down (the copy to the host) waits for the compute stream's position after F;
+- release makes the compute stream wait for down and then frees the memory, so whatever the allocator reuses it for runs
+  later on that stream;
+- fetch allocates memory on the compute stream, and up (the copy to the device) waits for that position;
+- the backward waits for up.
+
+On a CPU the copies are made immediately, with the same effect on memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+
+SMALL_BYTES = 1 << 14
+"""Tensors below this stay: a copy of its own costs more than their memory is worth."""
+PAGE = 1 << 21
+"""Pinned buffers are multiples of this, so that those of nearly equal size serve each other."""
+
+
+class Ticket(NamedTuple):
+    """What the graph keeps of a tensor that leaves: a view of some memory."""
+
+    memory: Memory
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Memory:
+    """The memory of one or more saved tensors: on the device, on the host, or both while it is on its way."""
+
+    __slots__ = ("bytes", "host", "nbytes")
+
+    def __init__(self, tensor: Tensor):
+        storage = tensor.untyped_storage()
+        self.bytes: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self.host: Pinned | None = None
+        self.nbytes = storage.nbytes()
+
+
+class Pinned:
+    """A buffer in host memory, and the last copy out of it."""
+
+    __slots__ = ("bytes", "read")
+
+    def __init__(self, nbytes: int, pinned: bool):
+        try:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise OctoPipeError(
+                f"the host gives no {nbytes / 2**20:.0f} MiB more of pinned memory for offloaded activations "
+                f"({' '.join(str(error).split())[:120]}); use a plan that offloads less, or none"
+            ) from None
+        self.read: Any = None
+
+
+class Parcel:
+    """What one micro-batch's forward of one stage saves: packs tensors, unpacks them again."""
+
+    def __init__(self, small_bytes: int = SMALL_BYTES):
+        self._small = small_bytes
+        self._stays: set[int] = set()
+        self.memories: dict[int, Memory] = {}
+        self.left: Any = None
+        """The event after which the host has everything."""
+        self.returned: Any = None
+        """The event after which the device has everything again."""
+
+    def begin(self, stays: Iterable[Tensor]) -> None:
+        """A forward starts (again); what it is given stays on the device."""
+        self.memories.clear()
+        self._stays = {t.untyped_storage().data_ptr() for t in stays if _is_plain(t)}
+
+    def pack(self, tensor: Tensor) -> Any:
+        if not _is_plain(tensor) or tensor.untyped_storage().nbytes() < self._small:
+            return tensor.detach()
+        key = tensor.untyped_storage().data_ptr()
+        if key in self._stays:
+            return tensor.detach()
+        memory = self.memories.get(key)
+        if memory is None:
+            memory = self.memories[key] = Memory(tensor)
+        return Ticket(memory, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    @staticmethod
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, Ticket):
+            return kept  # type: ignore[no-any-return]
+        held = kept.memory.bytes
+        if held is None:
+            raise OctoPipeError(
+                "a tensor of a stage whose activations are in host memory is differentiated outside of the pipeline; "
+                "return it as an output, or plan without offload"
+            )
+        view = torch.empty(0, dtype=kept.dtype, device=held.device)
+        return view.set_(held.untyped_storage(), kept.offset, kept.size, kept.stride)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.memories.values())
+
+
+class HostStore:
+    """Moves the parcels of one rank between its device and host memory."""
+
+    def __init__(self, device: torch.device, *, small_bytes: int = SMALL_BYTES):
+        self._small = small_bytes
+        self._free: dict[int, list[Pinned]] = {}
+        self._cuda = device.type == "cuda"
+        self._down = torch.cuda.Stream(device) if self._cuda else None
+        self._up = torch.cuda.Stream(device) if self._cuda else None
+        self.moved_bytes = 0
+        """To the host, since this was made."""
+
+    def parcel(self) -> Parcel:
+        return Parcel(self._small)
+
+    def down(self, parcel: Parcel) -> None:
+        """After F: begin to copy to the host."""
+        if self._down is not None:
+            self._down.wait_stream(torch.cuda.current_stream())
+        for memory in parcel.memories.values():
+            memory.host = self._buffer(memory.nbytes)
+            self.moved_bytes += memory.nbytes
+            assert memory.bytes is not None
+            target = memory.host.bytes[: memory.nbytes]
+            if self._down is None:
+                target.copy_(memory.bytes)
+                continue
+            with torch.cuda.stream(self._down):
+                if memory.host.read is not None:
+                    self._down.wait_event(memory.host.read)
+                target.copy_(memory.bytes, non_blocking=True)
+        if self._down is not None:
+            parcel.left = self._down.record_event()
+
+    def release(self, parcel: Parcel) -> None:
+        """Let the device's memory go, once the host has it all."""
+        if parcel.left is not None:
+            torch.cuda.current_stream().wait_event(parcel.left)
+        for memory in parcel.memories.values():
+            memory.bytes = None
+
+    def fetch(self, parcel: Parcel, device: torch.device) -> None:
+        """Begin to copy back into memory taken now."""
+        for memory in parcel.memories.values():
+            memory.bytes = torch.empty(memory.nbytes, dtype=torch.uint8, device=device)
+        if self._up is not None:
+            self._up.wait_stream(torch.cuda.current_stream())
+        for memory in parcel.memories.values():
+            assert memory.host is not None and memory.bytes is not None
+            source = memory.host.bytes[: memory.nbytes]
+            if self._up is None:
+                memory.bytes.copy_(source)
+                continue
+            with torch.cuda.stream(self._up):
+                memory.bytes.copy_(source, non_blocking=True)
+        if self._up is not None:
+            parcel.returned = self._up.record_event()
+
+    def ready(self, parcel: Parcel) -> None:
+        """Before the backward: everything is on the device; the host's buffers serve others."""
+        if parcel.returned is not None:
+            torch.cuda.current_stream().wait_event(parcel.returned)
+        for memory in parcel.memories.values():
+            if memory.host is not None:
+                memory.host.read = parcel.returned
+                self._free.setdefault(memory.host.bytes.numel(), []).append(memory.host)
+                memory.host = None
+
+    def give_up(self) -> None:
+        """A step broke off: wait for what is under way; its parcels are dropped by whoever holds them."""
+        for stream in (self._down, self._up):
+            if stream is not None:
+                stream.synchronize()
+
+    def _buffer(self, nbytes: int) -> Pinned:
+        size = -(-nbytes // PAGE) * PAGE if self._cuda else nbytes
+        known = self._free.get(size)
+        return known.pop(0) if known else Pinned(size, self._cuda)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """An ordinary tensor with memory of its own kind; sparse ones, subclasses and those without storage stay."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0

@@ -1,0 +1,156 @@
+"""Exchange of token rows between the ranks of an expert group that share one GPU, as an autograd function.
+
+Knows: one ring (`wire/transports/ring.py`) to every other member, and that all members call in the same order. Does not
+know: which rows go where, or what is done with them.
+
+NCCL does not support two ranks on one device, and gloo copies CUDA tensors through the host. Here the GPU's copy
+engines move rows through arenas in pinned host memory on separate streams: computation continues concurrently, and no
+host waits for a device. Within a pair of ops, the other op runs in the meantime (`turns.py`). On a CPU, the same rings
+are in shared files, for ranks of one host.
+
+    moved = TokenExchange(ep_group, device)
+    theirs = moved(rows)                                     # as many rows to every member
+    theirs = moved(rows, send=[3, 5], receive=[4, 4])        # so many rows to and from each
+    ...
+    moved.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.runtime.ranks.world import World
+from octopipe.runtime.turns import failed_elsewhere, run_exchange
+from octopipe.runtime.wire.telling import PeerError
+from octopipe.runtime.wire.transports.arenas import Arenas
+from octopipe.runtime.wire.transports.cuda_ipc import CHUNK_BYTES, CHUNKS
+from octopipe.runtime.wire.transports.ring import RingReceiver, RingSender, wait_on_host
+
+Splits = Sequence[int] | None
+
+
+class TokenExchange:
+    """An all-to-all between the members of a group (collective: made, called and closed by all in one order)."""
+
+    octopipe_no_state = True  # a layer that holds one does not own the rings' counters (`stages/places.py`)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | str,
+        *,
+        timeout_s: float = 300.0,
+        chunk_bytes: int = CHUNK_BYTES,
+        chunks: int = CHUNKS,
+    ):
+        self._world = world = World(group)
+        self.device, self.timeout_s = torch.device(device), timeout_s
+        self._arenas = arenas = Arenas(self.device)
+        self._senders: dict[int, RingSender] = {}
+        self._receivers: dict[int, RingReceiver] = {}
+        self.rank, self.size = world.rank, world.size
+        others = [r for r in range(self.size) if r != self.rank]
+        made = {
+            peer: {
+                "arena": arenas.arena((chunks, chunk_bytes)),
+                "filled": arenas.counter(),
+                "freed": arenas.counter(),
+                "queued": arenas.host_zeros((2,), torch.int64),
+            }
+            for peer in others
+        }
+        shown = world.gather({peer: {name: arenas.show(t) for name, t in mine.items()} for peer, mine in made.items()})
+        for peer in others:
+            mine, theirs = made[peer], shown[peer][self.rank]
+            # Rows for a peer go into the peer's arena and are freed on a counter of ours; the other way round for its.
+            self._senders[peer] = RingSender(
+                arenas.see(theirs["arena"]), arenas.see(theirs["filled"]), mine["freed"],
+                arenas.see_host(theirs["queued"]), arenas.lane(), self._until,
+            )  # fmt: skip
+            self._receivers[peer] = RingReceiver(
+                mine["arena"], mine["filled"], arenas.see(theirs["freed"]), mine["queued"], arenas.lane(), self._until
+            )
+        world.gather(None)
+        arenas.all_seen()
+
+    def __call__(self, rows: Tensor, *, send: Splits = None, receive: Splits = None) -> Tensor:
+        """The rows that all members have for this one, in the order of the members; differentiable.
+
+        `send` and `receive` say how many rows go to and come from every member; without them all are equal.
+        """
+        send = self._splits(send, rows.shape[0], "send")
+        receive = self._splits(receive, rows.shape[0], "receive")
+        return _Exchanged.apply(rows, self, send, receive)
+
+    def _splits(self, splits: Splits, rows: int, name: str) -> tuple[int, ...]:
+        if splits is None:
+            if rows % self.size:
+                raise OctoPipeError(f"{rows} rows for {self.size} ranks; say how many each gets ({name}=[...])")
+            return (rows // self.size,) * self.size
+        if len(splits) != self.size or (name == "send" and sum(splits) != rows):
+            raise OctoPipeError(
+                f"{name}={list(splits)} for {rows} rows and {self.size} ranks; give one number per rank"
+            )
+        return tuple(int(n) for n in splits)
+
+    def start(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Moving:
+        """Issue an exchange; nothing of `rows` may change until it was waited for."""
+        rows = rows.contiguous()
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        given, taken = rows.split(list(send)), out.split(list(receive))
+        taken[self.rank].copy_(given[self.rank])
+        # Receives first: a send that finds its arena full waits on the host, and receives go on meanwhile.
+        works: list[Any] = [ring.receive(taken[peer]) for peer, ring in self._receivers.items() if taken[peer].numel()]
+        works += [ring.send(given[peer]) for peer, ring in self._senders.items() if given[peer].numel()]
+        return Moving(out, rows, works, self.timeout_s)
+
+    def _until(self, holds: Any) -> None:
+        wait_on_host(holds, self.timeout_s, self._lost)
+
+    def _lost(self) -> bool:
+        why = failed_elsewhere()
+        if why:
+            raise PeerError(f"an exchange of tokens will never end: {why}")
+        return False
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for ring in self._receivers.values():
+            ring.close()
+        self._arenas.close()
+
+
+class Moving(NamedTuple):
+    """An exchange under way."""
+
+    out: Tensor
+    rows: Tensor
+    works: list[Any]
+    timeout_s: float
+
+    def wait(self) -> Tensor:
+        """The rows received; what is computed from now on finds them there."""
+        for work in self.works:
+            work.wait(timedelta(seconds=self.timeout_s))
+        return self.out
+
+
+class _Exchanged(torch.autograd.Function):
+    """Backward sends every gradient row back to where its row came from."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, moved: TokenExchange, send, receive) -> Tensor:  # type: ignore[override,no-untyped-def]
+        ctx.moved, ctx.splits = moved, (send, receive)
+        return run_exchange(lambda: moved.start(rows, send, receive))
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override,no-untyped-def]
+        send, receive = ctx.splits
+        return run_exchange(lambda: ctx.moved.start(gradient, receive, send)), None, None, None

@@ -1,0 +1,200 @@
+"""Plans that use host memory: activations are offloaded where memory is short, instead of being recomputed.
+
+Knows: which stages of a plan must offload for it to fit, which recomputation offloading makes unnecessary, and how a
+search with a larger memory limit leads to plans that fit with offloading. Does not know: when activations are copied
+(`simulation/host_moves.py`), or how plans are searched.
+
+Lowering copies only as much as the link can transfer in time, so marking a stage never makes the predicted step longer;
+the question is only whether the plan then fits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Op, Plan
+from octopipe.search.result import Found, Step
+from octopipe.search.systems import build_plan
+from octopipe.search.systems.interleaved import MOST_CHUNKS
+from octopipe.simulation.simulator import simulate
+from octopipe.simulation.timeline import Timeline
+
+SearchMore = Callable[[CostTable, float], Found]
+"""The default search, on these costs and for so many seconds."""
+SYSTEMS = ("interleaved", "1f1b", "breadth-first", "hanayo", "v-min", "v-half", "zb-h1", "zb-v", "gpipe")
+"""Published systems whose plans are tried with offload."""
+ROOMS = (1.3, 1.8, 3.0, math.inf)
+"""How much memory the searches for plans to offload believe to have, in times of what there is."""
+
+
+def offloading(plan: Plan, stages: Iterable[int]) -> Plan:
+    """The plan with these stages' activations in host memory between F and backward; none of them recomputes."""
+    chosen = set(stages)
+    orders = plan.orders
+    if any(plan.stages[s].recompute for s in chosen):
+        orders = tuple(tuple(op for op in row if not (op.kind == "R" and op.stage in chosen)) for row in orders)
+    return replace(
+        plan,
+        stages=tuple(
+            replace(s, offload=True, recompute=False) if k in chosen else s for k, s in enumerate(plan.stages)
+        ),
+        orders=orders,
+    )
+
+
+def fitting(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline] | None:
+    """The plan with offload on the ranks where it does not fit otherwise; None where that does not suffice.
+
+    A stage leaves and comes back as a whole, so that coarse stages leave much on the device; where they do not fit,
+    they are cut finer.
+    """
+    timeline = simulate(plan, costs, check=False)
+    if timeline.fits:
+        return plan, timeline
+    over = {r for r, (p, c) in enumerate(zip(timeline.peak_bytes, timeline.capacity_bytes, strict=True)) if p > c}
+    largest = max(s.num_layers for s in plan.stages)
+    for layers in sorted({largest, -(-largest // 2), 1}, reverse=True):
+        cut = finer(plan, layers)
+        mine = [k for k, s in enumerate(cut.stages) if s.rank in over and s.first < s.stop and not s.recompute]
+        made = offloading(cut, mine)
+        timeline = simulate(made, costs, check=False)
+        if timeline.fits:
+            return made, timeline
+    return None
+
+
+def finer(plan: Plan, layers: int) -> Plan:
+    """The same work in the same order, with stages of at most so many layers: parts of a stage on its rank, one after
+    the other. Stages that recompute stay as they are, and so do plans with pairs or with paths that fork."""
+    if plan.pairs or plan.forks or all(s.num_layers <= layers for s in plan.stages):
+        return plan
+    parts: list[list[int]] = []
+    stages = []
+    for s in plan.stages:
+        cuts = [*range(s.first, s.stop, s.num_layers if s.recompute else layers), s.stop]
+        parts.append(list(range(len(stages), len(stages) + len(cuts) - 1)))
+        stages += [replace(s, first=a, stop=b) for a, b in itertools.pairwise(cuts)]
+    return replace(
+        plan,
+        stages=tuple(stages),
+        orders=tuple(
+            tuple(
+                Op(part, op.kind, op.micro_batch)
+                for op in row
+                for part in (parts[op.stage] if op.kind in "FR" else reversed(parts[op.stage]))
+            )
+            for row in plan.orders
+        ),
+        routes=tuple(tuple(part for s in route for part in parts[s]) for route in plan.routes),
+    )
+
+
+def without_recomputing(plan: Plan, costs: CostTable) -> tuple[Plan, Timeline]:
+    """The plan with as many recomputing stages as fit into host memory instead, those that take longest first."""
+    best, timeline = plan, simulate(plan, costs, check=False)
+    again = [k for k, s in enumerate(plan.stages) if s.recompute]
+    cost = costs.layer_times("R")
+    again.sort(key=lambda k: -float(cost[list(plan.stages[k].recomputed_layers)].sum()))
+    rest = [k for k, s in enumerate(plan.stages) if not s.recompute and s.first < s.stop]
+    for k in again:
+        for also in ([], [s for s in rest if plan.stages[s].rank == plan.stages[k].rank]):
+            tried = offloading(best, [k, *also])
+            after = simulate(tried, costs, check=False)
+            if after.fits and after.step_ms < timeline.step_ms:
+                best, timeline = tried, after
+                break
+    return best, timeline
+
+
+def published(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Iterator[Plan]:
+    """Plans of published systems that hold each layer once and recompute nothing, whatever memory they need. Those that
+    run W at once hold least after a backward, where host memory does not help, so backwards are not split."""
+    free = costs.replace(rank_memory_bytes=())
+    for name in SYSTEMS:
+        most = min(MOST_CHUNKS, costs.num_layers // num_ranks) if name == "interleaved" else 0
+        for options in [{"chunks": v} for v in range(2, most + 1)] or [{}]:
+            try:
+                yield build_plan(name, free, num_ranks, num_micro_batches, **options)
+            except OctoPipeError:
+                continue
+
+
+def with_offload(
+    found: Found | None,
+    costs: CostTable,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    budget_s: float,
+    search: SearchMore,
+    stopped: Callable[[], bool],
+) -> Found | None:
+    """What was found without host memory, or the fastest plan that fits with it; None where nothing fits."""
+    best = found
+    if found is not None:
+        better = _taken(found, *without_recomputing(found.plan, costs), name="offload instead of recomputing")
+        best = better or found
+    limits = [b for b in costs.rank_memory_bytes if math.isfinite(b)]
+    for plan in published(costs, num_ranks, num_micro_batches) if limits else ():
+        made = fitting(plan, costs)
+        if made is None:
+            continue
+        name = f"{plan.extra.get('system')} with offload"
+        if best is None:
+            best = Found(plan=made[0], timeline=made[1], iterations=0, log=[], interrupted=False, finalists=[made[0]])
+        else:
+            best = _taken(best, *made, name=name) or best
+    for room in ROOMS if limits else ():
+        if stopped():
+            break
+        more_bytes = () if math.isinf(room) else tuple(b * room for b in costs.rank_memory_bytes)
+        roomy = costs.replace(rank_memory_bytes=more_bytes)
+        try:
+            more = search(roomy, budget_s / len(ROOMS))
+        except DoesNotFitError:
+            continue
+        except StoppedError:
+            break
+        for plan in (more.plan, *more.finalists[:2]):
+            made = fitting(plan, costs)
+            if made is None:
+                continue
+            if best is None:
+                best = replace(more, plan=made[0], timeline=made[1], finalists=[made[0]])
+            else:
+                best = _taken(best, *made, name=f"offload with {room:g} times the memory") or best
+        if more.interrupted:
+            return None if best is None else replace(best, interrupted=True)
+    return best
+
+
+def _taken(found: Found, plan: Plan, timeline: Timeline, *, name: str) -> Found | None:
+    """The plan in the place of what was found, where it is faster."""
+    before = found.timeline.step_ms
+    if timeline.step_ms >= before * (1 - 1e-9):
+        return None
+    seconds = found.log[-1].seconds if found.log else 0.0
+    step = Step(found.iterations, seconds, "schedule", name, before, timeline.step_ms, timeline.step_ms)
+    return replace(found, plan=plan, timeline=timeline, log=[*found.log, step], finalists=[plan])
+
+
+def offload_words(plan: Plan, timeline: Timeline, without_ms: float | None) -> str:
+    """What host memory has brought, in a line."""
+    if not plan.offloads or timeline.host is None:
+        return "no plan that uses host memory was faster"
+    gib = timeline.host_peak_bytes / 2**30
+    compared = (
+        "no plan was found that fits without it"
+        if without_ms is None
+        else f"{without_ms / timeline.step_ms:.3f}x the speed of the best plan found without it ({without_ms:.2f} ms)"
+    )
+    stages = sum(s.offload for s in plan.stages)
+    return (
+        f"activations of {stages} of {len(plan.stages)} stages go to host memory, up to {gib.max():.1f} GiB a rank: "
+        f"{compared}"
+    )

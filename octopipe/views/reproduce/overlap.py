@@ -1,0 +1,97 @@
+"""Which sends and receives can run beside computation, counted as section V of the paper defines it.
+
+Knows: the paper's sentence ("whether send or receive operations can overlap with subsequent computation") and how early
+a receive may be posted, which the sentence leaves open; a walk through orders that lets more of them overlap. Does not
+know: what a transfer costs in time (the simulator times it), or Table III.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from octopipe.base.errors import OctoPipeError
+from octopipe.costs.table import CostTable
+from octopipe.plans.plan import Plan
+from octopipe.plans.price import prices_kept
+from octopipe.simulation.lowering import Channel, Program, lower
+from octopipe.simulation.simulator import makespan_ms, simulate
+from octopipe.simulation.timeline import Timeline
+
+Receives = Literal["early", "one ahead", "when needed"]
+"""When a receive is posted: as soon as its tensor is sent; one computation ahead of the one that needs it; or right
+before that one, as Megatron's 1F1B does."""
+ROUNDING = 1e-9
+REACH = (1, 1, 1, 2, 3, 5)
+"""By how many places the walk moves an op; mostly by one."""
+
+
+def overlap_share(program: Program, timeline: Timeline, receives: Receives = "early") -> float:
+    """The share of sends and receives that can overlap with a computation of their own rank.
+
+    A send can if a computation follows it on its rank. A receive can if its tensor has left the sender while the
+    receiver still has a computation to run, or to finish, before the one that needs the tensor.
+    """
+    offsets = program.plan.table().offsets
+    first, stop = offsets[:-1], offsets[1:]
+    rank = np.repeat(np.arange(program.plan.num_ranks), stop - first)
+    start_ms, end_ms = timeline.spans.start_ms, timeline.spans.end_ms
+    source, target = np.asarray(program.source), np.asarray(program.target)
+    if not source.size:
+        return 1.0
+    sends = np.count_nonzero(source + 1 < stop[rank[source]])
+    if receives == "when needed":
+        return float(sends) / (2 * source.size)
+    before = np.maximum(target - 1, 0)
+    ready = (
+        end_ms[source] < end_ms[before] - ROUNDING
+        if receives == "early"
+        else end_ms[source] <= start_ms[before] + ROUNDING
+    )
+    received = np.count_nonzero(ready & (target > first[rank[target]]))
+    return float(sends + received) / (2 * source.size)
+
+
+def share_of(plan: Plan, costs: CostTable, *, channel: Channel = "directed", receives: Receives = "early") -> float:
+    """The share of a plan's sends and receives that can overlap."""
+    program = lower(plan, costs, channel=channel)
+    return overlap_share(program, simulate(program, costs, check=False), receives)
+
+
+def overlapping_more(plan: Plan, costs: CostTable, *, moves: int, slack: float, seed: int) -> Plan:
+    """A plan of the same stages whose transfers overlap more and whose step is longer by `slack` (a share) at most: a
+    walk that moves one op of one rank at a time and keeps what overlaps no less."""
+    dice = random.Random(seed)
+    with prices_kept():
+        limit_ms = makespan_ms(plan, costs) * (1.0 + slack) * (1.0 + ROUNDING)
+        best, share = plan, share_of(plan, costs)
+        for _ in range(moves):
+            other = _moved(best, dice)
+            if other is None:
+                continue
+            try:
+                if makespan_ms(other, costs) > limit_ms:
+                    continue
+                program = lower(other, costs)
+                timeline = simulate(program, costs)
+            except OctoPipeError:  # an op before what it needs, or ranks that wait for each other
+                continue
+            found = overlap_share(program, timeline)
+            if found >= share and timeline.fits:
+                best, share = other, found
+    return best
+
+
+def _moved(plan: Plan, dice: random.Random) -> Plan | None:
+    """One op of one rank a few places earlier or later."""
+    rank = dice.randrange(plan.num_ranks)
+    order = list(plan.orders[rank])
+    here = dice.randrange(len(order))
+    there = here + dice.choice(REACH) * dice.choice((-1, 1))
+    if not 0 <= there < len(order):
+        return None
+    order.insert(there, order.pop(here))
+    return replace(plan, orders=(*plan.orders[:rank], tuple(order), *plan.orders[rank + 1 :]))
