@@ -88,7 +88,7 @@ def _line(bench: Bench, kind: str, gpus: int, paper: tuple[int, ...]) -> list[Ro
             group = f"{kind}.octopipe"
             rows.append(Row.number(id, claim, float(value), ours, group=group, bound=limit, **(more | noisy)))
         else:
-            ours = plain(bench, lambda h, n=name: _tokens(bench, h, n, kind, gpus))
+            ours = plain(bench, lambda h, n=name: _tokens(bench, h, n, kind, gpus))  # type: ignore[misc]
             fit = gpus == 32
             rows.append(
                 Row.number(id, claim, float(value), ours, group=f"{kind}.{gpus}", used_in_fit=fit, **more)  # type: ignore[arg-type]
