@@ -26,6 +26,7 @@ _HOME = {
     "layout": "octopipe.megatron.placing",
     "placement": "octopipe.megatron.placing",
     "profile": "octopipe.megatron.profiling",
+    "tune_measured": "octopipe.megatron.tuning",
     "virtual_size": "octopipe.megatron.placing",
 }
 __all__ = [*_HOME]

@@ -127,6 +127,9 @@ class GraphedOps(Ops):
             self.reasons = {s: r for s, chain in self.chains.items() if (r := fixed_reason(chain))}
             self._watch = Watch(self.chains)
             self._watch.reasons.update(self.reasons)
+            for chain in self.chains.values():
+                for stage, _ in chain.parts:
+                    stage.replay.observe()
         elif self._phase == CAPTURING:
             torch.cuda.synchronize(self._device)
             gc.collect()
@@ -164,8 +167,8 @@ class GraphedOps(Ops):
         if self._captures > MOST_CAPTURES:
             self.reasons = dict.fromkeys(self.chains, "its layers change again and again between steps")
         for number, chain in self.chains.items():
-            if any(stage.replay.moving() for stage, _ in chain.parts):
-                self.reasons.setdefault(number, "its forwards keep something for the next ones (statistics, caches)")
+            if any(stage.replay.restless() for stage, _ in chain.parts):
+                self.reasons.setdefault(number, "its forwards change what the next ones read (statistics, counters)")
             if number not in self.reasons:
                 if number in self._seen:
                     self._trial(number, chain)

@@ -97,7 +97,7 @@ class Parcel:
         memory = self.memories.get(key)
         if memory is None:
             memory = self.memories[key] = Memory(tensor)
-        return Ticket(memory, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Ticket(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
     def unpack(kept: Any) -> Tensor:

@@ -52,16 +52,18 @@ def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence
 
 
 def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
-    """A snapshot of these boxes and their contents."""
-    walk = _Walk()
+    """A snapshot of these boxes and their contents except modules. State that changed inside a module is its own box
+    among these, so a box that holds a whole model (a cache, a list) does not cost a walk through that model."""
+    walk = _Walk(into_modules=False)
     for box in boxes:
         walk.box(box)
     return walk.found
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, *, into_modules: bool = True) -> None:
         self.found = Snapshot()
+        self._into_modules = into_modules
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         """Numbers of `_seen` are of living objects."""
@@ -103,7 +105,8 @@ class _Walk:
         if kind in ATOMS or id(value) in self._seen or len(self.found.boxes) > MOST_PLACES:
             return
         if isinstance(value, nn.Module):
-            self.module(value, label)
+            if self._into_modules:
+                self.module(value, label)
         elif isinstance(value, (list, deque)):
             if len(value) <= MOST_ITEMS:
                 self.box(Box("list", value, label))

@@ -163,6 +163,16 @@ class Replay:
         """Inputs that forwards change in place."""
         self.elsewhere: Callable[[Snapshot, list[Box]], None] | None = None
         """Checks what a forward has changed for values that would bypass the pipeline (`crossing.py`)."""
+        self._restless = False
+
+    def observe(self) -> None:
+        """From now on `restless` reports on the forwards that follow."""
+        self._restless = False
+
+    def restless(self) -> bool:
+        """Whether a forward since `observe` changed known state. A cache that was filled once and is only read since
+        (tables of positions, for example) is at rest."""
+        return self._restless
 
     def moving(self) -> bool:
         """Whether forwards are known to change anything besides their outputs."""
@@ -239,6 +249,7 @@ class Replay:
         changed = [box for box, _ in snapshot.changes()]
         for box in changed:
             self._watch.setdefault(key_of(box), box)
+        self._restless = self._restless or bool(moved or changed)
         if changed and start.checking and self.elsewhere is not None:
             self.elsewhere(snapshot, changed)
         return self._kept(start, moved)
