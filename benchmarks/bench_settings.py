@@ -20,7 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 AS_IT_IS = "as it is"
@@ -62,7 +65,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "balance-one": {
         "evenness": (4.0,), "tilts": (1.0,), "rising": 1.0, "balance_migrate": 0.5, "memory_weight": 1.0,
     },
-    "moves-even": {"by_two": 0.5, "stay": 0.5, "elsewhere": 0.5, "stay_width": 2, "repair_run": 3},
+    "moves-even": {"by_two": 0.5, "stay": 0.5, "stay_width": 2, "repair_run": 3},
     "moves-compound": {"compound": 0.25, "varied": 1.0},
     "structure-weights": {"STRUCTURE_MOVES": STRUCTURE_ALIKE},
     "order-weights": {"ORDER_MOVES": ORDER_ALIKE, "on_critical": 0.5, "trials": 0.5},
@@ -71,9 +74,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "bred": {"bred_drawn": 200, "bred": 200, "polish_cells": 256, "draw_again": 0.08},
     "no-mean": {"mean_weight": 0.0},
     "no-room": {"room": 1.0},
-    "no-focus": {"focus": 0.0},
-    "no-repair": {"repair_moves": 0},
-    "no-breeding": {"bred_again": 0, "tries": 1},
+        "no-repair": {"repair_moves": 0},
+    "no-breeding": {"rejudged": 1, "tries": 1},
     "one-member": {"members": 1},
 }  # fmt: skip
 """Groups of settings that are changed together; of `Settings`, or of `KeyRanges` with the prefix `keys.`."""
@@ -92,16 +94,25 @@ def changes_of(group: str) -> dict[str, Any]:
     return {name: json.loads(value) for name, value in (part.split("=") for part in group.split("+"))}
 
 
+def loaded_alone(name: str) -> ModuleType:
+    """A module without the package around it, which would read it before it is changed."""
+    path = Path(find_spec("octopipe").origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")  # type: ignore
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def run_variant(group: str, cases: list[str], seeds: list[int], moves: int) -> None:
-    """Print a line of JSON for every case and seed; settings are changed before anything else is imported."""
-    from dataclasses import replace
-
+    """Print a line of JSON for every case and seed; settings are changed before the search is imported."""
     from octopipe.base import compile as kernels
-    from octopipe.search.tuner import settings
 
-    changes = changes_of(group)
+    settings, changes = loaded_alone("octopipe.search.tuner.settings"), changes_of(group)
     of_keys = {name.removeprefix("keys."): value for name, value in changes.items() if name.startswith("keys.")}
     others = {name: value for name, value in changes.items() if not name.startswith("keys.") and name.islower()}
+    assert "octopipe.search.tuner" not in sys.modules, "the search was imported before its settings were changed"
     keys = replace(settings.SETTINGS.keys, **of_keys)
     settings.SETTINGS = replace(settings.SETTINGS, keys=keys, **others)
     for name in changes.keys() - others.keys():
@@ -149,11 +160,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    from bench_tune import gap_cases
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", default=",".join(GROUPS), help="names, or settings as name=value (default: all)")
-    parser.add_argument("--cases", default=",".join(gap_cases()))
+    parser.add_argument("--cases", help="(default: all gap cases)")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--moves", type=int, default=20_000, help="per lane (default: 20000)")
     parser.add_argument(
@@ -165,6 +174,9 @@ def main() -> None:
     if args.variant is not None:
         run_variant(args.variant, args.cases.split(","), [int(s) for s in args.seeds.split(",")], args.moves)
         return
+    from bench_tune import gap_cases  # not before: it imports the search, and with it the settings
+
+    args.cases = args.cases or ",".join(gap_cases())
     path = Path(args.read or args.json)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if args.read is None:

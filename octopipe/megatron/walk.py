@@ -24,6 +24,7 @@ from octopipe.plans.plan import F, I, Plan, R, W
 from octopipe.runtime.measured import Recorder
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram
 from octopipe.runtime.stages.wgrad_ops import WeightQueue
+from octopipe.runtime.transfers import transfer
 from octopipe.runtime.wire.transports import Transport
 
 
@@ -72,7 +73,7 @@ class Walk:
         self._recorder = recorder
 
     def train(self) -> None:
-        transport, clock = self.transport, time.perf_counter
+        transport = self.transport
         last = {ins.cell.stage: k for k, ins in enumerate(self.mine.steps) if ins.code < SEND}
         done = {k: self.models[self.chunk[stage]] for stage, k in last.items()}
         transport.begin_step()
@@ -80,25 +81,8 @@ class Walk:
             self._recorder.begin_step()
         for number, ins in enumerate(self.mine.steps):
             code, cell, slot = ins.code, ins.cell, ins.slot
-            if code == RECEIVE:
-                assert slot is not None
-                if slot.forward or cell.sent is not None or transport.ordered:
-                    transport.post(slot)
-                else:
-                    slot.deferred = True
-            elif code == SEND:
-                assert slot is not None
-                slot.started = clock()
-                if slot.forward:
-                    cell.sent = transport.send_forward(slot, cell.value, cell.needs)
-                    cell.value = None
-                    answer = cell.gradient_slot
-                    if answer is not None and answer.deferred:
-                        answer.deferred = False
-                        transport.post(answer)
-                else:
-                    gradients, cell.gradients = cell.gradients, None
-                    transport.send_gradient(slot, gradients)
+            if code >= SEND:
+                transfer(ins, transport)
             elif code == F:
                 value = self._input(cell, slot)
                 for sent in ins.release:

@@ -32,6 +32,7 @@ from octopipe.runtime.stages.cuda_graphs import GraphedOps
 from octopipe.runtime.stages.offload import HostStore
 from octopipe.runtime.stages.rng import rng_kept, step_seed, within_step
 from octopipe.runtime.stages.stage import Loss
+from octopipe.runtime.transfers import transfer
 from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 
@@ -229,9 +230,7 @@ class Executor:
         sides: Sequence[Mapping[str, Any]] | None,
     ) -> None:
         transport, ops, recorder = self.transport, self.ops, self.recorder
-        take_forward, take_gradient = transport.take_forward, transport.take_gradient
-        release, post = transport.release, transport.post
-        ordered = transport.ordered
+        take_forward, release = transport.take_forward, transport.release
         started, ended, clock = recorder.started, recorder.ended, time.perf_counter
         mark, seeds = recorder.mark, self.micro_batch_seeds
         for ins in self.program.steps:
@@ -242,101 +241,66 @@ class Executor:
             if ins.beside is not None:
                 self.pairs.run(ins, ins.beside, Given(micro_batches, targets, scales, losses, sides))
                 continue
-            if code == RECEIVE:
-                assert slot is not None
-                # A gradient's form is that of the output it answers: wait with posting until that is sent.
-                if slot.forward or cell.sent is not None or ordered:
-                    post(slot)
-                else:
-                    slot.deferred = True
-                continue
-            if code == SEND:
-                assert slot is not None
-                slot.started = clock()
-                if slot.forward:
-                    cell.sent = transport.send_forward(slot, cell.value, cell.needs)
-                    cell.value = None
-                    answer = cell.gradient_slot
-                    if answer is not None and answer.deferred:
-                        answer.deferred = False
-                        post(answer)
-                else:
-                    gradients, cell.gradients = cell.gradients, None
-                    transport.send_gradient(slot, gradients)
+            if code >= SEND:
+                transfer(ins, transport)
                 continue
             k = ins.number
             if ins.moves is not None:
                 ops.move(ins.moves, self._device)
+            value: Any = None
+            given: Any = None
             if code == F:
                 if slot is None:
-                    value, needs = self.own_input(cell, micro_batches)
+                    value, given = self.own_input(cell, micro_batches)
                 else:
                     value, cell.asked = take_forward(slot)
                     slot.ended = clock()
-                    needs = cell.asked.wanted
-                for sent in ins.release:
-                    release(sent)
-                then = self.loss(targets, cell.micro_batch) if cell.last else None
-                seed = seeds[cell.micro_batch]
-                started[k] = clock()
-                if mark is not None:
-                    mark(k, 0)
+                    given = cell.asked.wanted
+            elif code != R and code != W:
+                given = self._gradients_for(cell, slot, losses, scales)
+            for sent in ins.release:
+                release(sent)
+            then = self.loss(targets, cell.micro_batch) if code == F and cell.last else None
+            started[k] = clock()
+            if mark is not None:
+                mark(k, 0)
+            if code == F:
                 side = None if sides is None else sides[cell.micro_batch]
-                cell.runs, out, cell.needs = ops.forward(cell, value, needs, then, seed, side)
-                if mark is not None:
-                    mark(k, 1)
-                ended[k] = clock()
-                del value, needs
-                if cell.last:
-                    losses[cell.micro_batch] = out
-                else:
-                    cell.value = out
-                del out
+                cell.runs, value, cell.needs = ops.forward(cell, value, given, then, seeds[cell.micro_batch], side)
             elif code == R:
-                for sent in ins.release:
-                    release(sent)
-                started[k] = clock()
-                if mark is not None:
-                    mark(k, 0)
                 ops.recompute(cell)
-                if mark is not None:
-                    mark(k, 1)
-                ended[k] = clock()
             elif code == W:
-                for sent in ins.release:
-                    release(sent)
-                started[k] = clock()
-                if mark is not None:
-                    mark(k, 0)
                 ops.weight(cell)
-                if mark is not None:
-                    mark(k, 1)
-                ended[k] = clock()
             else:
-                if slot is not None:
-                    gradients = take_gradient(slot)
-                    slot.ended = clock()
-                    cell.sent = None
-                elif cell.after is not None:
-                    gradients, cell.after.gradients = cell.after.gradients, None
-                else:
-                    gradients = [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
-                for sent in ins.release:
-                    release(sent)
-                started[k] = clock()
-                if mark is not None:
-                    mark(k, 0)
-                gradients = ops.backward(cell, gradients, fused=code == B)
-                if mark is not None:
-                    mark(k, 1)
-                ended[k] = clock()
+                value = ops.backward(cell, given, fused=code == B)
+            if mark is not None:
+                mark(k, 1)
+            ended[k] = clock()
+            del given
+            if code == F and cell.last:
+                losses[cell.micro_batch] = value
+            elif code == F:
+                cell.value = value
+            elif code != R and code != W:
                 if not cell.first:
-                    cell.gradients = gradients
-                elif gradients and micro_batches is not None:
-                    self.outside.keep(micro_batches[cell.micro_batch], gradients)
-                del gradients
+                    cell.gradients = value
+                elif value and micro_batches is not None:
+                    self.outside.keep(micro_batches[cell.micro_batch], value)
+            del value
             if ins.layers_done and self.layers_done is not None:
                 self.layers_done(ins.layers_done)
+
+    def _gradients_for(self, cell: Cell, slot: Any, losses: dict[int, Tensor], scales: Sequence[float]) -> list[Any]:
+        """What the backward pass of a cell starts from: the next stage's gradients, or the loss's own."""
+        if slot is not None:
+            gradients = self.transport.take_gradient(slot)
+            slot.ended = time.perf_counter()
+            cell.sent = None
+        elif cell.after is not None:
+            gradients, cell.after.gradients = cell.after.gradients, None
+        else:
+            gradients = [self.seed_gradient(losses[cell.micro_batch], scales[cell.micro_batch])]
+        return gradients
 
     def loss(self, targets: Sequence[Any] | None, micro_batch: int) -> Callable[[Any], Tensor]:
         loss_fn = self.loss_fn

@@ -29,6 +29,7 @@ from octopipe.runtime.stages.chain import StageChain
 from octopipe.runtime.stages.rng import rng_kept
 from octopipe.runtime.stages.shards import CutLoss, JoinedShards, cut_loss
 from octopipe.runtime.stages.stage import Loss, Stage
+from octopipe.runtime.transfers import transfer
 from octopipe.runtime.values import flatten
 from octopipe.runtime.wire.messages import takes_gradient
 from octopipe.simulation.lowering import Program
@@ -192,7 +193,7 @@ class GraphExecutor(Executor):
             self.at = ins
             code, cell, k = ins.code, cast(GraphCell, ins.cell), ins.number
             if code in (SEND, RECEIVE):
-                self._transfer(ins)
+                transfer(ins, transport, self._output)
                 continue
             value = needs = None
             given: Any = None
@@ -234,27 +235,12 @@ class GraphExecutor(Executor):
             if ins.layers_done and self.layers_done is not None:
                 self.layers_done(ins.layers_done)
 
-    def _transfer(self, ins: Any) -> None:
-        transport, slot, port = self.transport, ins.slot, ins.cell
-        if ins.code == RECEIVE:
-            # A gradient's form is that of the output it answers: wait with posting until that is sent.
-            if slot.forward or port.sent is not None or transport.ordered:
-                transport.post(slot)
-            else:
-                slot.deferred = True
-            return
-        slot.started = time.perf_counter()
-        if not slot.forward:
-            gradients, port.gradients = port.gradients, None
-            transport.send_gradient(slot, gradients)
-            return
+    def _output(self, port: Any) -> tuple[Any, Any]:
+        """What travels along an edge; the stage keeps its output until the last edge has it."""
         giver = port.giver
-        port.sent = transport.send_forward(slot, giver.value, giver.needs)
+        value = giver.value
         self._taken(giver)
-        answer = port.gradient_slot
-        if answer is not None and answer.deferred:
-            answer.deferred = False
-            transport.post(answer)
+        return value, giver.needs
 
     def evaluate(
         self,

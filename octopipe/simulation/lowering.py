@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,8 +117,7 @@ class Program:
                 continue
             a, b = int(self.source[number]), int(self.target[number])
             peer = int(t.rank[b] if kind == SEND else t.rank[a])
-            name = cast(Literal["send", "receive"], "send" if kind == SEND else "receive")
-            yield Instruction(name, self.plan.op(a), self.plan.op(b), peer, number)
+            yield Instruction("send" if kind == SEND else "receive", self.plan.op(a), self.plan.op(b), peer, number)
 
     def describe(self, node: int) -> str:
         """A node of the rendezvous graph in words."""

@@ -371,7 +371,7 @@ def _numbers_in(path: Path) -> list[Any]:
     if not isinstance(found, list) or not 1 < len(found) <= MAX_EXPERTS:
         raise OctoPipeError(f"{path}: give a JSON list of the tokens of every expert, or one number per line")
     try:
-        return [float(v) for v in found]  # type: ignore[arg-type]
+        return [float(v) for v in found]
     except (TypeError, ValueError):
         raise OctoPipeError(f"{path}: give a JSON list of the tokens of every expert, or one number per line") from None
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octopipe.search.algorithm1.candidate import Desk, Floats, State
+from octopipe.search.algorithm1.candidate import Desk, State
+from octopipe.search.algorithm1.prices import Floats
 from octopipe.search.algorithm1.structure import recomputed, stages_of
 
 

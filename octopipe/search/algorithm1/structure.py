@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from octopipe.plans.plan import B, F, I, Stage, W
-from octopipe.search.algorithm1.candidate import Desk, Floats, State, TooSlow, recomputing
+from octopipe.search.algorithm1.candidate import Desk, State, TooSlow, recomputing
+from octopipe.search.algorithm1.prices import Floats
 
 Keys = tuple[float, float, float, float, float]
 

@@ -1,8 +1,8 @@
 """How the search uses its machine and its budget: threads, clocks, portions of work, bytes kept free.
 
-Knows: numbers that follow from their purpose (how long a person waits, how much it costs to simulate a plan of a given
-size). Does not know: the numbers that affect how good plans are found; those are in `settings.py`, each with its
-measured effect.
+Knows: numbers that follow from what they stand for (how long a person waits, how much a plan of that size costs to
+simulate). Does not know: the numbers by which a search finds better plans; those are in `settings.py`, where each says
+what it is worth.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CHUNK = 10
 MOVES_PER_DRAW = 25
 """A start that is drawn counts as this many moves where moves are counted."""
 POLISH_CHUNK_S = 0.03
-"""Polishing looks at the clock this often, in seconds,"""
+"""Polishing looks at the clock this often, in seconds."""
 POLISH_CHUNK = 200
-"""or after this many moves where moves are counted;"""
+"""Where moves are counted, polishing looks at the count after this many."""
 POLISH_CHUNK_LEAST, POLISH_CHUNK_MOST = 10, 20_000
-"""never after fewer or more moves than these."""
+"""Between two looks at the clock, polishing makes at least and at most this many moves."""
 MISFITS = 6
 """After this many draws in vain, starts recompute their activations where they may."""
 MOST_ROUNDS, LEAST_MOST = 10, 24
@@ -66,13 +66,13 @@ BUFFERS = 1.1
 
 # -- plans that hold layers several times
 COPIES_TRIAL, COPIES_CHUNK = 5000, 2000
-"""Every plan with copies is polished for so many moves first, then the best of them for so many at a time,"""
+"""Every plan with copies is polished for so many moves first, then the best of them for so many at a time."""
 COPIES_OPS = 15_000
-"""in proportion less where plans have more ops than this."""
+"""Where plans have more ops than this, they are polished for fewer moves, in proportion."""
 COPIES_UNTIL = 0.95
-"""Their polishing ends at this share of the budget,"""
+"""Their polishing ends at this share of the budget."""
 COPIES_AFTER, COPIES_CLOSE = 0.3, 1.03
-"""and after this share of that time already where the plan is this much slower than the best one."""
+"""It ends after the first of these shares of that time where the plan is slower than the best one by the second."""
 COPIES_ROOM = 0.96
 """They may fill this share of the memory where tensors between stages take some."""
 

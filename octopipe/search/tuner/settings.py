@@ -78,9 +78,9 @@ class KeyRanges:
     same_rule: float = 0.4
     """With a memory limit, this often the number in flight is the same for all stages."""
     same_width: int = 6
-    """That number is drawn from this many numbers around the number of ranks,"""
+    """That number is drawn from this many numbers around the number of ranks."""
     same_from: float = -2.0
-    """beginning this far from the number of ranks."""
+    """The first of these numbers is this far from the number of ranks."""
     share_rule: float = 0.75
     """Below this draw, and above `same_rule`, as many are in flight as fill a share of the memory."""
     share_from: float = 0.7
@@ -149,7 +149,7 @@ class Settings:
     again: float = 0.85
     """In the end, this often a shape like one of the best is drawn."""
     spread: int = 60
-    """After this many draws, half as often."""
+    """After this many draws, a shape like one of the best is drawn half as often as in the end."""
     shapes_kept: int = 3
     """This many shapes of one size are drawn from again."""
     kept: int = 4
@@ -240,9 +240,9 @@ class Settings:
     longest_run: int = 3
     """At most this many stages shift together, and at most this many layers are sent elsewhere."""
     visit: float = 0.33
-    """All stages that follow one another on a rank move together this often,"""
+    """All stages that follow one another on a rank move together this often."""
     change_places: float = 0.33
-    """and take their sizes along this often when they are exchanged."""
+    """Stages that are exchanged take their sizes along this often."""
     stay: float = 0.4
     """Both halves of a stage that is split stay on its rank this often; stages are split and merged with another place
     of the chain as often."""
@@ -255,9 +255,9 @@ class Settings:
     full: float = 5e-4
     """A step this close to its busiest rank's work can be shortened by a lower load alone."""
     relief: float = 0.005
-    """Moves then aim at a load that is lower by up to this share,"""
+    """Moves of such a step may aim at a load that is lower by up to this share."""
     relief_often: float = 0.3
-    """this often."""
+    """They do so this often."""
     slack: float = 0.003
     """A schedule that falls behind the member's pace by this share of the step time is given up."""
     full_race: float = 0.05
@@ -281,9 +281,9 @@ class Settings:
     on_critical: float = 0.4
     """An op that jumps is one of the rank that finished last this often."""
     copies_hot: float = 2e-3
-    """Plans that hold layers several times are polished from this temperature on,"""
+    """Plans that hold layers several times are polished from this temperature on, as a share of the step time."""
     copies_cold: float = 5e-5
-    """down to this one."""
+    """Their polishing ends at this temperature."""
     jitter: float = 0.05
     """A robust search scales ops and transfers by a log-normal of this width."""
 
