@@ -8,7 +8,7 @@ width 1152); five of six blocks have a window of 512, and the tied vocabulary ha
 profile, then the loop of `octopipe tune --measure --cut-head` (published
 systems, tuned, tuned with copies, tuned with a cut head; costs corrected by what ran), and in the end the fastest plan
 with a whole head and the fastest with a cut one step by step in turns. Ops run call by call, because plans that fork
-are not captured as CUDA graphs; `--graphs` also times the whole-head plan with them.
+are not captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import math
 import time
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,8 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
         budget_s=args.budget,
         rounds=args.rounds,
         steps=args.steps,
-        systems=("1f1b", "zb-v"),
+        systems=tuple(filter(None, args.systems.split(","))),
+        copies=(False,) if args.no_copies else (False, True),
         recompute=False,
         cut_head=True,
     )
@@ -108,13 +108,6 @@ def task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
             for name, row in best.items()
             if row is not None
         }
-        if args.graphs and on_gpu:
-            graphs = replace(work, graphs=True)
-            whole = best["whole head"]
-            assert whole is not None
-            runs["whole head, CUDA graphs"] = stack.enter_context(
-                closing(TimedRun(graphs, whole.plan, world, outcome.profile))
-            )
         warm_up = max(2, *(run.pipe.executor.ops.warm_up_steps for run in runs.values()))
         for k in range(warm_up + args.turns):
             for run in runs.values():
@@ -164,7 +157,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="steps of both plans in turns, in the end")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--precision", default="bf16-main-fp32")
-    parser.add_argument("--graphs", action="store_true", help="also the whole-head plan as CUDA graphs")
+    parser.add_argument("--systems", default="1f1b,zb-v", help="published systems to run first")
+    parser.add_argument("--no-copies", action="store_true", help="hold every layer once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try it on a CPU")
     parser.add_argument("--out", default="out/cut_head.json")

@@ -4,6 +4,8 @@ Phases, each with its own processes, results as JSON lines in --out:
   ops      a plan on ranks that share the GPU: the host's and the device's time of every op, by kind; the device's
            gaps between ops that wait for nothing; what the allocator did
   kernels  one stage alone on the GPU under torch's profiler: kernels per op, time in kernels, idle time inside ops
+  host     a stage of layers 1 and 2 alone, its ops replayed from graphs: the host's time of every op kind with an idle
+           device, and the share of the ops' time in which no kernel runs
   drift    steps with an optimizer, each op kind's time step by step, whether numbers stay finite, and the kernels
            whose time changed most
 """
@@ -172,6 +174,76 @@ def kernels_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# --- host ------------------------------------------------------------------------------------------------------
+
+
+def host_task(seat: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """F, I and W of layers 1 and 2 as one stage, replayed from graphs; inputs and gradients are copied in, as those
+    that arrive from other ranks are."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from octopipe.runtime.slots import Cell
+    from octopipe.runtime.stages.chain import StageChain
+    from octopipe.runtime.stages.cuda_graphs import GraphedOps
+
+    work = workload(args)
+    device = work.place(0)
+    layers = work.layers(device)
+    made = [layers[k]() if not isinstance(layers[k], torch.nn.Module) else layers[k] for k in range(3)]
+    with torch.no_grad():
+        value = made[0](work.batch(device, 1)[0])
+        leaf = made[1](value)
+    stage = Stage(made[1:], first_layer=1)
+    ops, cell = GraphedOps({0: StageChain([(stage, False)])}, None, device), Cell(0, 0, False, False, False)
+    slope = torch.full_like(leaf if isinstance(leaf, torch.Tensor) else leaf[0], 1e-3)
+    host: dict[str, list[float]] = {"F": [], "I": [], "W": []}
+
+    def once(wait: bool) -> None:
+        for kind in "FIW":
+            if wait:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            if kind == "F":
+                cell.runs, _, _ = ops.forward(cell, value, None, None, None, None)
+            elif kind == "I":
+                ops.backward(cell, [slope], fused=False)
+            else:
+                ops.weight(cell)
+            if wait:
+                host[kind].append(1e6 * (time.perf_counter() - began))
+
+    for _ in range(ops.warm_up_steps):
+        ops.begin_step()
+        once(False)
+        ops.end_step(whole=True)
+    ops.begin_step()
+    for _ in range(100):
+        once(True)
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begun.record()
+    for _ in range(20):
+        once(False)
+    ended.record()
+    torch.cuda.synchronize()
+    span_ms = begun.elapsed_time(ended) / 20
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            once(False)
+        torch.cuda.synchronize()
+    kernel_ms = sum(float(getattr(e, "self_device_time_total", 0.0)) for e in seen.key_averages()) / 5e3
+    return {
+        "phase": "host",
+        "captured": ops.captured,
+        "reasons": ops.reasons,
+        "host_us": {kind: [float(x) for x in np.percentile(us, (10, 50, 90))] for kind, us in host.items()},
+        "ops_ms": span_ms,
+        "kernel_ms": kernel_ms,
+        "idle_share": 1.0 - kernel_ms / span_ms,
+        "kernels": sum(e.count for e in seen.key_averages()) / 5,
+    }
+
+
 # --- drift -------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +317,8 @@ def main() -> None:
         began = time.perf_counter()
         if phase == "ops":
             found: list[Any] = on_ranks(ops_task, args.nproc, args, device=args.device, timeout_s=150)
+        elif phase == "host":
+            found = on_ranks(host_task, 1, args, device=args.device, timeout_s=100)
         elif phase == "kernels":
             found = on_ranks(kernels_task, 1, args, device=args.device, timeout_s=100)
         else:

@@ -1,8 +1,8 @@
 """torchtitan under our plans: `pipelining_fn(plan)` for a model spec's hook of that name.
 
-Knows: what torchtitan hands to a `pipelining_fn` and wants back (schedule, model parts, whether this rank has the
-first and the last stage), and how its models are cut by module names. Does not know: torchtitan itself, which is
-never imported: the hook's arguments are all it needs.
+Knows: the arguments and results of torchtitan's `pipelining_fn` (schedule, model parts, whether this rank has the first
+and the last stage), and how its models are split by module names. Does not know: torchtitan itself, which is never
+imported: the hook's arguments are sufficient.
 
     spec = dataclasses.replace(spec, pipelining_fn=octopipe.torchtitan.pipelining_fn(load_plan("tuned.json")))
 

@@ -1,7 +1,8 @@
-"""The `octopipe` command: finds the verb, loads only its module, turns everything that goes wrong into one line.
+"""The `octopipe` command: finds the verb, loads only its module, and turns every error into one line.
 
-Knows: the verbs' names and one line of help each, the exit codes, what stops a verb. Does not know: what a verb does;
-see octopipe/cli/verbs/. Heavy imports happen inside the verb that needs them, so `octopipe --help` starts in a blink.
+Knows: the verbs' names with one line of help each, the exit codes, and what stops a verb. Does not know: what a verb
+does; see octopipe/cli/verbs/. Heavy imports happen inside the verb that needs them, so `octopipe --help` starts
+quickly.
 """
 
 from __future__ import annotations

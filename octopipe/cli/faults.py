@@ -1,7 +1,7 @@
-"""What no verb foresaw, as an exit code and one line: what the machine lacks is named, the rest is our own fault.
+"""Unexpected errors as an exit code and one line: missing machine resources are named, everything else is internal.
 
-Knows: how Python, numpy, torch and the system say that memory, descriptors, processes or space have run out. Does not
-know: any verb.
+Knows: how Python, numpy, torch and the system report that memory, descriptors, processes or disk space have run out.
+Does not know: any command.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _pattern(file: Mapping[str, object], where: str) -> str:
     if not pattern:
         raise OctoPipeError(f'{where}: "pattern" is empty; give one symbol per layer, like "EM-M*-L"')
     if len(pattern) > MAX_LAYERS:
-        raise OctoPipeError(f'{where}: "pattern" has {len(pattern)} layers; at most {MAX_LAYERS} are taken')
+        raise OctoPipeError(f'{where}: "pattern" has {len(pattern)} layers; at most {MAX_LAYERS} are allowed')
     for i, symbol in enumerate(pattern):
         if not symbol.isprintable() or symbol.isspace():
             raise OctoPipeError(

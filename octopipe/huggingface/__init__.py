@@ -1,7 +1,7 @@
-"""Causal language models of Hugging Face transformers, cut into layers that `octopipe.Pipeline` runs.
+"""Splits causal language models of Hugging Face transformers into layers that `octopipe.Pipeline` runs.
 
-Knows: transformers (imported when it is used). Does not know: any family by name; a model is cut by what its own
-forward does.
+Knows: transformers (imported when it is used). Does not know: model families by name; a model is split according to
+what its own forward does.
 """
 
 from octopipe.huggingface.cut import LayerList, layers

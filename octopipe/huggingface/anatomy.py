@@ -1,11 +1,12 @@
-"""Where a causal language model of transformers can be cut: found by running its own forward around stand-ins.
+"""Finds where a causal language model of transformers can be split, by tracing its own forward with placeholder layers.
 
-Knows: which module list holds the layers, what every layer is called with, which parameters work before the first
-and which after the last layer, and what else than the hidden state a layer takes. Does not know: how the pieces run
-(`pieces.py`), where weights come from (`weights.py`), or any family by name.
+Knows: which module list contains the layers, the arguments of every layer, which parameters are used before the first
+and after the last layer, and which inputs a layer takes besides the hidden state. Does not know: how the pieces run
+(`pieces.py`), where weights come from (`weights.py`), or model families by name.
 
-The trace costs no memory worth speaking of: parameters are single zeros seen as whole matrices, layers are stand-ins,
-and what follows the last layer runs on the `meta` device. What the trace cannot prove to be right is refused.
+The trace needs almost no memory: parameters are single zeros expanded to whole matrices, layers are placeholders, and
+everything after the last layer runs on the `meta` device. A model that the trace cannot prove to be split correctly is
+rejected.
 """
 
 from __future__ import annotations

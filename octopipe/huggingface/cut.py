@@ -1,7 +1,7 @@
 """`layers`: a causal language model of transformers as a list of layers for `octopipe.Pipeline`.
 
-Knows: which piece holds which parameters, their names in the model, and what is tied. Does not know: plans; how a
-piece runs (`pieces.py`), where a cut can be made (`anatomy.py`).
+Knows: which piece holds which parameters, their names in the model, and which are tied. Does not know: plans, how a
+piece runs (`pieces.py`), or where a model can be split (`anatomy.py`).
 
     parts = octopipe.huggingface.layers("path/to/model")           # or a config, or a model (with LoRA, frozen, ...)
     pipe = octopipe.Pipeline(parts, plan, parts.loss_fn)

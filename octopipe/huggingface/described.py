@@ -1,7 +1,7 @@
-"""A Hugging Face model as `train` and `profile` see it: facts that travel to every rank, and how to build it there.
+"""A Hugging Face model as `train` and `profile` see it: properties that are sent to every rank, and how to build it.
 
-Knows: the facts a run is planned and reported with (layers and their kinds, vocabulary, parameters). Does not know:
-plans or devices. Made once, where the command line is read; every rank cuts the model again for itself.
+Knows: the properties needed to plan and report a run (layers and their kinds, vocabulary, parameters). Does not know:
+plans or devices. It is created once, in the process that parses the command line; every rank splits the model itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Whether documents packed into one sample can be kept apart in a transformers model.
+"""Whether documents packed into one sample can be masked from each other in a transformers model.
 
-Knows: that a family's own masks tell documents apart when positions begin anew (`position_ids`), and which layers no
-mask can stop. Does not know: data or training.
+Knows: that a family's own masks separate documents when positions restart (`position_ids`), and for which layers no
+mask can do so. Does not know: data or training.
 
-What is looked at is what the model's own forward hands to its layers for two packed documents: the masks themselves.
+The check inspects the masks that the model's own forward passes to its layers for two packed documents.
 """
 
 from __future__ import annotations

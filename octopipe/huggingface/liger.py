@@ -1,8 +1,8 @@
-"""Fast kernels that a transformers model is asked to run with: attention by name, Liger's norms and gated products.
+"""Selection of fast kernels for a transformers model: attention by name, Liger's norms and gated products.
 
-Knows: what words of `--kernels` mean for transformers, and how Liger is put into one model. Does not know: kernels of
-our own layers (`nn/kernels.py`). mamba_ssm, causal_conv1d and flash-linear-attention are taken by transformers' own
-code wherever they are installed.
+Knows: the meaning of the `--kernels` values for transformers, and how Liger is applied to one model. Does not know:
+kernels of our own layers (`nn/kernels.py`). transformers itself uses mamba_ssm, causal_conv1d and
+flash-linear-attention if they are installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The pieces a causal language model is cut into: embedding, one layer each, norm and head.
+"""The pieces of a split causal language model: embedding, one piece per layer, norm and head.
 
-Knows: how each piece runs the family's own code, and what travels between pieces: the hidden state alone, or a dict
-of it and whatever later layers need (attention mask, positions, tensors made of embeddings, router logits). Does not
-know: where a cut can be made (`anatomy.py`), where weights come from (`weights.py`), pipelines.
+Knows: how each piece runs the family's own code, and what is passed between pieces: the hidden state alone, or a dict
+with it and whatever later layers need (attention mask, positions, tensors derived from embeddings, router logits). Does
+not know: where a model can be split (`anatomy.py`), where weights come from (`weights.py`), pipelines.
 
 A batch is a tensor of tokens or a dict with `input_ids` and any of `attention_mask`, `position_ids`.
 """

@@ -1,7 +1,8 @@
-"""Routers' auxiliary loss: what every layer's router said travels to the head, where the model's own code sums it.
+"""The auxiliary loss of routers: router logits of every layer are passed to the head, where the model's own code sums
+them.
 
-Knows: which modules of a family are routers (transformers' own table for recording outputs) and how the head's forward
-is given what they said. Does not know: pipelines. Only models whose config sets `output_router_logits` train with it.
+Knows: which modules of a family are routers (from transformers' own table for recording outputs) and how their logits
+are passed to the head's forward. Does not know: pipelines. Only models whose config sets `output_router_logits` use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model without its layers: a copy around stand-ins, whose forward tells what every layer is called with.
+"""A model without its layers: a copy with placeholder layers, whose forward reveals the arguments of every layer.
 
-Knows: how such a shell is made with any tensors in its parameters' places, how its forward is run up to a layer, how
-buffers get their values. Does not know: where a model can be cut (`anatomy.py`) or how pieces run (`pieces.py`).
+Knows: how such a shell is built with arbitrary tensors as parameters, how its forward is run up to a layer, and how
+buffers get their values. Does not know: where a model can be split (`anatomy.py`) or how pieces run (`pieces.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a user names as a Hugging Face model: a config, a folder, or a model that is built already.
+"""The user's Hugging Face model: a config, a folder, or a model that has already been built.
 
-Knows: how it becomes a model on `meta` of the right class, and what is refused because part of it would be lost
-(vision and audio towers, encoders, encoder-decoders). Does not know: how models are cut.
+Knows: how it becomes a model of the right class on the `meta` device, and what is rejected because part of it would be
+lost (vision and audio towers, encoders, encoder-decoders). Does not know: how models are split.
 """
 
 from __future__ import annotations

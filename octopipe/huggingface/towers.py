@@ -7,9 +7,9 @@ the place of image tokens). Does not know: how a language model is cut (`cut`), 
     pipe = octopipe.Pipeline(parts.layers, plan, parts.loss_fn, side_inputs=parts.side_inputs)
     pipe.step(pixel_values, labels, side={"input_ids": input_ids})     # lists: one entry per micro-batch
 
-A micro-batch may have any number of images: `pixel_values` holds those of its rows one after the other, and has no rows
-where there are none. On a path that leaves the tower out, the merging layer takes the batch and looks at the tokens
-alone. A tower that is frozen computes no gradients. Sequences must not be padded.
+A micro-batch may have any number of images: `pixel_values` contains those of its rows one after the other, and has no
+rows if there are none. On a path without the tower, the merging layer takes the batch and uses only the tokens. A
+frozen tower computes no gradients. Sequences must not be padded.
 """
 
 from __future__ import annotations

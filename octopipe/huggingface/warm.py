@@ -1,6 +1,6 @@
-"""What every rank of a Hugging Face model loads before its first step, loaded once by the server ranks are forked from.
+"""Modules that every rank of a Hugging Face model needs, loaded once by the server that ranks are forked from.
 
-Knows: what of transformers is slow to load. Does not know: any model.
+Knows: which parts of transformers are slow to load. Does not know: any model.
 """
 
 from __future__ import annotations

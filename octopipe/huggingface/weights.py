@@ -1,9 +1,9 @@
-"""Weights of single pieces: drawn so that every plan draws the same, or read from safetensors by name.
+"""Weights of single pieces: initialised identically under every plan, or read from safetensors by name.
 
-Knows: the family's own initialisation, applied module by module under a seed made of the module's name; and the
-family's own conversion of checkpoint names. Does not know: pieces' forwards, pipelines.
+Knows: the family's own initialisation, applied module by module with a seed derived from the module's name; and the
+family's own conversion of checkpoint names. Does not know: forwards of pieces, pipelines.
 
-A parameter that is tied to another one's is made as that one is, wherever it lies: ranks need not tell each other.
+A tied parameter is initialised like the parameter it is tied to, on any rank, so ranks need not communicate.
 """
 
 from __future__ import annotations

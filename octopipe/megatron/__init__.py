@@ -1,4 +1,4 @@
-"""Any plan on Megatron-Core: its model chunks, its losses, its data and its optimizer under our orders.
+"""Runs any plan on Megatron-Core, with its model chunks, losses, data and optimizer.
 
 Knows: the public names, loaded on first use (Megatron-Core is imported only then). Does not know: anything else.
 
@@ -26,6 +26,7 @@ _HOME = {
     "layout": "octopipe.megatron.placing",
     "placement": "octopipe.megatron.placing",
     "profile": "octopipe.megatron.profiling",
+    "tune_measured": "octopipe.megatron.tuning",
     "virtual_size": "octopipe.megatron.placing",
 }
 __all__ = [*_HOME]

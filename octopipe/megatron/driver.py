@@ -1,17 +1,18 @@
 """A plan as Megatron-Core's forward-backward function: the same keyword arguments, any partition, placement, order.
 
-Knows: Megatron's signature, what must hold between a plan and the chunks it is to run on, how a step ends (ties,
-reduction, finalization). Does not know: how a step walks the program (`walk.py`), how weight gradients are put off
-(`weights.py`), where stages lie (`placing.py`).
+Knows: Megatron's signature, the conditions between a plan and its model chunks, how a step ends (ties, reduction,
+finalization). Does not know: how a step executes the program (`walk.py`), how weight gradients are deferred
+(`weights.py`), where stages are placed (`placing.py`).
 
-Differences from Megatron's schedules that show: losses are returned by micro-batch whatever the order; sends and
-receives follow our proven order over our own transports; a stage that the plan recomputes keeps its input only and
-runs its forward again at R, beside whatever Megatron's own recomputation flags do inside.
+Visible differences from Megatron's schedules: losses are returned by micro-batch, whatever the order; sends and
+receives follow our proven order over our own transports; a stage that the plan recomputes keeps only its input and runs
+its forward again at R, in addition to the effect of Megatron's own recomputation flags.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,18 +20,24 @@ import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
+from octopipe.costs.mode import mode_from_object
 from octopipe.costs.table import CostTable
 from octopipe.megatron.placing import for_megatron
+from octopipe.megatron.profiling import precision_of_chunks
 from octopipe.megatron.reduction import megatron_groups, no_sync, start_reduction
 from octopipe.megatron.ties import add_up, local_ties
 from octopipe.megatron.walk import Walk
 from octopipe.megatron.weights import Split
 from octopipe.plans.plan import Plan
-from octopipe.plans.setting import lowering_costs, priced_recomputation
+from octopipe.plans.setting import MODE, lowering_costs, priced_recomputation
+from octopipe.runtime.measured import Recorder, measured_timeline
 from octopipe.runtime.ranks.world import World
 from octopipe.runtime.slots import RankProgram, rank_program
 from octopipe.runtime.wire.transports import Transport, make_transport
 from octopipe.simulation.lowering import Channel, lower
+from octopipe.simulation.timeline import Timeline
+
+_log = logging.getLogger("octopipe.megatron")
 
 
 def forward_backward_func(
@@ -40,14 +47,19 @@ def forward_backward_func(
     channel: Channel = "directed",
     transport: str | Transport | None = None,
     timeout_s: float = 600.0,
+    record: bool = False,
 ) -> Callable[..., list[Any]]:
     """What `get_forward_backward_func()` returns, for this plan.
 
     `costs` time the order of sends and receives (default: those that the plan carries). `transport`: "nccl",
     "gloo", "cuda_ipc" (ranks that share a GPU); default: by the pipeline group's backend. The model chunks are those
-    of `build_chunks(plan, ...)`: a rank's stages along the chain, ranks named as by `for_megatron`.
+    of `build_chunks(plan, ...)`: a rank's stages along the chain, ranks named as by `for_megatron`. `record`: times
+    every op of a training step; the function's `timeline()` then returns the last step as a `Timeline` (all ranks of
+    the pipeline call it), to be saved, drawn or compared with the prediction.
     """
-    driver = PlanDriver(for_megatron(plan), costs=costs, channel=channel, transport=transport, timeout_s=timeout_s)
+    driver = PlanDriver(
+        for_megatron(plan), costs=costs, channel=channel, transport=transport, timeout_s=timeout_s, record=record
+    )
 
     def forward_backward(
         *,
@@ -80,6 +92,7 @@ def forward_backward_func(
 
     forward_backward.plan = driver.plan  # type: ignore[attr-defined]
     forward_backward.close = driver.close  # type: ignore[attr-defined]
+    forward_backward.timeline = driver.timeline  # type: ignore[attr-defined]
     return forward_backward
 
 
@@ -94,9 +107,12 @@ class PlanDriver:
         channel: Channel,
         transport: str | Transport | None,
         timeout_s: float,
+        record: bool = False,
     ):
         self.plan = plan
         self.program = lower(plan, lowering_costs(plan) if costs is None else costs, channel=channel)
+        self._costs, self._record = costs, record
+        self._recorder: Recorder | None = None
         self._wanted, self._timeout_s = transport, timeout_s
         self._mine: RankProgram | None = None
         self._transport: Transport | None = None
@@ -124,6 +140,8 @@ class PlanDriver:
         self._transport = make_transport(self._wanted, world, self.program, device, self._timeout_s)
         self._transport.open(self._mine)
         self._world, self._device = world, device
+        if self._record:
+            self._recorder = Recorder(len(self.plan.orders[rank]), device)
 
     def _check_models(self, models: Sequence[Any], rank: int) -> None:
         stages = self.plan.stages_of_rank(rank)
@@ -133,6 +151,7 @@ class PlanDriver:
                 "octopipe.megatron.build_chunks"
             )
         self._check_recomputation(models)
+        self._tell_other_precision(models, rank)
         self._models = list(models)
         self._splits = {}
         for number, model in zip(stages, models):
@@ -160,6 +179,22 @@ class PlanDriver:
             f"needs more memory than the plan says: set {flags} (`octopipe export PLAN --to megatron` prints the "
             "flags), or tune with --recompute none"
         )
+
+    def _tell_other_precision(self, models: Sequence[Any], rank: int) -> None:
+        """A word, once, where the plan was made from times of another precision: what it promises is not this run's."""
+        from megatron.core.utils import get_model_config
+
+        measured = mode_from_object(self.plan.extra.get(MODE), "the plan")
+        if measured is None or rank != 0 or not models:
+            return
+        running = precision_of_chunks(get_model_config(models[0]), models)
+        if measured.precision != running:
+            _log.warning(
+                "the plan was made from times measured in %s, and these chunks compute in %s: its predicted times are "
+                "not this run's; measure these chunks with octopipe.megatron.profile and tune again",
+                measured.precision,
+                running,
+            )
 
     def _check_engine(self, split: Split, number: int, rank: int) -> None:
         """Transformer Engine lets weight gradients out in the order they went in."""
@@ -217,11 +252,14 @@ class PlanDriver:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             force_all_reduce=force_all_reduce,
+            recorder=None if forward_only else self._recorder,
         )
         if forward_only:
             with torch.no_grad():
                 walk.forward_only()
         else:
+            for split in self._splits.values():
+                split.take_over()  # a profile, or another plan's driver, may have had the layers since
             with no_sync(config, models):
                 walk.train()
             self._finish(config, groups, walk.num_tokens, force_all_reduce)
@@ -249,6 +287,15 @@ class PlanDriver:
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
             more = {name: value for name, value in more.items() if name in known}
         config.finalize_model_grads_func(self._models, tokens, **more)
+
+    def timeline(self, label: str = "") -> Timeline:
+        """What the last training step did on every rank, on one clock (collective over the pipeline)."""
+        if not self._record:
+            raise OctoPipeError("ops were not timed; make the function with forward_backward_func(plan, record=True)")
+        if self._mine is None or self._recorder is None:
+            raise OctoPipeError("no step was run yet; call timeline() after a training step")
+        label = label or str(self.plan.extra.get("system", "")) or "measured"
+        return measured_timeline(self._mine, self._recorder, self._world.control, self._costs, label)
 
     def close(self) -> None:
         """Give back what the transport holds outside this process."""

@@ -1,9 +1,8 @@
-"""Megatron-Core without CUDA: what it expects of a GPU, put in place so that a plan can be tried on any machine.
+"""Megatron-Core without CUDA: replaces what it expects of a GPU, so that a plan can be tried on any machine.
 
-Knows: the few places where Megatron-Core 0.16 asks for CUDA while it builds and runs local layers (the name of the
-device, its stream, `.cuda()`, the device of a few counters, the state of the random numbers). Does not know: plans. It
-changes `torch` and `megatron.core` for the whole process and is for trying and testing: not for a process that uses a
-GPU.
+Knows: the few places where Megatron-Core 0.16 requires CUDA while it builds and runs local layers (the name of the
+device, its stream, `.cuda()`, the device of a few counters, the random state). Does not know: plans. It changes `torch`
+and `megatron.core` for the whole process and is meant for trials and tests, not for a process that uses a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a plan's stages lie, said to Megatron-Core: its layout class with any placement, chunks, embedding ranks.
+"""The placement of a plan's stages for Megatron-Core: its layout class with any placement, chunks, embedding ranks.
 
 Knows: that Megatron's first stage is on pipeline rank 0 and, unless it is there too, its last one on the last
 rank; that a rank's chunks are its stages along the chain (chunk k is `vp_stage` k); how to subclass its layout so

@@ -1,18 +1,19 @@
-"""A profile of Megatron-Core's chunks: every layer's F, I and W, measured where it lies, with all ranks at work.
+"""A profile of Megatron-Core's chunks: F, I and W of every layer, measured on its rank with all ranks busy.
 
-Knows: how chunks' parts are timed and how the ranks' measurements become one `Profile` of the whole model. Does not
-know: how a part of a chunk runs alone (`units.py`), plans, or how a plan runs on chunks (`driver.py`).
+Knows: how parts of chunks are timed and how the measurements of all ranks become one `Profile` of the whole model. Does
+not know: how a part of a chunk runs alone (`units.py`), plans, or how a plan runs on chunks (`driver.py`).
 
     profile = octopipe.megatron.profile(                    # on every rank, with the keywords of Megatron's schedules
         model, forward_step_func=forward_step, data_iterator=data, seq_length=4096, micro_batch_size=1)
     result = octopipe.tune(profile.costs, pp, num_micro_batches)
     profile.save("megatron.json")                           # or: octopipe tune megatron.json --pp 4 ...
 
-The work goes through the drop-in's own code (`weights.Split`, Megatron's `forward_step`), so what is measured is what
-runs. The device is never waited for inside a round: layers follow each other as in a step, where the host runs ahead of
-a GPU. Whole chunks are timed in the same rounds, and layers are corrected by one factor per op kind so that they add up
-to them. On ranks that share a device, times with fewer ranks at work are measured too (`levels`), and
-`simulation.contention.predict` uses them: a rank that waits in a bubble leaves its share to the others.
+The measurement uses the drop-in's own code (`weights.Split`, Megatron's `forward_step`), so it measures what runs.
+There is no device synchronisation within a round: layers follow each other as in a step, where the host runs ahead of
+the GPU. Whole chunks are timed in the same rounds, and layer times are scaled by one factor per op kind so that they
+add up to them. Chunks with B instead of I and W are timed afterwards. When `profile` returns, the layers compute their
+products as Megatron does again. On ranks that share a device, times with fewer busy ranks are measured too (`levels`),
+and `simulation.contention.predict` uses them: a rank that is idle in a bubble leaves its share to the others.
 """
 
 from __future__ import annotations
@@ -33,10 +34,19 @@ from octopipe.costs.profile_file import Profile
 from octopipe.costs.table import CostTable
 from octopipe.megatron.placing import for_megatron
 from octopipe.megatron.reduction import megatron_groups, no_sync
-from octopipe.megatron.units import EMBEDDING, HEAD, Chunk, ForwardStep, Unit, gradients_apart, units_of
+from octopipe.megatron.units import (
+    EMBEDDING,
+    HEAD,
+    Chunk,
+    ForwardStep,
+    Unit,
+    WholeBackward,
+    gradients_apart,
+    units_of,
+)
 from octopipe.plans.plan import Plan
 from octopipe.runtime.measure.links import measure_links
-from octopipe.runtime.measure.profiler import timed_rounds, wait_all
+from octopipe.runtime.measure.profiler import Timed, timed_rounds, wait_all
 from octopipe.runtime.ranks.world import World
 
 FACTORS = 0.7, 1.4
@@ -86,26 +96,37 @@ def profile(
     units = [unit for k, chunk in enumerate(chunks) for unit in units_of(chunk, k, step, firsts[k])]
     wholes = [Chunk(chunk, k, step) for k, chunk in enumerate(chunks)]
     with gradients_apart(chunks), no_sync(config, chunks):
-        memory = [unit.memory() for unit in units]
-        loaded, partial = _times([*units, *wholes], world, device, repeats, warm_up, levels)
+        try:
+            memory = [unit.memory() for unit in units]
+            loaded, partial = _times([*units, *wholes], world, device, repeats, warm_up, levels)
+        finally:
+            for unit in (*units, *wholes):
+                unit.let_go()
+        together, _ = _times([WholeBackward(whole) for whole in wholes], world, device, repeats, warm_up, ())
     mine = [
         _Row(unit, times, {level: some[i] for level, some in partial.items()}, memory[i])
         for i, (unit, times) in enumerate(zip(units, loaded))
     ]
-    sums = (loaded[: len(units)].sum(0).tolist(), loaded[len(units) :].sum(0).tolist())
+    sums = (
+        loaded[: len(units)].sum(0).tolist(),
+        loaded[len(units) :].sum(0).tolist(),
+        together.sum(0).tolist(),
+    )
     rows, facts = [], []
-    for theirs, both in world.gather(([row.plain() for row in mine], sums)):
+    for theirs, its_sums in world.gather(([row.plain() for row in mine], sums)):
         rows += theirs
-        facts.append(both)
-    parts, whole = (np.sum([both[i] for both in facts], axis=0) for i in (0, 1))
+        facts.append(its_sums)
+    parts, whole, backward = (np.sum([its_sums[i] for its_sums in facts], axis=0) for i in range(3))
     factors = np.clip(whole / np.maximum(parts, 1e-9), *FACTORS)
+    # B is not I and W: Megatron's own backward rounds a weight's gradient and adds it up in a pass of its own.
+    fused = float(np.clip(backward[1] / max(whole[1] + whole[2], 1e-9), *FACTORS))
     pairs: dict[tuple[int, int], Link] = {}
     boundary = max(row["boundary_bytes"] for row in rows)
     if links and world.size > 1:
         sizes = sorted({1 << 12, max(1 << 13, int(boundary) // 4), max(1 << 14, int(boundary))})
         pairs = measure_links(world, device, sizes=sizes, transport=transport)
     state = _state_bytes(config) if state_bytes_per_parameter is None else state_bytes_per_parameter
-    costs, fewer = _table(rows, factors, name, pairs, state, Mode(precision=_precision(config, chunks)))
+    costs, fewer = _table(rows, factors, name, pairs, state, Mode(precision=precision_of_chunks(config, chunks)))
     about = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": world.size,
@@ -115,7 +136,7 @@ def profile(
         "torch": str(torch.__version__),
         "total_seconds": max(world.gather(round(time.perf_counter() - began, 2))),
     }
-    return Profile(costs=costs, partial=fewer, about=about)
+    return Profile(costs=costs, partial=fewer, fused_factor=fused, about=about)
 
 
 def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> list[int | None]:
@@ -135,7 +156,7 @@ def _first_layers(plan: Plan | None, rank: int, chunks: Sequence[nn.Module]) -> 
 
 
 def _times(
-    units: Sequence[Unit], world: World, device: torch.device, repeats: int, warm_up: int, levels: Sequence[int]
+    units: Sequence[Timed], world: World, device: torch.device, repeats: int, warm_up: int, levels: Sequence[int]
 ) -> tuple[Any, dict[int, Any]]:
     """Medians over rounds [units, 3] with all ranks at work, and with only so many of them."""
     ring = list(range(len(units)))
@@ -240,7 +261,8 @@ def _table(
     return costs, fewer
 
 
-def _precision(config: Any, chunks: Sequence[nn.Module]) -> str:
+def precision_of_chunks(config: Any, chunks: Sequence[nn.Module]) -> str:
+    """The name (`costs/mode.py`) of what Megatron's flags and DDP make chunks compute in."""
     if not (config.bf16 or config.fp16):
         return "fp64" if config.params_dtype is torch.float64 else "fp32"
     wide = any(getattr(p, "main_grad", p).dtype is torch.float32 for c in chunks for p in c.parameters())

@@ -1,4 +1,4 @@
-"""Word embeddings that lie twice on one rank: the case Megatron-Core leaves out.
+"""Word embeddings that are on one rank twice: the case that Megatron-Core does not handle.
 
 Knows: which parameters of a rank's chunks are the same word embedding (embedding and tied head of a V, the copy a
 prediction stage looks up), and how to add their gradients. Does not know: copies on different ranks; those

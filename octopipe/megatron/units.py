@@ -64,6 +64,7 @@ class Unit:
         raise NotImplementedError
 
     def once(self, mark: Callable[[], None]) -> None:
+        self._split.take_over()
         mark()
         output, _ = self.forward()
         mark()
@@ -75,6 +76,10 @@ class Unit:
         self._split.weight(queue)
         mark()
 
+    def let_go(self) -> None:
+        """The layers are Megatron's own again."""
+        self._split.let_go()
+
     def _backward(self, output: Tensor) -> None:
         if output.requires_grad:
             if self._slope is None or self._slope.shape != output.shape:
@@ -83,8 +88,10 @@ class Unit:
 
     def memory(self) -> dict[str, float]:
         """Bytes held from F to I and from I to W, parameters, their gradients, the output."""
+        self._split.take_over()
         parameters = list(self.module.parameters())
-        own = {t.untyped_storage().data_ptr() for t in (*parameters, *self.module.buffers())}
+        # Asked of the class: Megatron's DDP has a list of its own under the name `buffers`.
+        own = {t.untyped_storage().data_ptr() for t in (*parameters, *nn.Module.buffers(self.module))}
         held: dict[int, int] = {}
 
         def pack(t: Tensor) -> Tensor:
@@ -148,6 +155,22 @@ class Chunk(Unit):
     def forward(self) -> tuple[Tensor, Tensor | None]:
         value = None if self.first else self._step.hidden_states(_device(self._inner))
         return self._step(self.module, self._index, value, last=self.last), value
+
+
+class WholeBackward:
+    """A chunk with F and B as plans without I and W run them: Megatron's own products, which no split has."""
+
+    def __init__(self, chunk: Chunk):
+        self._chunk = chunk
+
+    def once(self, mark: Callable[[], None]) -> None:
+        mark()
+        output, _ = self._chunk.forward()
+        mark()
+        self._chunk._backward(output)
+        del output
+        mark()
+        mark()
 
 
 class End(Chunk):

@@ -1,13 +1,15 @@
-"""One step of a plan over Megatron's chunks: a rank's instructions, one after another.
+"""One step of a plan on Megatron's chunks: executes a rank's instructions one after another.
 
-Knows: what F, R, I, W and B are on a chunk, Megatron's own `forward_step` called for every forward, each micro-batch's
-data whatever the order, random numbers as they were where a forward runs again. Does not know: how a plan is made
-ready (`driver.py`), how weight gradients are put off (`weights.py`), how tensors travel (`runtime/transports`).
+Knows: what F, R, I, W and B mean for a chunk, that Megatron's own `forward_step` runs every forward, how each
+micro-batch gets its data in any order, and how random state is restored when a forward runs again. Does not know: how a
+plan is prepared (`driver.py`), how weight gradients are deferred (`weights.py`), how tensors are transferred
+(`runtime/wire/transports`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from octopipe.megatron.reduction import start_reduction
 from octopipe.megatron.ties import local_ties
 from octopipe.megatron.weights import Split
 from octopipe.plans.plan import F, I, Plan, R, W
+from octopipe.runtime.measured import Recorder
 from octopipe.runtime.slots import RECEIVE, SEND, Cell, RankProgram
 from octopipe.runtime.stages.wgrad_ops import WeightQueue
 from octopipe.runtime.wire.transports import Transport
@@ -43,7 +46,9 @@ class Walk:
         collect_non_loss_data: bool,
         first_val_step: bool | None,
         force_all_reduce: bool,
+        recorder: Recorder | None = None,
     ):
+        """`recorder`: gets the start and the end of every op."""
         from megatron.core.pipeline_parallel import schedules
 
         self.plan, self.mine, self.transport = plan, mine, transport
@@ -64,12 +69,15 @@ class Walk:
         self.started: set[int] = set()
         self.tied = {id(p) for tie in local_ties(plan, mine.rank, models) for p in tie}
         self.force_all_reduce = force_all_reduce
+        self._recorder = recorder
 
     def train(self) -> None:
-        transport = self.transport
+        transport, clock = self.transport, time.perf_counter
         last = {ins.cell.stage: k for k, ins in enumerate(self.mine.steps) if ins.code < SEND}
         done = {k: self.models[self.chunk[stage]] for stage, k in last.items()}
         transport.begin_step()
+        if self._recorder is not None:
+            self._recorder.begin_step()
         for number, ins in enumerate(self.mine.steps):
             code, cell, slot = ins.code, ins.cell, ins.slot
             if code == RECEIVE:
@@ -80,6 +88,7 @@ class Walk:
                     slot.deferred = True
             elif code == SEND:
                 assert slot is not None
+                slot.started = clock()
                 if slot.forward:
                     cell.sent = transport.send_forward(slot, cell.value, cell.needs)
                     cell.value = None
@@ -94,27 +103,48 @@ class Walk:
                 value = self._input(cell, slot)
                 for sent in ins.release:
                     transport.release(sent)
-                self._forward(cell, value)
+                with self._timed(ins.number):
+                    self._forward(cell, value)
             elif code == R:
                 for sent in ins.release:
                     transport.release(sent)
-                self._again(cell)
+                with self._timed(ins.number):
+                    self._again(cell)
             elif code == W:
                 for sent in ins.release:
                     transport.release(sent)
                 run, cell.runs = cell.runs, None
-                self.splits[cell.stage].weight(run.queue)
+                with self._timed(ins.number):
+                    self.splits[cell.stage].weight(run.queue)
             else:
                 gradient = self._gradient(cell, slot)
                 for sent in ins.release:
                     transport.release(sent)
-                self._backward(cell, gradient, code == I)
+                with self._timed(ins.number):
+                    self._backward(cell, gradient, code == I)
             model = done.get(number)
             if model is not None and not any(id(p) in self.tied for p in model.parameters()):
                 start_reduction(model, self.force_all_reduce)  # behind the other chunks' ops
         transport.end_step()
+        if self._recorder is not None:
+            self._recorder.end_step()
         for cell in self.mine.cells:
             cell.clear()
+
+    @contextlib.contextmanager
+    def _timed(self, op: int) -> Iterator[None]:
+        """The op with this place in the rank's order runs inside."""
+        recorder = self._recorder
+        if recorder is None:
+            yield
+            return
+        recorder.started[op] = time.perf_counter()
+        if recorder.mark is not None:
+            recorder.mark(op, 0)
+        yield
+        if recorder.mark is not None:
+            recorder.mark(op, 1)
+        recorder.ended[op] = time.perf_counter()
 
     def forward_only(self) -> None:
         """The forwards of the plan, in its order; nothing is kept."""
@@ -142,7 +172,9 @@ class Walk:
 
     def _input(self, cell: Cell, slot: Any) -> Tensor | None:
         if slot is not None:
-            return self.transport.take_forward(slot)[0]
+            value = self.transport.take_forward(slot)[0]
+            slot.ended = time.perf_counter()
+            return value
         if cell.before is None:
             return None
         value, cell.before.value = cell.before.value, None
@@ -151,6 +183,7 @@ class Walk:
     def _gradient(self, cell: Cell, slot: Any) -> Tensor | None:
         if slot is not None:
             gradient = self.transport.take_gradient(slot)[0]
+            slot.ended = time.perf_counter()
             cell.sent = None
             return gradient
         if cell.after is None:

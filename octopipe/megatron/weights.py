@@ -1,4 +1,4 @@
-"""The weight-gradient split on Megatron-Core's layers: I leaves the weight GEMMs, W computes them.
+"""The weight-gradient split for Megatron-Core's layers: I skips the weight GEMMs, W computes them.
 
 Knows: two kinds of layers. Local ones (`ColumnParallelLinear`, `RowParallelLinear`: attention, MLPs, experts, Mamba
 projections, the head) get a product whose backward hands back the input gradient, with Megatron's tensor- and
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from octopipe.runtime.precision import gradient_dtype
 from octopipe.runtime.stages.wgrad_ops import WeightQueue, add_into, times, wide_product
 
+_HOLDER = "_octopipe_split"
+"""The attribute of a layer whose products go to a split."""
+
 
 class Split:
     """One chunk's switch: which micro-batch's queue gets weight gradients, and whether they wait."""
@@ -28,10 +31,25 @@ class Split:
     def __init__(self, chunk: nn.Module):
         self.queue = WeightQueue()
         self.local = list(_local_linears(chunk))
-        for linear in self.local:
-            _divert(linear, self)
+        self.take_over()
         self.engine: list[Any] = [m for m in _with_own_queue(chunk) if not any(m is x for x in self.local)]
         """Transformer Engine's modules that put weight gradients off by themselves, oldest first out."""
+
+    def take_over(self) -> None:
+        """From now on the products of these layers come to this split. A layer answers to one at a time: the last that
+        was made, unless another takes over (a layer measured alone, beside the chunk it is part of)."""
+        for linear in self.local:
+            _divert(linear, self)
+
+    def let_go(self) -> None:
+        """The layers are Megatron's own again, whichever split had them."""
+        for linear in self.local:
+            known = linear.__dict__.pop(_HOLDER, None)
+            if known is None:
+                continue
+            del linear.__dict__["_forward_impl"]
+            if known.own is not None:
+                linear.__dict__["_forward_impl"] = known.own
 
     def weight(self, queue: WeightQueue) -> None:
         """W of the micro-batch that owns the queue (Transformer Engine: of the oldest one that waits)."""
@@ -61,13 +79,22 @@ def _with_own_queue(chunk: nn.Module) -> list[nn.Module]:
     return out
 
 
+class _Holder:
+    """What a layer's products go to, and the product that the layer itself (not its class) had before, if any."""
+
+    __slots__ = ("own", "split")
+
+    def __init__(self, split: Split, own: Any):
+        self.split, self.own = split, own
+
+
 def _divert(linear: Any, split: Split) -> None:
-    known = linear.__dict__.get("_octopipe_split")
+    known = linear.__dict__.get(_HOLDER)
     if known is not None:
-        known[0] = split
+        known.split = split
         return
-    holder = [split]
     usual = linear._forward_impl
+    holder = _Holder(split, linear.__dict__.get("_forward_impl"))
 
     def product(input: Tensor, weight: Tensor, *args: Any, **more: Any) -> Tensor:
         bias = more.get("bias")
@@ -87,8 +114,8 @@ def _divert(linear: Any, split: Split) -> None:
             more.get("tp_group"),
         )
 
-    linear.__dict__["_octopipe_split"] = holder
-    linear._forward_impl = product
+    linear.__dict__[_HOLDER] = holder
+    linear.__dict__["_forward_impl"] = product
 
 
 class _Product(torch.autograd.Function):
@@ -96,7 +123,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, input: Tensor, weight: Tensor, bias: Any, parameter: list[Tensor], holder: list[Split],
+        ctx: Any, input: Tensor, weight: Tensor, bias: Any, parameter: list[Tensor], holder: _Holder,
         reduces: bool, gathers: bool, group: Any,
     ) -> Tensor:  # fmt: skip
         # In a list the parameter is no differentiable input: its hooks (DDP's) must not see a gradient before W.
@@ -122,7 +149,7 @@ class _Product(torch.autograd.Function):
             if ctx.gathers:
                 own = _scattered(own, ctx.group)
         bias = grad.sum(dim=tuple(range(grad.ndim - 1))) if ctx.has_bias else None
-        ctx.holder[0].queue.add(_add, ctx.parameter, grad, input, ctx.group if ctx.gathers else None)
+        ctx.holder.split.queue.add(_add, ctx.parameter, grad, input, ctx.group if ctx.gathers else None)
         return own, None, bias, None, None, None, None, None
 
 

@@ -83,7 +83,7 @@ def match(plan: Plan, costs: CostTable) -> None:
         )
     if plan.offloads and costs.host_link is None:
         raise OctoPipeError(
-            "the plan offloads activations, and nothing is known of the link to host memory; give --host-gb-per-s "
+            "the plan offloads activations, and the link to host memory is not known; give --host-gb-per-s "
             "(host_gb_per_s), or costs with a host_link"
         )
     factor = costs.micro_batch_factor

@@ -36,11 +36,11 @@ from octopipe.runtime.wire.telling import PeerError
 from octopipe.runtime.wire.transports.base import TransferError, Transport
 
 PENDING = "pending ops: "
-"""What comes before the lines of all ranks in an error."""
+"""Precedes the lines of all ranks in an error message."""
 
 
 class Executor:
-    """Runs a `RankProgram`. Kept across steps: cells and slots are reused."""
+    """Runs a `RankProgram`. Cells and slots are kept and reused across steps."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class Executor:
         self.chains = {s: self._chain(s, layers, first=s in firsts, side=side_inputs) for s in mine}
         moves = any(step.moves is not None for step in program.steps)
         if moves and cuda_graphs is not None:
-            raise OctoPipeError("CUDA graphs are not made of plans that offload activations; leave cuda_graphs out")
+            raise OctoPipeError("CUDA graphs do not support plans that offload activations; leave cuda_graphs out")
         self._device = recorder.device
         host = HostStore(self._device) if moves else None
         self.ops = GraphedOps(self.chains, autocast, cuda_graphs) if cuda_graphs else Ops(self.chains, autocast, host)
         self.at: Step | None = None
-        """The instruction that runs now."""
+        """The current instruction."""
         self.steps_run = 0
         self.outside = Outside()
         self.begun = 0
-        """Steps and evaluations begun, whole or not."""
+        """Number of steps and evaluations started, completed or not."""
         self.pairs = PairedOps(self)
         self._seeds: dict[Any, Tensor] = {}
         self.micro_batch_seeds: list[int | None] = [None] * plan.num_micro_batches
@@ -99,7 +99,7 @@ class Executor:
     ) -> dict[int, Tensor]:
         """One training step: gradients are added into `.grad`; the losses of micro-batches that ended here.
 
-        `side`: side inputs by micro-batch; `weights`: what each micro-batch's loss counts (1 without).
+        `side`: side inputs by micro-batch; `weights`: the weight of each micro-batch's loss (default 1).
         """
         losses: dict[int, Tensor] = {}
         self._begin(step)
@@ -120,11 +120,11 @@ class Executor:
         return losses
 
     def side_needed(self) -> tuple[str, ...]:
-        """Side inputs that layers here name."""
+        """Side inputs that layers of this rank take."""
         return tuple(dict.fromkeys(n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side))
 
     def side_optional(self) -> set[str]:
-        """Those that every layer here has a default for."""
+        """Side inputs for which every layer of this rank has a default."""
         required = {n for chain in self.chains.values() for stage, _ in chain.parts for n in stage.side_required}
         return set(self.side_needed()) - required
 
@@ -180,7 +180,7 @@ class Executor:
         return losses
 
     def own_input(self, cell: Cell, micro_batches: Sequence[Any] | None) -> tuple[Any, list[bool] | None]:
-        """What F consumes where no other rank sends it, and which of its leaves take a gradient."""
+        """The input of F if it does not come from another rank, and which of its leaves take a gradient."""
         if cell.before is not None:
             before = cell.before
             value, before.value = before.value, None
@@ -199,7 +199,7 @@ class Executor:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Errors inside become reports; nothing of a step that broke off stays."""
+        """Turns errors into reports, and discards everything of an interrupted step."""
         try:
             yield
         except TransferError as error:
@@ -345,7 +345,7 @@ class Executor:
         return Loss(loss_fn, targets[micro_batch])
 
     def seed_gradient(self, loss: Tensor, scale: float) -> Tensor:
-        """Where a micro-batch's backward starts; made once, since nobody writes to it."""
+        """The gradient with which a micro-batch's backward starts; created once, because nobody writes to it."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise OctoPipeError("loss_fn must return one scalar tensor per micro-batch; take a mean or a sum in it")
         key = (scale, loss.dtype, loss.shape, loss.device)
@@ -376,9 +376,9 @@ class Executor:
         return str(at.op)
 
     def pending(self) -> Place:
-        """Where the executor is, with the board's line when it waits.
+        """The executor's current position, with the line for the board while it waits.
 
-        On a GPU the host is far ahead of what is waited for, so the device's place counts, not the host's.
+        On a GPU the host runs far ahead, so this is the position of the device, not of the host.
         """
         slot, at = self.transport.waiting, self.at
         if slot is not None:
@@ -399,9 +399,9 @@ class Executor:
         return Place((self.steps_run, id(at)), f"runs {at.op}" if at is not None and at.code < SEND else "")
 
     def last_words(self, error: BaseException) -> str:
-        """Tell the other ranks what went wrong beside this rank's program (in an exchange after it, or in a check).
+        """Report an error outside this rank's program (in an exchange after it, or in a check) to the other ranks.
 
-        Where the error is another rank's, what the others have told; "" where the error says so already.
+        Returns the reports of the others if another rank failed, or "" if the error already contains them.
         """
         if not isinstance(error, PeerError):
             why = " ".join(str(error).split())[:200] or type(error).__name__
@@ -432,6 +432,6 @@ def first_stages(plan: Plan) -> set[int]:
 
 
 def _output(value: Any) -> Any:
-    """What a user calls the output: logits, where the last layer left their product to the loss."""
+    """The output as the user expects it: logits, even if the last layer leaves their product to the loss."""
     logits = getattr(value, "logits", None)
     return logits() if callable(logits) else value

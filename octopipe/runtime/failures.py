@@ -32,7 +32,7 @@ class Failures:
         self._broken = ""
 
     def check(self) -> None:
-        """Raise unless every step so far was whole."""
+        """Raise unless every step so far was completed."""
         if self._broken:
             raise OctoPipeError(
                 f"{self._broken}, and its ranks have been out of step since: call recover() on all ranks and then "
@@ -47,10 +47,10 @@ class Failures:
         last_words: Callable[[BaseException], str],
         *give_up: Callable[[], None],
     ) -> Iterator[None]:
-        """A step; where it raises, what it leaves behind is given up.
+        """Context of a step; if it raises, what it leaves behind is discarded.
 
-        `begun` counts what was begun: a mistake that is found before anything is sent leaves everything as it was.
-        `last_words` tells the other ranks of an error, and says what they have told of theirs.
+        `begun` counts started steps: an error that is found before anything is sent changes nothing.
+        `last_words` reports an error to the other ranks and returns their reports.
         """
         before = begun()
         try:
@@ -73,7 +73,7 @@ class Failures:
 
 
 def warn_of_missing(rank: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """A word about trainable parameters that got no gradient in the first step."""
+    """Warn about trainable parameters that got no gradient in the first step."""
     silent = [name for name, p in named if p.requires_grad and p.grad is None]
     if silent:
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
@@ -85,7 +85,7 @@ def warn_of_missing(rank: int, named: Iterable[tuple[str, nn.Parameter]]) -> Non
 
 
 def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None:
-    """Note on an error of a step where it happened: its type, text and traceback stay what they are."""
+    """Add a note to an error of a step that states where it happened; type, text and traceback do not change."""
     if at is None or at.code >= SEND:
         return
     stage, rank = program.plan.stages[at.cell.stage], program.rank
@@ -102,7 +102,7 @@ def note_op(error: BaseException, program: RankProgram, at: Step | None) -> None
 
 
 def _layer_of(trace: TracebackType | None) -> str:
-    """The layer whose forward was running, as the traceback tells it; "" in a backward pass."""
+    """The layer whose forward was running, according to the traceback; "" in a backward pass."""
     found = ""
     end = max(line for _, _, line in Stage.call.__code__.co_lines() if line)
     while trace is not None:

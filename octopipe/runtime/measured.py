@@ -35,6 +35,8 @@ class Recorder:
         self.extras: list[tuple[str, float, float]] = []
         self.device = device
         self._cuda = device.type == "cuda"
+        self._stream: Any = None
+        """The one that a step's ops run on; asked for once a step, since asking costs as much as recording."""
         self.events: list[Any] = []
         self.mark: Callable[[int, int], None] | None = None
         """On a GPU: records the event of an op's start (0) or end (1); on the host the clock says all."""
@@ -45,9 +47,11 @@ class Recorder:
 
     def begin_step(self) -> None:
         self.extras.clear()
+        if self._cuda:
+            self._stream = torch.cuda.current_stream(self.device)
 
     def _mark_event(self, op: int, end: int) -> None:
-        self.events[2 * op + end].record()
+        self.events[2 * op + end].record(self._stream)
 
     def end_step(self) -> None:
         """The step is issued."""

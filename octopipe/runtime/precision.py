@@ -46,7 +46,7 @@ Autocast = torch.dtype | Callable[[], AbstractContextManager[Any]] | None
 
 
 def autocast_context(wanted: Autocast, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """What forwards run under: of a dtype, torch.autocast to it."""
+    """The context of forwards; for a dtype, torch.autocast to it."""
     if isinstance(wanted, torch.dtype):
         return partial(torch.autocast, device.type, dtype=wanted)
     return wanted
@@ -57,7 +57,7 @@ def has_main_gradients(precision: str) -> bool:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """What `Pipeline(autocast=...)` takes."""
+    """The value for `Pipeline(autocast=...)`."""
     return torch.bfloat16 if precision == "autocast-bf16" else None
 
 
@@ -67,7 +67,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def keep_main_gradients(parameters: Iterable[Tensor]) -> None:
-    """From now on gradients of low-precision parameters are kept, and added up, in float32."""
+    """Accumulate the gradients of low-precision parameters in float32 from now on."""
     for parameter in parameters:
         if parameter.dtype in LOW and parameter.requires_grad:
             if not hasattr(parameter, "grad_dtype"):
@@ -80,13 +80,13 @@ def keep_main_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The class of the optimizer that updates: what a checkpoint is compared by."""
+    """The class name of the updating optimizer, which must match that of a checkpoint."""
     inner = optimizer.inner if isinstance(optimizer, MixedPrecisionOptimizer) else optimizer
     return type(inner).__name__
 
 
 class Trained(Protocol):
-    """What has parameters by name: a pipeline, a module."""
+    """An object with named parameters: a pipeline or a module."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -115,11 +115,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     ):
         # Not torch's own constructor: groups, state and hooks are those of `inner`.
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
-        """What is updated here, by the model's parameter: a master, or the parameter itself."""
+        """The tensor that is updated for each parameter of the model: a master weight, or the parameter itself."""
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = [p for _, p in trained]
         self.owners = _owners(model, self._trained) if shard else None
-        """Who updates what, where state is sharded."""
+        """Which replica updates which parameter, if state is sharded."""
         for name, parameter in trained:
             if hasattr(parameter, "device_mesh") and (shard or parameter.dtype in LOW):
                 raise OctoPipeError(
@@ -140,7 +140,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         # torch's optimizers refuse an empty list, which a share of very few parameters may be.
         updated = list(self._masters.values()) or [_nothing()]
         self.inner = make(updated)
-        """The optimizer that `make` made."""
+        """The optimizer returned by `make`."""
         known = {id(m) for m in updated}
         if any(id(p) not in known for group in self.inner.param_groups for p in group["params"]):
             raise OctoPipeError("the optimizer has parameters other than those it was given; build it on its argument")
@@ -162,11 +162,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return _State(self)
 
     def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether this replica updates the parameter; all of them do where state is not sharded."""
+        """Whether this replica updates the parameter; without sharding, all replicas do."""
         return self.owners is None or self.owners.owns(parameter)
 
     def master(self, parameter: nn.Parameter) -> Tensor | None:
-        """The float32 master of one of the model's parameters; None where it has none."""
+        """The float32 master weight of one of the model's parameters, or None."""
         found = self._masters.get(parameter)
         if found is None or found is parameter:
             return None
@@ -174,11 +174,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return found
 
     def parameter_of(self, updated: Tensor) -> Tensor:
-        """The model's parameter behind one of the groups' tensors."""
+        """The model's parameter for one of the tensors in the parameter groups."""
         return self._models.get(id(updated), updated)
 
     def set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Give a parameter's master these values, and the parameter what they round to."""
+        """Set a parameter's master weight to these values, and the parameter to the rounded values."""
         found = self._masters.get(parameter)
         with torch.no_grad():
             parameter.copy_(values)
@@ -188,7 +188,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update. A closure is called with gradients enabled, as torch's optimizers do."""
+        """Performs one update. A closure is called with gradients enabled, as in torch's optimizers."""
         for parameter, master in self._pairs:
             self._follow(parameter, master)
         self._lend_gradients()
@@ -211,7 +211,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         raise OctoPipeError("parameters cannot be added to a MixedPrecisionOptimizer; make it after they are trainable")
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state and this rank's masters, by name."""
+        """The inner optimizer's state and this rank's master weights, by name."""
         masters = {m.layer_name: m.detach() for _, m in self._pairs}  # type: ignore[attr-defined]
         return {"inner": self.inner.state_dict(), "masters": masters}
 
@@ -243,7 +243,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _round(self) -> None:
-        """The parameters, from their masters."""
+        """Sets the parameters to their rounded master weights."""
         if self._pairs:
             foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
         self._note_versions()
@@ -274,7 +274,7 @@ def _nothing() -> nn.Parameter:
 
 
 class _State(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """The inner optimizer's state by the model's parameters."""
+    """The inner optimizer's state, keyed by the model's parameters."""
 
     def __init__(self, optimizer: MixedPrecisionOptimizer):
         self._inner, self._masters = optimizer.inner.state, optimizer._masters

@@ -213,14 +213,16 @@ def rank_program(program: Program, rank: int) -> RankProgram:
 def set_moves(program: Program, rank: int, computes: list[Step]) -> None:
     """Tell a rank's steps what leaves for host memory and comes back."""
     moves = program.moves
-    if moves is None or moves.count == 0:
+    if moves is None or moves.number == 0:
         return
     if program.plan.pairs:
-        raise OctoPipeError("the plan has pairs and stages that offload; the executor runs one or the other")
+        raise OctoPipeError(
+            "the plan has both pairs and stages that offload; the executor supports only one of the two"
+        )
     t = program.plan.table()
     base = int(t.offsets[rank])
     # Back in the order of the backwards, as the lane has it.
-    for k in sorted(range(moves.count), key=lambda k: int(moves.back[k])):
+    for k in sorted(range(moves.number), key=lambda k: int(moves.back[k])):
         if t.rank[moves.forward[k]] != rank:
             continue
         cell = computes[int(moves.forward[k]) - base].cell

@@ -1,12 +1,12 @@
-"""Rows of tokens exchanged between the ranks of an expert group that share one GPU, as an autograd function.
+"""Exchange of token rows between the ranks of an expert group that share one GPU, as an autograd function.
 
 Knows: one ring (`wire/transports/ring.py`) to every other member, and that all members call in the same order. Does not
 know: which rows go where, or what is done with them.
 
-NCCL refuses two ranks on one device, and gloo takes CUDA tensors through the host's own copies. Here rows go through
-arenas in pinned host memory by the GPU's copy engines, on streams of their own: computation goes on beside them, and no
-host waits for a device. Within a pair of ops the other op runs meanwhile (`turns.py`). On a CPU the same rings lie in
-shared files, for ranks of one host.
+NCCL does not support two ranks on one device, and gloo copies CUDA tensors through the host. Here the GPU's copy
+engines move rows through arenas in pinned host memory on separate streams: computation continues concurrently, and no
+host waits for a device. Within a pair of ops, the other op runs in the meantime (`turns.py`). On a CPU, the same rings
+are in shared files, for ranks of one host.
 
     moved = TokenExchange(ep_group, device)
     theirs = moved(rows)                                     # as many rows to every member

@@ -77,6 +77,10 @@ def end_allocating_to_pool(device: int, pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
+current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The handle of a device's current stream, by the device's number, without an object around it; None without CUDA."""
+
+
 def inductor_config() -> Any:
     """The settings of torch.compile's backend; loads it."""
     from torch._inductor import config

@@ -30,7 +30,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from octopipe.runtime.stages.rng import States, rng_state, set_rng_state
 from octopipe.runtime.stages.wgrad import SplitMode
@@ -39,6 +38,9 @@ from octopipe.runtime.wire.telling import PeerError
 
 PER_RUN = ("queue", "hooked", "in_backward", "keeps_nothing", "_off", "_own_graph")
 """What a `SplitMode` holds about the forward or backward that is under way."""
+GROUP_EXCHANGES = ("all_to_all_single", "alltoall_base", "all_to_all", "alltoall")
+"""Methods of a process group, by the names that one version of torch or another has: whatever a user imports and calls
+of torch.distributed's exchanges comes through one of them."""
 Kept = tuple[States, list[dict[str, Any]]]
 
 
@@ -168,21 +170,18 @@ def failed_elsewhere() -> str:
     return "" if patience is None else patience.failed()
 
 
-class _Handle:
-    """A `Work` whose wait returns nothing; None is an exchange that is done already."""
+class _Waited:
+    """A `Work` of the host whose wait ends where a rank elsewhere has failed; all else is the work's own."""
 
-    __slots__ = ("on_host", "work")
+    def __init__(self, work: Any, patience: Patience):
+        self._work, self._patience = work, patience
 
-    def __init__(self, *, on_host: bool):
-        self.work: Any = None
-        self.on_host = on_host
+    def wait(self, *arguments: Any) -> Any:
+        _wait_patiently(self._work, self._patience)
+        return self._work.wait(*arguments)
 
-    def wait(self) -> None:
-        patience = None if _running is None else _running.patience
-        if self.work is not None and self.on_host and patience is not None:
-            _wait_patiently(self.work, patience)
-        if self.work is not None:
-            self.work.wait()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def _wait_patiently(work: Any, patience: Patience) -> None:
@@ -203,28 +202,25 @@ def _wait_patiently(work: Any, patience: Patience) -> None:
             raise PeerError(f"an exchange of tokens did not end within {patience.timeout_s:g} s")
 
 
-def _waiting(issue: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that hands the turn over between its start and its end."""
+def _issued(issue: Callable[..., Any]) -> Callable[..., Any]:
+    """A group's exchange that yields to the other op before anybody can wait for it."""
 
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if _running is None and _heard is None:
-            return issue(*args, **kwargs)
-        asked = kwargs.pop("async_op", args[-1] if args and isinstance(args[-1], bool) else False)
-        if args and isinstance(args[-1], bool):
-            args = args[:-1]
-        if asked and _heard is None:
-            work = issue(*args, async_op=True, **kwargs)
-            if _running is not None:
-                _running.hand_over()
-            return work
-        begun = _Handle(on_host=_of_host(*args, *kwargs.values()))
-
-        def start() -> _Handle:
-            begun.work = issue(*args, async_op=True, **kwargs)
-            return begun
-
-        run_exchange(start)
-        return begun.work if asked else None
+        heard, pair = _heard, _running
+        if heard is not None:
+            heard()
+        work = issue(*args, **kwargs)
+        if pair is not None:
+            pair.hand_over()
+        if heard is not None:
+            if work is not None:
+                work.wait()
+            heard()
+        patient = pair is not None and pair.patience is not None and work is not None
+        if patient and _of_host(*args, *kwargs.values()):
+            assert pair is not None and pair.patience is not None
+            return _Waited(work, pair.patience)
+        return work
 
     return collective
 
@@ -269,18 +265,18 @@ def watching(heard: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def _exchanges_found() -> Iterator[None]:
     """Within: torch.distributed's exchanges hand the turn over."""
-    places = [
-        (module, name, _waiting) for module in (dist, distributed_c10d) for name in ("all_to_all_single", "all_to_all")
-    ]
+    places: list[tuple[Any, str, Any]] = [(dist.ProcessGroup, name, _issued) for name in GROUP_EXCHANGES]
     places += [(functional_collectives(), name, _lazy) for name in ("all_to_all_single", "all_to_all_single_autograd")]
-    before = [(module, name, getattr(module, name)) for module, name, _ in places if hasattr(module, name)]
+    found = [(owner, name, wrap) for owner, name, wrap in places if name in vars(owner)]
+    # As they stand in the namespace: a method taken off its class would come back without its `self`.
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in found]
     try:
-        for (module, name, original), wrap in zip(before, (w for m, n, w in places if hasattr(m, n)), strict=True):
-            setattr(module, name, wrap(original))
+        for owner, name, wrap in found:
+            setattr(owner, name, wrap(getattr(owner, name)))
         yield
     finally:
-        for module, name, original in before:
-            setattr(module, name, original)
+        for owner, name, original in before:
+            setattr(owner, name, original)
 
 
 class Turns:

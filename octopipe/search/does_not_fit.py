@@ -13,7 +13,7 @@ from octopipe.costs.table import CostTable
 GIB = float(1 << 30)
 
 
-def misfit(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
+def does_not_fit_error(costs: CostTable, num_ranks: int, may_recompute: bool) -> DoesNotFitError:
     """The error for a setting in which no plan was found that fits."""
     capacity = np.array([costs.capacity_bytes(r) for r in range(num_ranks)])
     # The most even split of static bytes a rank can hope for, and one micro-batch through the hungriest layer.

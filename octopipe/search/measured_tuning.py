@@ -50,6 +50,11 @@ class Ran:
     """Median time of every op, in the plan's own numbering."""
     gap_ms: float
     """Between two ops of a rank of which the second waits for nothing: the median."""
+    start_ms: Floats | None = None
+    """When every op of the middle step started, where that is known."""
+    host_us: tuple[float, ...] = ()
+    """What the first rank's host took to issue an op: of a tenth of the ops at most this, of half of them, of nine
+    tenths. A host that runs far ahead of its device waits for room in the device's queue, which is counted here."""
     peak_gib: tuple[float, ...] = ()
 
     @property
@@ -125,6 +130,7 @@ class Outcome:
                     "measured_ms": r.ran.step_ms,
                     "error": r.error,
                     "steps_ms": list(r.ran.steps_ms),
+                    "host_us_per_op": list(r.ran.host_us),
                     "peak_gib": list(r.ran.peak_gib),
                 }
                 for r in self.rows
@@ -158,13 +164,15 @@ def tune_measured(
     rounds: int = 3,
     budget_s: float = 300.0,
     tolerance: float = TOLERANCE,
+    fitted: Callable[[Plan], Plan] = lambda plan: plan,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Run the published systems, then tune, run and correct, up to `rounds` times or until the budget ends.
 
     `also`: further searches of every round, by what their plans are called ("with a cut head").
     `kinds`: what every layer is, in words; layers of one kind are corrected together (default: by their symbols).
-    `budget_s` bounds the whole: a new round begins only where the longest one so far still fits.
+    `budget_s` bounds the whole: a new round begins only where the longest one so far still fits. `fitted`: every plan
+    as the runtime takes it (its ranks named otherwise, say); a system whose plan it refuses is skipped.
     """
     costs = profile.costs
     kinds = tuple(kinds) or tuple(costs.symbols)
@@ -190,7 +198,7 @@ def tune_measured(
 
     for system in systems:
         try:
-            plan = build_plan(system, costs, num_ranks, num_micro_batches)
+            plan = fitted(build_plan(system, costs, num_ranks, num_micro_batches))
         except OctoPipeError as error:
             skipped.append(f"{system}: {error}")
             continue
@@ -207,7 +215,7 @@ def tune_measured(
         searches = {" with copies" if twice else "": partial(_with_copies, search, twice) for twice in copies}
         for words, look in (searches | {f" {name}": one for name, one in (also or {}).items()}).items():
             tell(f"round {number}: tuning{words}")
-            plan = look(now.costs)
+            plan = fitted(look(now.costs))
             known = next((r for r in rows if r.plan.orders == plan.orders and r.plan.stages == plan.stages), None)
             tuned.append(known or measure(f"tuned {number}{words}", number, plan))
         errors = [predict(r.plan, now).makespan_ms / r.ran.step_ms - 1.0 for r in tuned]

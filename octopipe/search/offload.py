@@ -1,11 +1,11 @@
-"""Plans that use host memory: activations leave where memory is short, instead of being recomputed.
+"""Plans that use host memory: activations are offloaded where memory is short, instead of being recomputed.
 
-Knows: which stages of a plan must offload for it to fit, which recomputation host memory makes unnecessary, and how a
-search with more memory than there is leads to plans that fit with offload. Does not know: when activations travel
+Knows: which stages of a plan must offload for it to fit, which recomputation offloading makes unnecessary, and how a
+search with a larger memory limit leads to plans that fit with offloading. Does not know: when activations are copied
 (`simulation/host_moves.py`), or how plans are searched.
 
-Lowering moves only what the link has time for, so that marking a stage never makes the predicted step longer; what
-counts is whether the plan fits then.
+Lowering copies only as much as the link can transfer in time, so marking a stage never makes the predicted step longer;
+the question is only whether the plan then fits.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from octopipe.base.errors import DoesNotFitError, OctoPipeError, StoppedError
 from octopipe.costs.table import CostTable
-from octopipe.plans.plan import Op, Plan
+from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.search.result import Found, Step
 from octopipe.search.systems import build_plan
 from octopipe.search.systems.interleaved import MOST_CHUNKS
@@ -74,7 +75,7 @@ def finer(plan: Plan, layers: int) -> Plan:
     if plan.pairs or plan.forks or all(s.num_layers <= layers for s in plan.stages):
         return plan
     parts: list[list[int]] = []
-    stages = []
+    stages: list[Stage] = []
     for s in plan.stages:
         cuts = [*range(s.first, s.stop, s.num_layers if s.recompute else layers), s.stop]
         parts.append(list(range(len(stages), len(stages) + len(cuts) - 1)))
@@ -117,7 +118,8 @@ def published(costs: CostTable, num_ranks: int, num_micro_batches: int) -> Itera
     free = costs.replace(rank_memory_bytes=())
     for name in SYSTEMS:
         most = min(MOST_CHUNKS, costs.num_layers // num_ranks) if name == "interleaved" else 0
-        for options in [{"chunks": v} for v in range(2, most + 1)] or [{}]:
+        every: list[dict[str, Any]] = [{"chunks": v} for v in range(2, most + 1)]
+        for options in every or [{}]:
             try:
                 yield build_plan(name, free, num_ranks, num_micro_batches, **options)
             except OctoPipeError:

@@ -1,21 +1,22 @@
-"""Activations that go to host memory and come back: which of them, and when, on two lanes beside the computation.
+"""Offloading of activations to host memory and back: which of them, and when, on two lanes concurrent with compute.
 
-Knows: a rank's ops with the times they have without offloading, and what the link to host memory needs for each stage.
-Does not know: how a program is made (`lowering`), devices, how tensors are copied.
+Knows: a rank's ops with their times without offloading, and how long the link to host memory needs for each stage. Does
+not know: how a program is built (`lowering`), devices, how tensors are copied.
 
-A stage that offloads lets its activations leave after F (down) and come back before I or B (up). Both directions are
-in-order lanes of their own: down in the order of the Fs, up in the order of the backwards. A move is made of four
-points in the rank's order:
+A stage that offloads copies its activations to the host after F (down) and back before I or B (up). Each direction is
+an in-order lane: down in the order of the F ops, up in the order of the backwards. A move is defined by four points in
+the rank's order:
 
 - down begins when F has ended and the lane is free;
-- `release`: the op before which the device's memory is let go; it waits for down;
-- `fetch`: the op before which memory is taken again; up may begin once the ops before it have ended and what is
-  released there has left;
+- `release`: the op before which the device memory is freed; it waits for down;
+- `fetch`: the op before which memory is allocated again; up may begin once the preceding ops have ended and everything
+  released there has been copied;
 - `back`, the backward, waits for up.
 
-Release and fetch are chosen so that, by the given times, no op waits for a lane. Of the activations that may leave,
-those that would lie longest are taken, as many as the lanes can move in time: in a pipeline the peak falls by more than
-the share that is moved, because what lies longest overlaps most (PipeOffload, arXiv 2503.01328, section 3).
+Release and fetch are chosen so that, according to the given times, no op waits for a lane. Among the activations that
+may be offloaded, those with the longest lifetimes are chosen, as many as the lanes can copy in time. In a pipeline the
+peak falls by more than the offloaded share, because long lifetimes overlap most (PipeOffload, arXiv 2503.01328,
+section 3).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from octopipe.plans.price import offload_bytes
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
+MARGIN = 1.5
+"""Moves are placed as if each took this many times its price. On an H200, copies beside computation took longer than
+alone: a plan that used all the time of both lanes ran 1.21 times as long as predicted."""
 TRIED = 16
 """How many numbers of activations are tried per rank."""
 
@@ -48,7 +52,7 @@ class HostMoves(NamedTuple):
     """One way."""
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return int(self.forward.size)
 
 
@@ -112,6 +116,7 @@ def _of_rank(
     end: Floats,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of one rank's candidates the longest-lying ones, so many that most memory is free for most time."""
+    ms = MARGIN * ms
     able = mine[start[back[mine]] - end[forward[mine]] >= 2 * ms[mine]]
     by_life = able[np.argsort(end[forward[able]] - start[back[able]], kind="stable")]
     best, most = (np.zeros(0, np.int64),) * 3, 0.0
@@ -164,7 +169,7 @@ def _in_order(ready: Floats, ms: Floats) -> Floats:
 
 def memory_times(moves: HostMoves, offsets: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
     """When each move gives the device's memory back and when it takes it again, given the times of all ops."""
-    down_end = np.empty(moves.count)
+    down_end = np.empty(moves.number)
     rank = np.searchsorted(offsets, moves.forward, side="right")
     for r in np.unique(rank):
         mine = np.flatnonzero(rank == r)
@@ -178,7 +183,7 @@ def memory_times(moves: HostMoves, offsets: Ints, start: Floats, end: Floats) ->
 
 def with_moves(preds: Ints, moves: HostMoves, offsets: Ints) -> Ints:
     """A rendezvous graph with the moves as further nodes: all downs, then all ups."""
-    count, nodes = moves.count, preds.shape[0]
+    count, nodes = moves.number, preds.shape[0]
     if count == 0:
         return preds
     down = nodes + np.arange(count, dtype=np.int32)

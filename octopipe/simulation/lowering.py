@@ -128,8 +128,8 @@ class Program:
         k = node - t.stage.size
         if k >= self.num_transfers and self.moves is not None:
             k -= self.num_transfers
-            way = "to" if k < self.moves.count else "from"
-            op = int(self.moves.forward[k % self.moves.count])
+            way = "to" if k < self.moves.number else "from"
+            op = int(self.moves.forward[k % self.moves.number])
             return f"activations of {self.plan.op(op)} {way} host memory (rank {t.rank[op]})"
         a, b = int(self.source[k]), int(self.target[k])
         return f"transfer of {self.plan.op(a)} (rank {t.rank[a]} -> {t.rank[b]})"

@@ -90,7 +90,7 @@ def host_spans(program: Program, start: Floats, end: Floats) -> HostSpans | None
     moves = program.moves
     if moves is None:
         return None
-    t, first, n = program.plan.table(), program.plan.table().stage.size + program.num_transfers, moves.count
+    t, first, n = program.plan.table(), program.plan.table().stage.size + program.num_transfers, moves.number
     down, up = slice(first, first + n), slice(first + n, first + 2 * n)
     return HostSpans(
         t.rank[moves.forward],

@@ -205,11 +205,13 @@ class Timeline:
     @cached_property
     def host_peak_bytes(self) -> Floats:
         """The most that every rank has in host memory at one time."""
-        out = np.zeros(self.num_ranks)
-        for rank in range(self.num_ranks) if self.host is not None else ():
-            mine = self.host.rank == rank
-            when = np.concatenate((self.host.down_start_ms[mine], self.host.up_end_ms[mine]))
-            change = np.concatenate((self.host.nbytes[mine], -self.host.nbytes[mine]))
+        out, host = np.zeros(self.num_ranks), self.host
+        if host is None:
+            return out
+        for rank in range(self.num_ranks):
+            mine = host.rank == rank
+            when = np.concatenate((host.down_start_ms[mine], host.up_end_ms[mine]))
+            change = np.concatenate((host.nbytes[mine], -host.nbytes[mine]))
             out[rank] = max(0.0, np.cumsum(change[np.lexsort((change, when))]).max(initial=0.0))
         return out
 

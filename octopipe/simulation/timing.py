@@ -1,9 +1,9 @@
-"""The one compiled rule of timing: what must be over before an op, when it may start, and when its result arrives.
+"""The single compiled timing rule: what must have ended before an op, when it may start, and when its result arrives.
 
 Knows: what F, R, I, W and B of one stage and micro-batch wait for, and directed channels (one queue per direction of a
 pair of ranks, in order). Does not know: orders, plans, prices or memory. Everything that times given orders (`engine`,
 the polishers and replays of the searches) and every list scheduler calls these kernels. `Plan.predecessor_table` states
-the same dependencies for the lowering; tests/simulation/test_timing.py holds the two together.
+the same dependencies for lowering; tests/simulation/test_timing.py checks that the two agree.
 
 The state of a step is one array, `arrived[2, stage, micro_batch]`. It holds when the input of F (row `FOR_F`) and the
 gradient for I (row `FOR_I`) are on the stage's rank, and it is infinite while that is not known. A negative number
@@ -12,7 +12,7 @@ says that the op which consumes it has run, so the array also answers what may f
 - F starts when its rank is free and its input has arrived.
 - I, or B, needs its own F, its own R where the activations were dropped, and the gradient. On the last stage of a path
   the gradient is there when F ends.
-- R needs its own F, and W its own I. They stand on the same rank, so nothing travels.
+- R needs its own F, and W its own I. These are on the same rank, so there is no transfer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Parameters that several stages share, on one rank or on several: their gradients become one sum.
+"""Parameters that several stages share, on one rank or on several: adds their gradients.
 
-Knows: which parameters are one, the ranks that hold them, and how to add their gradients after a step. Does not
-know: schedules; PyTorch's runtime has no word for ties.
+Knows: which parameters are tied, the ranks that hold them, and how to add their gradients after a step. Does not know:
+schedules; PyTorch's runtime does not support tied parameters.
 """
 
 from __future__ import annotations

@@ -412,8 +412,10 @@ SLEEP_S = 0.1
 """Long enough to stand out on a busy machine."""
 
 
-def measure(world, kind, virtual):
+def measure(world, kind, virtual, ddp=False):
     """A profile on two ranks, of chunks whose third decoder layer sleeps; and the gradients of a step after it."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     plan = megatron.for_megatron(_system("interleaved" if virtual else "1f1b", 2))
     mm.start(2, virtual=megatron.virtual_size(plan), embedding_ranks=megatron.embedding_ranks(plan))
     layout = None if kind == "hybrid" else megatron.placement(plan)
@@ -431,6 +433,9 @@ def measure(world, kind, virtual):
         return model
 
     chunks = megatron.build_chunks(plan, provider)
+    if ddp:
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+        chunks = [DistributedDataParallel(config=config, ddp_config=options, module=c) for c in chunks]
     before = [p.detach().clone() for c in chunks for p in c.parameters()]
     profile = megatron.profile(
         chunks,
@@ -468,6 +473,120 @@ def test_a_profile_of_chunks_knows_the_whole_model(kind, virtual, four):
     assert costs.static_bytes.sum() == pytest.approx(sum(counts) * (8 + 8 + 8))
     assert np.all(costs.boundary_bytes[:-1] == 8 * 2 * mm.LENGTH * mm.WIDTH)
     assert np.all(costs.stash_bytes <= costs.activation_bytes) and np.all(costs.activation_bytes[1:] > 0)
+    # Every decoder layer and the head have products that wait for W: what they hold until then is theirs.
+    assert np.all(costs.stash_bytes[1:] > 0)
     assert profile.partial.keys() == {1} and profile.mode.precision == "fp64"
     plan = tune(costs, 2, 4, iterations=50, copies=False, recompute=False).plan
     assert megatron.for_megatron(plan).num_layers == LAYERS
+
+
+def profile_between_steps(world, system):
+    """Whether a step after a profile gives the gradients of one before it."""
+    plan = megatron.for_megatron(_system(system, 2))
+    mm.start(2, embedding_ranks=megatron.embedding_ranks(plan))
+    config = mm.gpt_config(2, None, megatron.placement(plan))
+    chunks = megatron.build_chunks(plan, lambda pre_process, post_process: mm.gpt(
+        config, pre_process=pre_process, post_process=post_process))  # fmt: skip
+    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    usual = {"forward_step_func": mm.forward_step, "model": chunks, "seq_length": mm.LENGTH, "micro_batch_size": 2}
+    found = []
+    for again in (False, True):
+        if again:
+            megatron.profile(**usual, data_iterator=iter(mm.batches(1)), repeats=1, warm_up=1, links=False)
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=True)
+        step(**usual, data_iterator=iter(mm.batches(4)), num_microbatches=4)
+        found.append([p.grad.clone() for chunk in chunks for p in chunk.parameters()])
+    step.close()
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("system", ["zb-h1", "1f1b"])
+def test_a_profile_between_two_steps_changes_no_gradient(system, four):
+    """Where the plan splits backward, the drop-in has its layers again; where it does not, Megatron has."""
+    assert all(_run(four, profile_between_steps, system))
+
+
+def test_a_profile_of_chunks_under_megatrons_ddp(four):
+    """Its list of buffers has the name of a module's method; gradients are collected in float32 buffers."""
+    texts, same, counts = zip(*_run(four, measure, "gpt", False, True)[::2])
+    assert texts[0] == texts[1] and all(same)
+    costs = profile_from_object(json.loads(texts[0]), name="x").costs
+    assert costs.static_bytes.sum() == pytest.approx(sum(counts) * (8 + 4 + 8))
+
+
+# -- tuning by running ---------------------------------------------------------------------------------
+
+
+def tune_by_running(world):
+    """What the loop finds on two ranks, as plain values; and the gradients' memory after it."""
+    plan = megatron.for_megatron(_system("1f1b", 2))
+    mm.start(2, embedding_ranks=megatron.embedding_ranks(plan))
+
+    def build(plan):
+        config = mm.gpt_config(2, megatron.virtual_size(plan), megatron.placement(plan))
+
+        def provider(pre_process, post_process, vp_stage):
+            return mm.gpt(config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+        return megatron.build_chunks(plan, provider)
+
+    usual = {"forward_step_func": mm.forward_step, "seq_length": mm.LENGTH, "micro_batch_size": 2}
+    profile = megatron.profile(build(plan), data_iterator=iter(mm.batches(1)), repeats=2, warm_up=1, **usual)
+    outcome = megatron.tune_measured(
+        profile,
+        build,
+        data=lambda: iter(mm.batches(4)),
+        num_micro_batches=4,
+        tune_s=0.2,
+        rounds=1,
+        steps=2,
+        systems=("1f1b", "zb-h1"),
+        **usual,
+    )
+    rows = [(row.name, row.ran.step_ms, len(row.ran.op_ms), len(row.plan.table().stage)) for row in outcome.rows]
+    return rows, outcome.best.name, [str(op) for order in outcome.best.plan.orders for op in order]
+
+
+@pytest.mark.slow
+def test_tuning_by_running_measures_published_and_tuned_plans_and_keeps_the_fastest(four):
+    results = _run(four, tune_by_running)[::2]
+    assert results[0] == results[1]
+    rows, best, _ = results[0]
+    assert [name for name, *_ in rows] == ["1f1b", "zb-h1", "tuned 1"]
+    assert all(measured == ops and step_ms > 0 for _, step_ms, measured, ops in rows)
+    assert best == min(rows, key=lambda row: row[1])[0]
+
+
+def warned_of_precision(world, precision):
+    """What the drop-in says about a plan whose times were measured in this precision, to chunks in float64."""
+    import logging
+
+    plan = megatron.for_megatron(_system("1f1b", 2)).with_extra(mode={"precision": precision, "graphs": False})
+    mm.start(2, embedding_ranks=megatron.embedding_ranks(plan))
+    config = mm.gpt_config(2, None, megatron.placement(plan))
+    chunks = megatron.build_chunks(plan, lambda pre_process, post_process: mm.gpt(
+        config, pre_process=pre_process, post_process=post_process))  # fmt: skip
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("octopipe.megatron").addHandler(handler)
+    step = megatron.forward_backward_func(plan, timeout_s=100.0)
+    usual = {"forward_step_func": mm.forward_step, "seq_length": mm.LENGTH, "micro_batch_size": 2}
+    for _ in range(2):
+        step(**usual, model=chunks, data_iterator=iter(mm.batches(4)), num_microbatches=4)
+    step.close()
+    logging.getLogger("octopipe.megatron").removeHandler(handler)
+    return said
+
+
+def test_a_plan_of_another_precision_is_named_once(four):
+    assert not any(_run(four, warned_of_precision, "fp64"))
+    first = _run(four, warned_of_precision, "bf16-main-fp32")[0]
+    assert len(first) == 1 and "bf16-main-fp32" in first[0] and "fp64" in first[0]
+
+
+def test_ops_that_were_not_timed_have_no_timeline():
+    step = megatron.forward_backward_func(_system("1f1b", 2))
+    with pytest.raises(OctoPipeError, match="record=True"):
+        step.timeline()

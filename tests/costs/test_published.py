@@ -146,5 +146,5 @@ def test_what_no_run_calibrates_is_said_so() -> None:
 
     known = rates_words(Setup(gpu=gpu("h100"), stack=stack_named("torchtitan")))
     assert "torchtitan" in known and "left out in turn" in known
-    assert "no run calibrates" in rates_words(Setup(gpu=gpu("mi300x")))
-    assert "no run calibrates" in rates_words(Setup(gpu=gpu("b200"), stack=stack_named("torchtitan")))
+    assert "no calibration runs" in rates_words(Setup(gpu=gpu("mi300x")))
+    assert "no calibration runs" in rates_words(Setup(gpu=gpu("b200"), stack=stack_named("torchtitan")))

@@ -113,6 +113,8 @@ def test_the_hosts_share_of_the_state_leaves_the_gpu_and_its_update_takes_the_li
     moved = (4 + 2 + HOST_UPDATE_BYTES) * parameters / 8
     assert host.optimizer_ms.sum() == pytest.approx(moved / (gpu("h100").host_gb_per_s * 1e6))
     np.testing.assert_array_equal(host.layer_ms, here.layer_ms)
+    twice = table(DENSE, dp=8, offload_optimizer=1.0, host_gb_per_s=2 * gpu("h100").host_gb_per_s)
+    assert twice.optimizer_ms.sum() == pytest.approx(host.optimizer_ms.sum() / 2)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 RUN = {
     ("huggingface.md", "sh"): "test_guides.py",
     ("huggingface.md", "python"): "test_guides.py",
+    ("experts.md", "sh"): "test_guides.py",
     ("fine-tune.md", "sh"): "test_guides.py",
     ("fine-tune.md", "python"): "test_guides.py",
     ("plain-torch.md", "console"): "test_guides_frameworks.py",
@@ -32,6 +33,8 @@ READERS = "what the reader has: his command or script before octopipe"
 IN_HIS_SCRIPT = "lines for the reader's own script; their names are looked up in test_guides_frameworks.py"
 NOT_RUN = {
     ("huggingface.md", "accelerate launch"): READERS,
+    ("experts.md", "with octopipe.exchange():"): "lines for the reader's own layer; test_pairs_run.py marks so",
+    ("experts.md", "# experts.py"): "the script that a command of the guide starts; test_guides.py",
     ("plain-torch.md", "stage = PipelineStage"): READERS,
     ("torchtitan.md", "# needs GPUs"): READERS,
     ("megatron.md", "# needs GPUs"): READERS,
@@ -113,6 +116,30 @@ def test_every_command_of_the_fine_tune_guide_runs(
     again = transformers.AutoModelForCausalLM.from_pretrained("exported")
     assert transformers.AutoTokenizer.from_pretrained("exported").eos_token == "<|endoftext|>"
     assert again.config.vocab_size == 320
+
+
+@pytest.mark.slow
+def test_every_command_of_the_guide_on_experts_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    text = (GUIDES / "experts.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (script,) = [block for block in blocks(text, "python") if block.startswith("# experts.py")]
+    Path("experts.py").write_text(script)
+    said = []
+    for command in [line for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]:
+        program, *arguments = shlex.split(command)
+        capsys.readouterr()
+        if program == "torchrun":
+            said.append(torchrun(arguments, tmp_path, tmp_path / "logs"))
+        else:
+            assert program == "octopipe" and main(arguments) == 0, command
+            said.append(capsys.readouterr().out)
+    assert "% of a forward" in said[0] and said[0].count("loss") == 3
+    losses = [float(line.rpartition(" ")[2]) for line in said[0].splitlines() if "loss" in line]
+    assert losses[0] > losses[1] > losses[2]
+    assert "Experts exchange tokens for" in " ".join(said[1].split())
 
 
 def test_every_block_of_every_guide_is_run_or_declared() -> None:

@@ -50,6 +50,31 @@ class Remembering(Block):
         return super().forward(x)
 
 
+class Tabling(Block):
+    """A table that is made in the first forward and only read from then on, as of positions or masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] not in self.tables:
+            self.tables[x.shape[-1]] = torch.linspace(0.5, 1.5, x.shape[-1], device=x.device, dtype=x.dtype)
+        return super().forward(x) * self.tables[x.shape[-1]]
+
+
+class Averaging(Block):
+    """A statistic that every forward changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+        return super().forward(x) * (1 + self.mean)
+
+
 class Half(Block):
     """A parameter that no backward reaches."""
 
@@ -156,6 +181,45 @@ def test_what_cannot_be_captured_is_found_and_the_rest_is_captured(kind: type[nn
     pipe = same(layers(kind, Block, Block, Block), plan(6))
     reasons = pipe.executor.ops.reasons
     assert list(reasons) == [0] and word in reasons[0]
+
+
+@needs_gpu
+def test_a_table_that_was_made_once_does_not_keep_a_stage_from_its_graphs() -> None:
+    pipe = same(layers(Tabling, Block, Block, Tabling), plan(6))
+    assert not pipe.executor.ops.reasons
+
+
+@needs_gpu
+@pytest.mark.parametrize("preset", ["gpt-oss-20b", "gemma-3-27b", "nemotron-h-8b", "qwen3-30b-a3b", "llama3-8b"])
+def test_layers_of_the_zoo_are_captured(preset: str) -> None:
+    from octopipe.models.zoo import preset as model
+    from octopipe.runtime.measure.one_layer import Layer
+    from octopipe.runtime.measure.workload import Workload
+
+    work = Workload(
+        spec=model(preset).scaled(0.03, num_layers=8), tokens=64, device="cuda", precision="bf16-main-fp32", graphs=True
+    )
+    device = work.place(0)
+    value = work.batch(device, 1)[0]
+    for k, make in enumerate(work.layers(device)[:-1]):
+        layer = Layer(make(), value, None, k == 0, work.precision, work.graphs)  # type: ignore[operator]
+        layer.capture()
+        assert layer._replayed is not None and not layer._replayed.reason, (k, layer._replayed.reason)
+        value = layer.output
+
+
+@pytest.mark.parametrize(("kind", "rests"), [(Block, True), (Tabling, True), (Remembering, False), (Averaging, False)])
+def test_forwards_that_only_read_what_an_earlier_one_left_are_at_rest(kind: type[nn.Module], rests: bool) -> None:
+    from octopipe.runtime.stages.stage import Stage as RunningStage
+
+    torch.manual_seed(0)
+    stage = RunningStage([kind()])
+    value = torch.randn(2, WIDTH)
+    stage.forward(value)
+    stage.forward(value)
+    stage.replay.observe()
+    stage.forward(value)
+    assert stage.replay.restless() is not rests
 
 
 @needs_gpu

@@ -174,6 +174,13 @@ def test_a_pool_is_left_after_a_capture_that_broke_off():
     assert callable(torch._C._cuda_endAllocateToPool)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_handle_of_the_current_stream_is_its_own():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert private.current_raw_stream(stream.device.index) == stream.cuda_stream
+
+
 def test_the_compiler_loads_with_its_settings():
     """In a process of its own: other tests need not carry it."""
     code = (

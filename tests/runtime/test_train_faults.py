@@ -79,7 +79,7 @@ def test_a_run_that_breaks_keeps_every_good_checkpoint(nproc: int, tmp_path: Pat
             state = torch.load(file, weights_only=True)["state"]
             assert all(bool(torch.isfinite(v).all()) for v in state.values())
     if checkpoints(tmp_path):
-        assert "is good: --resume continues from it" in str(caught.value)
+        assert "is valid: --resume continues from it" in str(caught.value)
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_memory_is_what_a_walk_over_the_events_adds_up():
     program = lower(plan, costs)
     timeline = simulate(program, costs)
     moves, t, s = program.moves, plan.table(), timeline.spans
-    assert moves is not None and moves.count > 0
+    assert moves is not None and moves.number > 0
     held = {k: costs.activation_bytes[st.first : st.stop].sum() for k, st in enumerate(plan.stages)}
     away = {(int(t.stage[f]), int(t.micro_batch[f])): k for k, f in enumerate(moves.forward)}
     for rank in range(4):
@@ -123,7 +123,7 @@ def test_a_slow_link_moves_what_lies_longest():
     for rate in (1000.0, 40.0, 20.0, 0.01):
         program = lower(plan, costs.replace(host_link=Link(ms_per_byte=1 / rate)))
         assert program.moves is not None
-        counts.append(program.moves.count)
+        counts.append(program.moves.number)
         if rate == 20.0:
             stages = np.bincount(plan.table().stage[program.moves.forward], minlength=8)
             assert stages[:4].sum() > stages[4:].sum()  # the first chunk's wait for the second one's to pass

@@ -74,7 +74,7 @@ def test_an_answer_keeps_to_the_runtime_and_the_sizes_that_were_chosen() -> None
     found = planned({**asked, "runtime": "megatron"})
     assert all(row["split"].startswith("tp 2") for row in found["candidates"])
     assert list(found["commands"]) == ["megatron"] and "torchrun" in found["commands"]["megatron"]
-    with pytest.raises(OctoPipeError, match="runtime: 'abacus' is none of megatron"):
+    with pytest.raises(OctoPipeError, match="runtime: 'abacus' is not one of megatron"):
         planned({**asked, "runtime": "abacus"})
 
 

@@ -1,7 +1,8 @@
-"""What verbs share: costs from the flags of a model and a set-up, JSON out, a console that respects pipes.
+"""Functions that verbs share: costs from the flags of a model and a set-up, JSON output, a console for terminals and
+pipes.
 
-Knows: how flags become costs, and which of them a MODEL has no use for. Does not know: any verb. The flags themselves
-(flags.py) and words (text.py) are handed on from here.
+Knows: how flags become costs, and which of them have no effect for a MODEL. Does not know: any verb. The flags
+themselves (flags.py) and text helpers (text.py) are re-exported from here.
 """
 
 from __future__ import annotations

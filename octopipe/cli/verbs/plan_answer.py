@@ -1,7 +1,6 @@
-"""How the answer of `octopipe plan` is shown: the table, the winner in words, why it wins, the commands; and as JSON.
+"""The output of `octopipe plan`: the table, the selected split, why it was selected, the commands; and JSON.
 
-Knows: what is printed and in which words. Does not know: flags (plan.py) or how splits are found
-(octopipe/search/planner/).
+Knows: what is printed. Does not know: flags (plan.py) or how splits are found (octopipe/search/planner/).
 """
 
 from __future__ import annotations
@@ -204,13 +203,14 @@ def rates_words(setup: Setup) -> str:
     assert setup.gpu is not None
     if is_calibrated(setup.gpu, setup.precision, setup.stack):
         errors = "" if stack.errors is None else f" ({stack.errors.words()})"
-        return f"Rates of {stack.name}{errors}; --stack names another."
+        return f"Efficiency rates of the stack {stack.name}{errors}; --stack selects another."
     others = stacks_on(setup.gpu, setup.precision)
     instead = f" Stacks fitted on it: {', '.join(others)} (--stack)." if others else ""
     return (
-        f"Rates of {stack.name}, which no run calibrates on {setup.gpu.name} in {setup.precision}: shares of the peak "
-        "are taken over from other GPUs, precisions or single kernels, so absolute numbers may be far off; the order "
-        f"of splits is more certain.{instead}"
+        f"Efficiency rates of the stack {stack.name}, which has no calibration runs on {setup.gpu.name} in "
+        f"{setup.precision}: rates of other GPUs, precisions or single kernels are used instead, so "
+        f"absolute numbers may "
+        f"be far off; the ranking of splits is more certain.{instead}"
     )
 
 
@@ -226,8 +226,10 @@ def changes(found: Found) -> list[str]:
     if found.fastest is not None:
         gain = 100 * (best.step_ms / found.fastest.step_ms - 1.0)
         out.append(
-            f"{found.fastest.split.words()} ({found.fastest.how}) is {gain:.1f} % faster by this model, less than its "
-            "error; the simpler split with memory to spare is chosen (--margin 0 takes the fastest)."
+            f"{found.fastest.split.words()} ({found.fastest.how}) is predicted to be {gain:.1f} % "
+            f"faster, which is less "
+            "than the error of the prediction; the simpler split with memory to spare is selected (--margin 0 selects "
+            "the fastest)."
         )
     if today is None:
         return out

@@ -1,6 +1,6 @@
-"""What `train` and `profile` run: a preset in our own layers, or a Hugging Face model in its own code.
+"""The model that `train` and `profile` run: a preset in our own layers, or a Hugging Face model in its own code.
 
-Knows: which of the two MODEL means, and how both are made smaller. Does not know: how they run.
+Knows: which of the two MODEL refers to, and how both are scaled down. Does not know: how they run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every verb prints through: text of users shown as it is, whatever stands in it, on whatever terminal.
+"""The output layer of all verbs: shows users' text literally, on any terminal.
 
-Knows: which tags our own lines use (every other bracket is text), that control characters of a name must not reach a
-terminal, and what stands for a symbol where the terminal has none. Does not know: any verb.
+Knows: which markup tags our own lines use (every other bracket is text), that control characters in names must not
+reach a terminal, and which letters replace a symbol that the terminal cannot show. Does not know: any verb.
 """
 
 from __future__ import annotations

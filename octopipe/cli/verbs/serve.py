@@ -110,7 +110,7 @@ def planned(
     base = Setup(**{name: of_text(name, form_fields()[name], text) for name, text in given.items()})
     runtime = str(asked.get("runtime") or "any")
     if runtime not in RUNTIMES:
-        raise OctoPipeError(f"runtime: {brief(runtime)} is none of {', '.join(RUNTIMES)}")
+        raise OctoPipeError(f"runtime: {brief(runtime)} is not one of {', '.join(RUNTIMES)}")
     base = replace(base, gpu=card or base.gpu)
     if base.gpu is None:
         raise OctoPipeError("no GPU is selected; choose one from the list")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from octopipe.base.display import milliseconds
 from octopipe.cli.verbs.common import (
     DOES_NOT_FIT,
     PriceFrom,
@@ -34,7 +35,6 @@ from octopipe.cli.verbs.numbers import (
     contended_words,
     evenly_routed_ms,
     exchange_words,
-    milliseconds,
     model_of_plan,
     uneven_words,
 )

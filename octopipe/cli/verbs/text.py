@@ -1,6 +1,6 @@
-"""Words that verbs put into their lines: names of users' things, counted nouns.
+"""Text helpers of the verbs: users' names, and nouns with their number.
 
-Knows: how a name is told apart from our markup. Does not know: rich (screen.py), argparse (flags.py).
+Knows: how a name is protected from being read as markup. Does not know: rich (screen.py), argparse (flags.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What `octopipe train` shows: the live line while a run goes on, the verdict or the JSON object at its end.
+"""The output of `octopipe train`: the progress line during a run, and the summary or the JSON object at its end.
 
-Knows: the reports' words and numbers. Does not know: flags (`train.py`), or how training works.
+Knows: the text and numbers of the reports. Does not know: flags (`train.py`), or how training works.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         action="store_true",
-        help="let activations go to host memory and come back, where memory is short (docs/offload.md)",
+        help="allow plans that offload activations to host memory where memory is short (docs/offload.md)",
     )
     parser.add_argument(
         "--measure",

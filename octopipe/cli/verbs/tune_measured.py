@@ -93,6 +93,11 @@ def _profile_of(args: argparse.Namespace, load_profile: Any) -> Any:
     if not Path(args.model).is_file():
         raise OctoPipeError(f"{args.model}: --measure needs a profile, whose layers it runs; {mend}")
     profile = load_profile(args.model)
+    if str(profile.about.get("model_code", "")).startswith("Megatron"):
+        raise OctoPipeError(
+            f"{args.model}: measured on Megatron-Core's chunks, which only a Megatron script can build; call "
+            "octopipe.megatron.tune_measured there"
+        )
     if not isinstance(profile.about.get("recipe"), dict) or "extrapolated" in profile.about:
         raise OctoPipeError(f"{args.model}: does not state which layers were measured; {mend}")
     return profile

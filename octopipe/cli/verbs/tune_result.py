@@ -1,6 +1,6 @@
-"""How the result of `octopipe tune` is shown: the gain, over which systems, in which set-up, and what to do next.
+"""The output of `octopipe tune`: the gain over other systems, the set-up, and suggested next commands.
 
-Knows: words, tables and the JSON of a result. Does not know: flags or how the search works.
+Knows: text, tables and the JSON of a result. Does not know: flags or how the search works.
 """
 
 from __future__ import annotations

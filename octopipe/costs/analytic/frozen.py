@@ -1,11 +1,11 @@
-"""What is not trained: frozen layers, and low-rank adapters (LoRA) beside frozen matrices.
+"""Partial training: frozen layers, and low-rank adapters (LoRA) on frozen matrices.
 
-Knows: which layers of a model have no gradients, which products adapters add to a layer and how many weights they have,
-and how many FLOPs a step then needs. Does not know: how long anything takes (`layer_pricing.py`) or what it holds
-(`footprint.py`).
+Knows: which layers of a model have no gradients, which products adapters add to a layer, the number of adapter weights,
+and the FLOPs of a step. Does not know: times (`layer_pricing.py`) or memory (`footprint.py`).
 
-A frozen layer has no W, no gradient and no optimizer state. Its I is still needed where a layer before it is trained:
-the gradient has to pass. A frozen layer with nothing trained before it runs forward only and keeps nothing.
+A frozen layer has no W, no gradient and no optimizer state. Its I is still needed if an earlier layer is trained,
+because the gradient has to pass through. A frozen layer without trained layers before it runs only its forward and
+keeps no activations.
 
 Adapters (Hu et al., "LoRA", ICLR 2022) of rank r turn a product y = x M into x M + (x A) B, with A of width r. Each
 matrix of a block gets a pair, those of routed experts included; embedding and head get none.

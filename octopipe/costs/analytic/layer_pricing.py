@@ -121,6 +121,11 @@ class Pricing:
     def bytes_per_ms(self) -> float:
         return self.cluster.gpu.hbm_bytes_per_ms * self.rates.hbm
 
+    @property
+    def host_bytes_per_ms(self) -> float:
+        """Of the link to the host's memory, in each direction."""
+        return 1e6 * (self.setup.host_gb_per_s or self.cluster.gpu.host_gb_per_s)
+
     def flops_per_ms(self, precision: str) -> float:
         return self.cluster.gpu.peak_flops_per_ms(precision) * self.cluster.gpu.clock
 
@@ -380,7 +385,7 @@ def priced(
         weight = max(weight, gather + reduce - backward) + pricing.rates.hidden * hidden
     if offloaded:
         # Down behind the forward, up behind the backward of the layer after it; nothing but the layer at work is here.
-        host_ms = pricing.unless_free("host", activation / (cluster.gpu.host_gb_per_s * 1e6))
+        host_ms = pricing.unless_free("host", activation / pricing.host_bytes_per_ms)
         forward = max(forward, host_ms) + HIDDEN_COST * min(forward, host_ms)
         backward = max(backward, host_ms) + HIDDEN_COST * min(backward, host_ms)
         workspace, activation = workspace + activation, 0.0
@@ -423,4 +428,4 @@ def _update_ms(trained: Weights, pricing: Pricing) -> float:
     on_gpu = (1.0 - host) * (OPTIMIZER_BYTES + setup.gradient_bytes) / pricing.bytes_per_ms
     # Gradients go down, are used there, and updated weights come up: one after the other.
     moved = setup.gradient_bytes + WEIGHT_BYTES + HOST_UPDATE_BYTES
-    return updated * (on_gpu + host * moved / (pricing.cluster.gpu.host_gb_per_s * 1e6))
+    return updated * (on_gpu + host * moved / pricing.host_bytes_per_ms)

@@ -1,7 +1,7 @@
-"""How a set-up is asked for: fields that are keywords, flags or inputs of a form, and names as users give them.
+"""How users specify a set-up: which fields are keywords, flags or form inputs, and the aliases of fields.
 
-Knows: which fields of `Setup` each way of asking has, and other names under which a field may be given. Does not know:
-what a field holds (`fields.py`) or what a set-up means (`setup.py`).
+Knows: which fields of `Setup` each interface offers, and under which other names a field is accepted. Does not know:
+the values of a field (`fields.py`) or the meaning of a set-up (`setup.py`).
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Share(Number):
     def of_text(self, text: str) -> float:
         value = Number().of_text(text)
         if value > 1:
-            raise OctoPipeError(f"{text[:40]} is no share; give a number from 0 to 1")
+            raise OctoPipeError(f"{text[:40]} is not a share; give a number from 0 to 1")
         return value
 
 

@@ -88,8 +88,8 @@ class Setup:
     """GPUs that the experts of a layer are distributed over, inside tp * cp * dp."""
     etp: int | None = asked(
         None, Whole(), of_a_model=True, optional=True,
-        words="expert-tensor-parallel size: GPUs that divide the matrices of one expert between them",
-        unless_given="tp, or less where ep is larger than cp x dp",
+        words="expert-tensor-parallel size: GPUs that the matrices of one expert are sharded over",
+        unless_given="tp, or less if ep is larger than cp x dp",
     )  # fmt: skip
     """None: the tensor-parallel group, or less where ep is larger than cp * dp."""
     pp: int = asked(1, Whole(), is_keyword=False, words="pipeline ranks")
@@ -163,7 +163,7 @@ class Setup:
     """Tokens of the busiest expert rank over the mean, or the tokens of every expert; empty: even routing."""
     nodes_per_token: int | None = asked(
         None, Whole(), part="training", of_a_model=True, optional=True,
-        words="node-limited routing: the experts of one token lie on at most so many nodes",
+        words="node-limited routing: maximum number of nodes with experts of one token",
         unless_given="no limit",
     )  # fmt: skip
     """None: a token's experts may lie on any node."""
@@ -180,7 +180,7 @@ class Setup:
     """(first, last) of each range of layers without gradients and optimizer state."""
     offload_optimizer: float = asked(
         0.0, Share(), part="training", of_a_model=True,
-        words="share of the optimizer state that the host's memory holds and its processors update, from 0 to 1",
+        words="share of the optimizer state that is kept in host memory and updated by the CPU, from 0 to 1",
         unless_given="0",
     )  # fmt: skip
     """Of what a GPU would hold after ZeRO's division."""

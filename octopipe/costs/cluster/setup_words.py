@@ -1,6 +1,6 @@
-"""A set-up in one line of words.
+"""A set-up as one line of text.
 
-Knows: which fields are worth a word, and when. Does not know: what they mean for costs (`analytic/`).
+Knows: which fields are mentioned, and when. Does not know: what they mean for costs (`analytic/`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which parts of a layer's F and I exchange tokens, and what two ops cost each other that run together.
+"""Measures which parts of a layer's F and I exchange tokens, and how much two concurrent ops slow each other down.
 
-Knows: where exchanges begin and end (`turns.watching` hears of those that a pair would hand over at), and how a layer's
-F runs paired with its own I of another micro-batch. Does not know: layers' times as such (`profiler.py`), plans.
+Knows: where exchanges begin and end (`turns.watching` reports those at which a pair would switch), and how a layer's F
+runs paired with its own I of another micro-batch. Does not know: the times of layers (`profiler.py`), plans.
 
-Layers are run as the profiler runs them, all ranks at work and each at another layer. The rows that come out are
-milliseconds of alternating parts; a profile keeps them as shares of the layer's time (`costs/segments.py`). How much an
-exchange slows the computation beside it is the one number under which the best interleaving of the measured parts takes
-as long as the pair did.
+Layers run as in the profiler, with all ranks busy and each at a different layer. The result is the duration in
+milliseconds of alternating compute and exchange parts; a profile stores them as shares of the layer's time
+(`costs/segments.py`). The slowdown of computation by a concurrent exchange is the single number for which the best
+interleaving of the measured parts takes as long as the measured pair.
 """
 
 from __future__ import annotations

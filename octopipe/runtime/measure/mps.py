@@ -25,6 +25,8 @@ from types import TracebackType
 from octopipe.base.errors import OctoPipeError
 
 CONTROL = "nvidia-cuda-mps-control"
+SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""MPS's own variable: the part of the multiprocessors that a process may use, in percent."""
 _WAIT_S = 20.0
 
 
@@ -38,16 +40,19 @@ class Mps:
 
     @classmethod
     def start(cls, *, num_ranks: int, share_percent: float | None = None) -> Mps:
-        """Start a daemon for `num_ranks` ranks, each with an equal share of the multiprocessors.
+        """Start a daemon for `num_ranks` ranks, each with this share of the multiprocessors. Default: what the variable
+        CUDA_MPS_ACTIVE_THREAD_PERCENTAGE says where a user has set it, else equal shares of the whole GPU.
 
         Raises where MPS is missing or does not start. A daemon that the environment already names is used as
         it is, and left running.
         """
         if num_ranks < 1:
             raise OctoPipeError(f"MPS for {num_ranks} ranks; give at least 1")
-        share = 100.0 / num_ranks if share_percent is None else share_percent
+        share = _share_asked(os.environ.get(SHARE)) if share_percent is None else share_percent
+        if share is None:
+            share = 100.0 / num_ranks
         own_share = {
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share:.4g}",
+            SHARE: f"{share:.4g}",
             "CUDA_DEVICE_MAX_CONNECTIONS": str(connections(num_ranks)),
         }
         if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
@@ -133,6 +138,23 @@ def connections(num_ranks: int) -> int:
     [32, 32, 16, 8]
     """
     return min(32, max(8, 64 // num_ranks))
+
+
+def _share_asked(text: str | None) -> float | None:
+    """The share that a user has set, if any.
+
+    >>> _share_asked("12.5"), _share_asked(None)
+    (12.5, None)
+    """
+    if text is None or not text.strip():
+        return None
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 < share <= 100.0:
+        raise OctoPipeError(f"{SHARE} is {text!r}; give a percentage above 0 and up to 100, or unset it")
+    return share
 
 
 def _last_line(log: Path) -> str:

@@ -104,8 +104,14 @@ def profile_layers(
     with only so many ranks at work. `precision`: "bf16-main-fp32" keeps float32 gradients of bfloat16 layers,
     "autocast-bf16" runs forwards under autocast; default: the layers as they are.
     """
-    ring = LayerRing(layers, sample, loss_fn, target, groups=groups, group=group, precision=precision)
-    return ring.measure(repeats, warm_up, levels)
+    given = [p for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
+    before = [(p, None if p.grad is None else p.grad.clone()) for p in given]
+    try:
+        ring = LayerRing(layers, sample, loss_fn, target, groups=groups, group=group, precision=precision)
+        return ring.measure(repeats, warm_up, levels)
+    finally:
+        for parameter, gradient in before:  # what was measured must not be trained with
+            parameter.grad = gradient
 
 
 def nobody(doing: str, share: float) -> None:

@@ -113,6 +113,8 @@ class TimedRun:
             else:
                 self._optimizer = adamw([p for p in self.pipe.parameters() if p.requires_grad])
         self.timelines: list[Timeline] = []
+        self.host_us: list[float] = []
+        """What this rank's host took to issue each op of the timed steps."""
         self._wall_ms: list[float] = []
         self._loss = float("nan")
         self._peak = 0
@@ -138,6 +140,8 @@ class TimedRun:
         barrier(self.world)
         if timed:
             self._wall_ms.append(1e3 * (time.perf_counter() - began))
+            recorder = self.pipe.recorder
+            self.host_us += [1e6 * (b - a) for a, b in zip(recorder.started, recorder.ended)]
             self.timelines.append(_with_arrivals(self.pipe, self.pipe.timeline()))
             if self._cuda:
                 replayed = self.pipe.executor.ops.peak_bytes

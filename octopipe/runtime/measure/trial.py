@@ -343,9 +343,10 @@ def on_ranks(
     device: str,
     timeout_s: float = 900.0,
     listen: Callable[[Any], None] | None = None,
+    share_percent: float | None = None,
 ) -> list[Any]:
-    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS. `listen` gets
-    what the first rank tells."""
+    """Run a task of this module on ranks of this machine; ranks that must share a GPU do so under MPS, each with
+    `share_percent` of its multiprocessors (default: see `Mps.start`). `listen` gets what the first rank tells."""
     from octopipe.runtime.measure.mps import Mps
     from octopipe.runtime.ranks.launch import run_ranks
 
@@ -358,5 +359,5 @@ def on_ranks(
         raise OctoPipeError("no CUDA device here; use --device cpu")
     if gpus >= nproc:
         return run_ranks(task, nproc, job, **usual)
-    with Mps.start(num_ranks=-(-nproc // gpus)) as mps:
+    with Mps.start(num_ranks=-(-nproc // gpus), share_percent=share_percent) as mps:
         return run_ranks(task, nproc, job, environment=mps.environment, **usual)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from octopipe.runtime.measure.trial import gaps_ms
 from octopipe.runtime.measure.workload import Workload
 from octopipe.runtime.ranks.rank_process import Seat
 from octopipe.runtime.ranks.world import World
-from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, tune_measured
+from octopipe.search.measured_tuning import PUBLISHED, Outcome, Ran, Run, tune_measured
 from octopipe.search.tuner import tune
+from octopipe.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +59,6 @@ def measured_tune_task(seat: Seat, job: MeasuredTuneJob) -> Outcome:
 
 def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], None]) -> Outcome:
     """The outcome, on every rank (collective)."""
-    if world.rank != 0:
-        while True:
-            order = world.gather(None)[0]
-            if isinstance(order, Outcome):
-                return order
-            _run(job, world, *order)
-
-    def run(name: str, plan: Plan, profile: Profile) -> Ran:
-        world.gather((plan, profile))
-        return _run(job, world, plan, profile)
 
     def search(costs: CostTable, copies: bool, *, cut_head: bool = False) -> Plan:
         return tune(
@@ -85,22 +77,60 @@ def tune_on_ranks(world: World, job: MeasuredTuneJob, *, tell: Callable[[str], N
     def cut(costs: CostTable) -> Plan:
         return search(costs, False, cut_head=True)
 
-    outcome = tune_measured(
-        job.profile,
-        world.size,
-        job.num_micro_batches,
-        run=run,
-        search=search,
-        kinds=job.work.kinds,
-        systems=job.systems,
-        copies=job.copies,
-        also={"with a cut head": cut} if job.cut_head else {},
-        rounds=job.rounds,
-        budget_s=job.budget_s,
-        tell=tell,
-    )
+    def loop(run: Run) -> Outcome:
+        return tune_measured(
+            job.profile,
+            world.size,
+            job.num_micro_batches,
+            run=run,
+            search=search,
+            kinds=job.work.kinds,
+            systems=job.systems,
+            copies=job.copies,
+            also={"with a cut head": cut} if job.cut_head else {},
+            rounds=job.rounds,
+            budget_s=job.budget_s,
+            tell=tell,
+        )
+
+    return led(world, partial(_run, job, world), loop)
+
+
+def led(world: World, run_here: Callable[[Plan, Profile], Ran], loop: Callable[[Run], Outcome]) -> Outcome:
+    """What `loop` returns on rank 0, known to every rank (collective).
+
+    Rank 0 decides what is run next: its loop gets a function that runs a plan on all ranks. The others follow until it
+    is through. `run_here` is a rank's own part of a run.
+    """
+    if world.rank != 0:
+        while True:
+            order = world.gather(None)[0]
+            if isinstance(order, Outcome):
+                return order
+            run_here(*order)
+
+    def run(name: str, plan: Plan, profile: Profile) -> Ran:
+        world.gather((plan, profile))
+        return run_here(plan, profile)
+
+    outcome = loop(run)
     world.gather(outcome)
     return outcome
+
+
+def ran(timelines: Sequence[Timeline], host_us: Sequence[float] = (), peak_bytes: Sequence[float] = ()) -> Ran:
+    """What the timed steps of a plan showed, from their timelines."""
+    gaps = [gap for timeline in timelines for gap in gaps_ms(timeline)]
+    makespans = [t.makespan_ms for t in timelines]
+    middle = timelines[int(np.argsort(makespans)[len(makespans) // 2])]
+    return Ran(
+        steps_ms=tuple(makespans),
+        op_ms=np.median([t.spans.end_ms - t.spans.start_ms for t in timelines], axis=0),
+        start_ms=middle.spans.start_ms,
+        gap_ms=max(0.0, float(np.median(gaps or [0.0]))),
+        host_us=tuple(float(x) for x in np.percentile(host_us, (10, 50, 90))) if len(host_us) else (),
+        peak_gib=tuple(b / (1 << 30) for b in peak_bytes),
+    )
 
 
 def _run(job: MeasuredTuneJob, world: World, plan: Plan, profile: Profile) -> Ran:
@@ -109,12 +139,5 @@ def _run(job: MeasuredTuneJob, world: World, plan: Plan, profile: Profile) -> Ra
         warm_up = max(2, run.pipe.executor.ops.warm_up_steps)
         for k in range(warm_up + job.steps):
             run.step(timed=k >= warm_up)
-        trial = run.trial()
-        took = [t.spans.end_ms - t.spans.start_ms for t in run.timelines]
-        gaps: Sequence[float] = [gap for timeline in run.timelines for gap in gaps_ms(timeline)]
-    return Ran(
-        steps_ms=trial.steps_ms,
-        op_ms=np.median(took, axis=0),
-        gap_ms=max(0.0, float(np.median(gaps or [0.0]))),
-        peak_gib=tuple(b / (1 << 30) for b in trial.peak_bytes),
-    )
+        peak = run.trial().peak_bytes
+        return ran(run.timelines, run.host_us, peak)

@@ -1,12 +1,12 @@
 """The two numbers per token of a shard of the head, without full-precision logits of a whole micro-batch.
 
-Knows: how a shard's projection, its part of the softmax's sum and the target's logit are made block by block, and their
-gradients. Does not know: how the loss is made of several shards (`stages/shards.py`), or where the other shards are.
+Knows: how a shard's projection, its log-sum-exp and the target's logit are computed block by block, and their
+gradients. Does not know: how the loss is computed from several shards (`stages/shards.py`), or where the others are.
 
-Forward, I and W are one GEMM each, as they are for a whole head (`head.py`). Forward keeps the softmax over the shard's
-own words in the activations' dtype. With the gradients g of the sum's logarithm and h of the target's logit, the slope
-of a logit is g * p, and g * p + h at the target. Backward writes p + h / g into the target's place, where rounding is
-relative to the slope itself, and multiplies whole rows by g after the GEMM, in full precision.
+Forward, I and W are one GEMM each, as for a whole head (`head.py`). Forward keeps the softmax p over the shard's part
+of the vocabulary in the activations' dtype. With the gradients g of the log-sum-exp and h of the target's logit, the
+gradient of a logit is g * p, and g * p + h at the target. Backward writes p + h / g at the position of the target,
+where rounding is relative to the gradient itself, and multiplies whole rows by g after the GEMM, in full precision.
 """
 
 from __future__ import annotations

@@ -42,23 +42,23 @@ from octopipe.runtime.ranks.watch import Watch, gently
 __all__ = ["RankError", "Seat", "Work", "by_rank", "join_ranks", "load_kernels_early", "run_ranks", "stop", "warm_up"]
 
 GROUP_TIMEOUT_S = 1800.0
-"""Of collectives that name no other: ranks wait that long for one that tunes or loads. A death is noticed at once."""
+"""Default timeout of collectives: how long ranks wait for one that tunes or loads. A dead rank is noticed at once."""
 
 
 LEAST_DESCRIPTORS = 64
-"""Open files of the process that starts ranks, beside eight for each of them."""
+"""Open files of the process that starts ranks, in addition to eight for each rank."""
 
 
 Listener = Callable[[Any], None]
 
 
 def under_torchrun() -> bool:
-    """Has something else started the ranks already?"""
+    """Whether something else (such as torchrun) has already started the ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def allow_descriptors(count: int) -> None:
-    """Let this process have so many open files, or say that it may not: what starts ranks would break half-way."""
+    """Raise this process's limit of open files as needed, or report that it cannot be raised, before ranks start."""
     try:
         import resource
     except ImportError:  # not where the system knows no such limit
@@ -74,7 +74,7 @@ def allow_descriptors(count: int) -> None:
 
 
 def started_ranks() -> int | None:
-    """How many ranks something else has started; None where nothing has."""
+    """The number of ranks that something else has started, or None."""
     return place_from(os.environ).size if under_torchrun() else None
 
 
@@ -160,7 +160,7 @@ def run_ranks(
 
 
 def by_rank(task: Callable[[int, int, Any], Any]) -> Work:
-    """A function of rank, number of ranks and payload as work of a seat."""
+    """Turns a function of rank, number of ranks and payload into work for a seat."""
     return partial(_call_by_rank, task)
 
 
@@ -170,7 +170,7 @@ def _call_by_rank(task: Callable[[int, int, Any], Any], seat: Seat, payload: Any
 
 @contextlib.contextmanager
 def _surroundings(environment: Mapping[str, str]) -> Iterator[None]:
-    """The environment of processes that start meanwhile."""
+    """Sets the environment of processes that are started within this context."""
     before = {key: os.environ.get(key) for key in environment}
     os.environ.update(environment)
     try:
@@ -216,7 +216,7 @@ def join_ranks(
 
 
 def _is_first_to_fail() -> bool:
-    """Ranks that fail because another one did keep quiet."""
+    """Whether this rank failed first; ranks that fail because of another one do not report."""
     from octopipe.runtime.torch_private import default_store
 
     try:
@@ -233,7 +233,7 @@ def _end_server() -> None:
 
 
 def stop(processes: Sequence[Any]) -> None:
-    """End what still runs: politely, then not."""
+    """End all running processes, first with SIGTERM, then with SIGKILL."""
     for process in processes:
         if process.is_alive():
             process.terminate()

@@ -45,7 +45,7 @@ class Layers:
         self.plan, self.world, self.device = plan, world, device
         self.loss_layer = last = plan.num_layers
         self.ranks_of: dict[int, set[int]] = {}
-        """By layer: the ranks that hold it."""
+        """For each layer, the ranks that hold it."""
         for stage in plan.stages:
             for k in range(stage.first, stage.stop):
                 self.ranks_of.setdefault(k, set()).add(stage.rank)
@@ -82,7 +82,7 @@ class Layers:
                 "the loss has parameters on one rank and none on another; give all ranks the same loss_fn"
             )
         self.has_loss = True in trained
-        """Whether the loss has parameters (or buffers) of its own."""
+        """Whether the loss has parameters or buffers."""
         if self.has_loss:
             self.ranks_of[last] = self.ranks_of[last - 1]
         self._canonical = _merge([t for _, theirs, _ in said for t in theirs], last + self.has_loss)
@@ -91,7 +91,7 @@ class Layers:
         self._places = self._registered()
         everything = (inner for module in self.modules.values() for inner in module.modules())
         self._resharded = any(isinstance(inner, FSDPModule) for inner in everything)
-        """FSDP2 puts whole parameters in the place of its shards, for a while."""
+        """Whether FSDP2 temporarily replaces its shards by whole parameters."""
         self.named: dict[str, nn.Parameter] = self._named_now()
         self._layers_of: dict[int, set[int]] = {}
         for k, module in self.modules.items():
@@ -114,7 +114,7 @@ class Layers:
             )
 
     def _part(self, layer: int) -> tuple[int, int] | None:
-        """Which shard of a layer this rank holds; None where it holds the whole."""
+        """Which shard of a layer this rank holds; None if it holds the whole layer."""
         held = {s.shard for s in self.plan.stages if s.rank == self.world.rank and s.first <= layer < s.stop}
         if len(held) > 1:
             raise OctoPipeError(
@@ -123,12 +123,12 @@ class Layers:
         return next(iter(held))
 
     def is_cut(self, name: str) -> bool:
-        """Whether this rank holds a part of the parameter `layer.name`, and other ranks the others."""
+        """Whether this rank holds only a part of the parameter `layer.name`."""
         layer, _, path = name.partition(".")
         return path in getattr(self.modules.get(int(layer)), "cut_parameters", ())
 
     def _members(self) -> dict[str, set[str]]:
-        """Every tie's names, by its first name; refused where the plan cuts only some of their layers."""
+        """The names of every tie, by its first name; raises if the plan splits only some of their layers."""
         members: dict[str, set[str]] = {}
         for name, key in self._canonical.items():
             members.setdefault(key, {key}).add(name)
@@ -157,9 +157,9 @@ class Layers:
         return out
 
     def refresh(self) -> list[Shared]:
-        """Take over parameters that were put in the place of others since; returns them.
+        """Take over parameters that have been replaced since the last call; returns them.
 
-        Other names than there were would need other ties and other optimizer groups on every rank: an error.
+        Different names would need other ties and optimizer groups on every rank, which is an error.
         """
         if self._resharded:
             return []
@@ -180,7 +180,7 @@ class Layers:
         return replaced
 
     def untouched(self) -> bool:
-        """Whether every parameter stands where it stood: a quick look, for every step."""
+        """Whether every parameter is still the same object: a quick check for every step."""
         return self._resharded or all(name in held and held[name] is p for held, name, p in self._places)
 
     def _registered(self) -> list[tuple[Any, str, nn.Parameter | None]]:
@@ -192,7 +192,7 @@ class Layers:
         ]
 
     def _tie_here(self) -> None:
-        """Make parameters that are one, one object on this rank."""
+        """Make tied parameters one object on this rank."""
         first: dict[str, nn.Parameter] = {}
         for name, key in sorted(self._canonical.items(), key=lambda item: int(item[0].split(".", 1)[0])):
             layer, path = name.split(".", 1)
@@ -221,7 +221,7 @@ class Layers:
         return self._shared
 
     def holder_sets(self) -> list[tuple[int, ...]]:
-        """Sets of more than one rank that hold a parameter of ours, in one order for all."""
+        """The sets of several ranks that share a parameter of this rank, in an order that is the same everywhere."""
         return sorted({s.holders for s in self._shared if len(s.holders) > 1})
 
     # -- names ----------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class _SharedObjects:
         return out
 
     def moved(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module on its device; a buffer that others have, too, stays one."""
+        """Moves the module to its device; shared buffers stay one object."""
         before = [(inner, key, b) for inner in module.modules() for key, b in inner._buffers.items() if b is not None]
         module = module.to(device)
         for inner, key, buffer in before:
@@ -335,7 +335,7 @@ def _object_ties(layers: Sequence[Any]) -> list[list[str]]:
 
 
 def _named_ties(modules: Mapping[int, nn.Module]) -> list[list[str]]:
-    """What modules say themselves: `tied_to = {"weight": "embedding"}`, every name with its tie's."""
+    """Ties that modules declare: `tied_to = {"weight": "embedding"}`, as pairs of name and tie name."""
     return [
         [f"tie {key}", f"{k}.{name}"]
         for k, module in modules.items()

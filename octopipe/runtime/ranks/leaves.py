@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from octopipe.base.errors import OctoPipeError
 
 LOOKS = 2
-"""Forwards of every stage that are looked at."""
+"""Number of forwards of every stage that are inspected."""
 
 
 class LeafWatch:
-    """Looks at the first forwards of an executor's stages; `finish`, after every step, tells what was found."""
+    """Inspects the first forwards of an executor's stages; `finish`, called after every step, reports the findings."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LeafWatch:
             self._watched[number] = executor.chains[number] = _Watching(chain, self._look)
 
     def finish(self, world: Any) -> bool:
-        """Whether all was seen; every rank raises what any rank found (collective)."""
+        """Whether the inspection is complete; every rank raises what any rank has found (collective)."""
         told = [text for text in world.gather(self._found) if text]
         done = bool(told) or all(w.looks >= LOOKS for w in self._watched.values())
         if done:

@@ -26,7 +26,7 @@ MOST_RANKS = 1 << 20
 
 
 class Place(NamedTuple):
-    """Where whoever started this process says that it stands."""
+    """The position of this process according to its launcher."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Place(NamedTuple):
 
 
 def place_from(known: Mapping[str, str]) -> Place:
-    """The place that the environment names; one line where its variables contradict each other.
+    """The position according to the environment; raises if its variables contradict each other.
 
     >>> place_from({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
     Place(rank=1, size=2, local_rank=1)
@@ -59,7 +59,7 @@ def _number(known: Mapping[str, str], name: str, least: int, most: int) -> int:
 
 
 def local_store() -> Any:
-    """A store that only this host can reach: torch's own would listen on every interface."""
+    """A store that is reachable only from this host; torch's own would listen on every interface."""
     import torch.distributed as dist
 
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -82,7 +82,7 @@ def local_store() -> Any:
 
 
 def meet(place: Place, backend: str, timeout_s: float) -> None:
-    """Join the ranks that something else has started, within this time; a signal is heard meanwhile."""
+    """Join the ranks that something else has started, within this time; signals are handled while waiting."""
     import torch.distributed as dist
 
     from octopipe.runtime.wire.telling import PeerError, peer_words
@@ -120,7 +120,7 @@ def _serves_the_store(place: Place) -> bool:
 
 
 def _wait_for_port(host: str, port: int, where: str, timeout_s: float) -> None:
-    """Until somebody listens there; what stands in its way is said in one line."""
+    """Wait until the port accepts connections; raises a one-line error otherwise."""
     from octopipe.runtime.wire.telling import PeerError
 
     end = time.monotonic() + timeout_s
@@ -142,7 +142,7 @@ def _wait_for_port(host: str, port: int, where: str, timeout_s: float) -> None:
 
 
 def aside(call: Callable[[], Any], seconds: float) -> None:
-    """Run a call that waits in C++ in a thread of its own, so that this one hears signals; TimeoutError after that."""
+    """Run a call that waits in C++ in a separate thread, so that this one handles signals; may raise TimeoutError."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -30,7 +30,7 @@ DATA = (
     "dp", "ddp", "data", "data_parallel", "replicate", "dp_replicate", "shard", "dp_shard", "fsdp", "hsdp", "dp_cp",
     "dp_shard_cp", "cp", "ep",
 )  # fmt: skip
-"""Names of dimensions whose ranks take different batches (or parts of a sequence), unless the caller says otherwise."""
+"""Default names of dimensions whose ranks take different batches (or parts of a sequence)."""
 MODEL = ("tp", "tp_sp", "tensor", "tensor_parallel", "model", "etp", "sp")
 """Names of dimensions whose ranks share a batch; modules keep their own parameters right (DTensor does)."""
 
@@ -39,7 +39,7 @@ Axes = dict[str, dist.ProcessGroup]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """A mesh read."""
+    """The roles of the dimensions of a mesh."""
 
     pipeline: dist.ProcessGroup
     data: Axes
@@ -51,7 +51,7 @@ class Roles:
 
 
 def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_dims: Sequence[str] | None) -> Roles:
-    """What each dimension is; an error where one is neither known by its name nor named by the caller."""
+    """The role of each dimension; raises if a name is neither known nor assigned by the caller."""
     names = mesh.mesh_dim_names or ()
     if pp_dim not in names:
         raise OctoPipeError(
@@ -90,12 +90,12 @@ def roles(mesh: DeviceMesh, pp_dim: str, dp_dims: Sequence[str] | None, model_di
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How one parameter's gradients become the mean's."""
+    """How the gradients of one parameter become those of the mean loss."""
 
     axes: tuple[str, ...] = ()
     """Data dimensions over which they are averaged here."""
     divisor: int = 1
-    """What they are divided by besides: ranks of dimensions along which the parameter is sharded."""
+    """An additional divisor: the number of ranks along dimensions over which the parameter is sharded."""
     scattered: tuple[str, ...] = ()
     """Those of these dimensions along which nobody but the caller (`sharded`) knows that values differ."""
 

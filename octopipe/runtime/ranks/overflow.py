@@ -31,7 +31,7 @@ from octopipe.runtime.ranks.world import World, all_reduce
 
 
 def share_overflow(parameters: Iterable[Tensor], world: World, device: torch.device, timeout_s: float) -> None:
-    """Put an infinity among this rank's gradients where any rank's are not finite (collective over all ranks)."""
+    """Set one of this rank's gradients to infinity if those of any rank are not finite (collective)."""
     with torch.no_grad():
         gradients = [p.grad for p in parameters if p.grad is not None]
         bad = torch.zeros(1, dtype=torch.float32, device=device)
@@ -94,7 +94,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
 def computes_in_half(
     autocast: Callable[[], AbstractContextManager[Any]] | None, device: torch.device, parameters: Iterable[Tensor]
 ) -> bool:
-    """Whether float16 is at work, in whose range a scaled loss overflows now and then."""
+    """Whether float16 is used, whose range a scaled loss occasionally exceeds."""
     if any(p.dtype == torch.float16 for p in parameters):
         return True
     if autocast is None:

@@ -41,7 +41,7 @@ class Owners:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Give every parameter its owner's values (collective)."""
+        """Broadcast the values of every parameter from its owner (collective)."""
         running: list[tuple[Any, Tensor, list[nn.Parameter]]] = []
         with told():
             for owner in range(self._world.num_replicas):

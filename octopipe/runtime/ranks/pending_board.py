@@ -20,17 +20,17 @@ import torch.distributed as dist
 from octopipe.runtime.ranks.world import World
 
 LOOK_EVERY_S = 0.1
-"""How often a thread that watches a device looks whether the rank it waits for still lives."""
+"""How often the watchdog of a device checks whether the rank it waits for is still alive."""
 PATIENCE_S = 2.0
 """For lines still missing when a rank gives up: who waits like it has written long before, who hangs never will."""
 
 
 FAILED = "failed"
-"""How the line of a rank begins whose own error it is."""
+"""Prefix of the line of a rank that failed itself."""
 MOST_SEATS = 1024
-"""So many processes of the job are asked what they have told."""
+"""Maximum number of processes of the job whose reports are read."""
 SPEAK_AFTER_S = 20.0
-"""Without progress of a device for so long, say what it waits for."""
+"""After this long without progress of a device, report what it waits for."""
 
 
 def _print(line: str) -> None:
@@ -52,7 +52,7 @@ def line_key(rank: int) -> str:
 
 
 class Board:
-    """One line per rank of a pipeline, in the store."""
+    """A board with one line per rank of a pipeline, in the store."""
 
     def __init__(self, store: dist.Store | None, name: str, rank: int, num_ranks: int):
         self._store, self._name = store, name
@@ -68,9 +68,9 @@ class Board:
         return f"octopipe/{self._name}/{rank}"
 
     def write(self, line: str, *, last: bool = False) -> None:
-        """Put up this rank's line (never raises: the store's host may be the rank that died).
+        """Write this rank's line (never raises, because the host of the store may have died).
 
-        After a rank's `last` words nothing changes its line: the others may come to read it later.
+        After a rank's `last` line nothing changes it, because the others may read it later.
         """
         if self._last:
             return
@@ -83,13 +83,13 @@ class Board:
                 self._store = None
 
     def say(self, text: str) -> None:
-        """For whoever has started the ranks: why this process is about to end."""
+        """Tell the launcher why this process is about to end."""
         if self._store is not None:
             with suppress(Exception):
                 self._store.set(line_key(self._seat), text)
 
     def clear(self) -> None:
-        """Take the line down."""
+        """Remove the line."""
         self._own = self._own if self._last else ""
         if self._store is not None and not self._last:
             try:
@@ -99,7 +99,7 @@ class Board:
                 self._store = None
 
     def collect(self, *, patience_s: float) -> list[str]:
-        """Everybody's lines, after waiting at most `patience_s` for those that are missing."""
+        """The lines of all ranks, after waiting at most `patience_s` for missing ones."""
         lines = {self.rank: self._own} if self._own else {}
         end = time.monotonic() + patience_s
         while True:
@@ -116,7 +116,7 @@ class Board:
         return [f"rank {r}: {lines.get(r, 'no answer')}" for r in range(self.num_ranks)]
 
     def failed_elsewhere(self) -> str:
-        """What failed in this job, in whichever pipeline; "" where nobody has said so."""
+        """What failed in any pipeline of this job; "" if nothing has been reported."""
         if self._store is None or not dist.is_initialized():
             return ""
         with suppress(Exception):
@@ -140,7 +140,7 @@ class Place(NamedTuple):
 
 
 class _Probe:
-    """Asks where a rank is, again and again, in a thread of its own: the driver may never answer."""
+    """Polls the position of a rank in a separate thread, because the driver may never answer."""
 
     def __init__(self, where: Callable[[], Place], busy: Callable[[], bool] | None, pause_s: float):
         self._where, self._busy, self._pause_s = where, busy, pause_s

@@ -32,12 +32,12 @@ def unheard(_: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where a rank sits."""
+    """The position of a rank in its run."""
 
     rank: int
     size: int
     local_rank: int
-    """Among the ranks of this machine: picks the GPU."""
+    """Index among the ranks of this machine, which selects the GPU."""
     tell: Callable[[Any], None] = field(default=unheard)
     """Send a word of plain values to whoever started the run; only the first rank's are heard."""
 
@@ -70,7 +70,7 @@ CHATTER = (
     ".*no current CUDA context.*",  # autograd's threads meet cuBLAS first; it finds the context by itself
     "resource_tracker: There appear to be.*leaked",  # ranks end at once, and the system takes back what they held
 )
-"""Warnings that tell a user nothing he could mend."""
+"""Warnings that a user can do nothing about."""
 
 
 def _quiet() -> None:
@@ -84,7 +84,7 @@ def _quiet() -> None:
 
 
 def begin(start: Start, rank: int, pipe: Connection) -> None:
-    """A rank's whole life."""
+    """The main function of a rank process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
     _quiet()
     threading.Thread(target=_follow_parent, daemon=True).start()

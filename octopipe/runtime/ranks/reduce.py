@@ -49,7 +49,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Parameters reduced in one message."""
+    """Parameters that are reduced in one message."""
 
     parameters: list[nn.Parameter]
     holders: tuple[int, ...]
@@ -125,7 +125,7 @@ class Reducer:
         return not self._shared and not self._tensors
 
     def _build(self) -> None:
-        """Cut the buckets. Holders of a shared parameter must cut the same, so only its own facts count."""
+        """Form the buckets. Holders of a shared parameter must form the same ones, so only its own properties count."""
         self._trainable = tuple(s.parameter.requires_grad for s in self._shared)
         self.buckets = []
         opened: dict[Any, tuple[Bucket, int]] = {}
@@ -144,7 +144,7 @@ class Reducer:
             opened[where] = (bucket, size + nbytes)
 
     def begin_step(self) -> None:
-        """Set gradients of earlier steps aside (they are reduced already)."""
+        """Set gradients of earlier steps aside, which have already been reduced."""
         if self._trainable != tuple(s.parameter.requires_grad for s in self._shared):
             self._build()  # something was frozen or thawed, on all ranks alike
         self._next = 0
@@ -156,7 +156,7 @@ class Reducer:
                 p.grad = None
 
     def give_up(self) -> None:
-        """The step broke off: the gradients of earlier steps come back, its own are dropped."""
+        """After an interrupted step: restore the gradients of earlier steps and drop its own."""
         for bucket in self.buckets:
             for p, before in zip(bucket.parameters, bucket.before):
                 p.grad = before
@@ -211,7 +211,7 @@ class Reducer:
         return True
 
     def finish(self) -> None:
-        """Wait for everything and put the sums in place."""
+        """Wait for all reductions and assign the sums."""
         while self._next < len(self.buckets):  # layers that ran no op in this step, and what goes through the host
             self._start(self.buckets[self._next])
             self._next += 1

@@ -38,7 +38,7 @@ class Replicas:
         self._agree(plan, sharded)
 
     def shared_buffers(self) -> SharedBuffers:
-        """What keeps the buffers of copies alike, from now on."""
+        """The object that keeps the buffers of copies synchronised."""
         axes = {name: self.reaches[name].axes for name in self._buffers}
         layers = self._layers
         elsewhere = layers.buffers_elsewhere if layers.buffers_are_one else None
@@ -72,7 +72,7 @@ class Replicas:
             )
 
     def make_equal(self) -> None:
-        """Every copy takes the value of its first holder, in the first pipeline."""
+        """Set every copy to the value of its first holder in the first pipeline."""
         world = self._world
         for s in sorted(self._layers.shared(), key=lambda s: s.key):
             self._spread(s.key, s.parameter, s.holders)

@@ -36,7 +36,7 @@ def has_no_default(module: nn.Module, name: str) -> bool:
 
 
 def called(module: nn.Module, value: Any, one: bool, names: Sequence[str], side: Mapping[str, Any] | None) -> Any:
-    """What a module returns for the value of the layer before it."""
+    """Calls a module with the output of the preceding layer and returns its result."""
     more = {name: side[name] for name in names if name in side} if names and side else {}
     if one or isinstance(value, Tensor):
         return module(value, **more) if more else module(value)
@@ -48,7 +48,7 @@ def called(module: nn.Module, value: Any, one: bool, names: Sequence[str], side:
 
 
 class Loss:
-    """A loss function with its target: what follows the last layer."""
+    """A loss function with its target, called after the last layer."""
 
     __slots__ = ("function", "target")
 

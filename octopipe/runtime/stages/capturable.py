@@ -37,7 +37,7 @@ def modules_of(chain: StageChain) -> list[nn.Module]:
 
 
 def fixed_reason(chain: StageChain) -> str:
-    """Why a stage can never be captured, as far as its modules alone show; empty where nothing speaks against it."""
+    """Why a stage can never be captured, judging by its modules alone; empty if there is no such reason."""
     for module in modules_of(chain):
         name = type(module).__name__
         if isinstance(module, DistributedDataParallel) or type(module).__name__.startswith("FSDP"):
@@ -55,13 +55,13 @@ def fixed_reason(chain: StageChain) -> str:
 
 
 class Facts:
-    """What a graph of some modules takes for granted, as a list that is equal as long as it holds."""
+    """The conditions that a graph of some modules depends on, as a list that stays equal while they hold."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = list(dict.fromkeys(modules))
 
     def read(self) -> list[Any]:
-        """The facts now; a fraction of a millisecond for a hundred modules."""
+        """The current facts; takes a fraction of a millisecond for a hundred modules."""
         seen: list[Any] = [
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),
@@ -101,7 +101,7 @@ class Facts:
 
 
 class Watch:
-    """Looks on while stages run call by call; `reasons` says of stages what speaks against capturing them."""
+    """Observes stages while they run eagerly; `reasons` states per stage why it cannot be captured."""
 
     def __init__(self, chains: dict[int, StageChain]):
         self._chains = chains
@@ -110,7 +110,7 @@ class Watch:
 
     @contextmanager
     def op(self, stage: int, *, seeded: bool) -> Iterator[None]:
-        """Around one op of a stage. `seeded`: generators are set anew before every layer and the loss."""
+        """Context of one op of a stage. `seeded`: generators are seeded before every layer and the loss."""
         if stage in self.reasons:
             yield
             return
@@ -142,7 +142,7 @@ class Watch:
 
 
 class _Draws:
-    """Notices which layer of a stage draws random numbers, on the host or on the device."""
+    """Detects which layer of a stage draws random numbers, on the host or on the device."""
 
     def __init__(self, chain: StageChain, seeded: bool):
         self._layers = [
@@ -180,7 +180,7 @@ class _Draws:
 
 
 def _collectives() -> int:
-    """How many collectives this process has begun, as far as its groups count them."""
+    """The number of collectives that this process has started, as far as its groups count them."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     total = 0

@@ -20,11 +20,11 @@ from octopipe.runtime.stages.stage import Stage
 
 Autocast = Callable[[], AbstractContextManager[Any]] | None
 Forward = tuple[Any, Any, list[bool] | None]
-"""What F leaves for the other ops, its output, and leaf by leaf which outputs take a gradient (None: not known)."""
+"""What F keeps for the other ops, its output, and for each leaf whether it takes a gradient (None: not known)."""
 
 
 class StageChain:
-    """The parts of one stage: usually one, more where only some of its layers are recomputed."""
+    """The parts of one stage: usually one, several if only some of its layers are recomputed."""
 
     def __init__(self, parts: Sequence[tuple[Stage, bool]]):
         self.parts = list(parts)
@@ -58,10 +58,10 @@ class StageChain:
         side: Mapping[str, Any] | None = None,
         parcel: Parcel | None = None,
     ) -> tuple[list[StageRun], Any, list[bool] | None]:
-        """F: the runs, the output and, leaf by leaf, which outputs take a gradient (None: not known yet).
+        """F: the runs, the output and, for each leaf, whether it takes a gradient (None: not known yet).
 
-        `again`: R will come, for the parts that recompute. Not `keep`: there will be no backward. `parcel`: what is
-        saved goes to host memory (such a stage has one part).
+        `again`: R will follow for the parts that recompute. Without `keep` there will be no backward. `parcel`: saved
+        tensors go to host memory (such a stage has one part).
         """
         runs = []
         last = self.parts[-1][0]
@@ -103,12 +103,12 @@ class StageChain:
 
 
 class Ops:
-    """Runs ops one by one, each as its layers' own calls."""
+    """Runs ops eagerly, one by one."""
 
     warm_up_steps = 1
-    """Steps of a run whose times say nothing about those that follow."""
+    """Number of initial steps whose times are not representative of later ones."""
     peak_bytes = 0
-    """Memory that steps use beside what torch's books say, at most."""
+    """Maximum memory of steps that torch's allocator statistics do not include."""
     captured = 0
     """Ops that are replayed from graphs."""
 
@@ -116,13 +116,13 @@ class Ops:
         self.chains, self._autocast, self.host = chains, autocast, host
 
     def begin_step(self) -> None:
-        """A training step begins; `.grad` is what it will be added to."""
+        """Called at the start of a training step, when `.grad` has its initial value."""
 
     def end_step(self, *, whole: bool) -> None:
-        """It has been issued, `whole` or broken off."""
+        """Called when a step has been issued, completely (`whole`) or interrupted."""
 
     def close(self) -> None:
-        """No step will come any more."""
+        """Called after the last step."""
 
     def forward(
         self,

@@ -30,7 +30,7 @@ from octopipe.runtime.values import flatten
 
 
 class Elsewhere:
-    """What the forwards of one run of layers must leave no graph in."""
+    """The places in which the forwards of one group of layers must not store tensors with a graph."""
 
     def __init__(self, things: Sequence[tuple[str, weakref.ref[Any]]], loss_fn: Any):
         """`things`: layers of other stages, with what to call them; `loss_fn`: None where it follows these layers."""
@@ -38,7 +38,7 @@ class Elsewhere:
         self._looked: set[Any] = set()
 
     def check(self, before: Snapshot, moved: Sequence[Box]) -> None:
-        """Look at what a forward has left in these places, which it has changed."""
+        """Check what a forward has stored in these places, which it has changed."""
         known = before.tensors
         for box in moved:
             key = next((k for k, v in items_of(box.read()) if _has_graph(v, known)), None)
@@ -66,7 +66,7 @@ class Elsewhere:
 def keep_apart(
     plan: Plan, chains: Mapping[int, StageChain], layers: Mapping[int, weakref.ref[nn.Module]], loss_fn: Any
 ) -> None:
-    """Let every run of layers know what is elsewhere. `layers`: all that are known here, whichever rank has them."""
+    """Tell every group of layers which places belong to others. `layers`: all known layers, on any rank."""
     last = {route[-1] for route in plan.routes}
     for number, chain in chains.items():
         for k, (stage, _) in enumerate(chain.parts):
@@ -78,7 +78,7 @@ def keep_apart(
 
 
 def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Collection[int]]) -> None:
-    """A word about layers that count or keep something and are held by several ranks of the plan."""
+    """Warn about layers with state that several ranks of the plan hold."""
     for chain in chains.values():
         for stage, _ in chain.parts:
             holders = sorted(ranks_of.get(stage.first_layer, ()))
@@ -94,7 +94,7 @@ def warn_of_copies(chains: Mapping[int, StageChain], ranks_of: Mapping[int, Coll
 
 
 def known_layers(layers: Sequence[Any] | Mapping[int, Any]) -> dict[int, weakref.ref[nn.Module]]:
-    """Layers that are modules already, by number; they may go when their owner lets them go."""
+    """Layers that are already modules, by number, as weak references."""
     pairs = layers.items() if isinstance(layers, Mapping) else enumerate(layers)
     return {k: weakref.ref(layer) for k, layer in pairs if isinstance(layer, nn.Module)}
 
@@ -105,7 +105,7 @@ def _holds(found: Snapshot, box: Box, key: Any) -> bool:
 
 
 def _has_graph(value: Any, known: Mapping[int, Any]) -> bool:
-    """Whether a value holds a tensor with a history that was not there before."""
+    """Whether a value contains a tensor with a new autograd history."""
     if isinstance(value, Tensor):
         return value.grad_fn is not None and id(value) not in known
     if not isinstance(value, (list, tuple, dict)) or len(value) > 64:

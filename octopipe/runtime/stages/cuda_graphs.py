@@ -42,31 +42,31 @@ from octopipe.runtime.torch_private import foreach_zero_
 from octopipe.runtime.values import build, flatten
 
 COLD_STEPS = 2
-"""Call by call: what stages' forwards keep is learned there, and R compared with F."""
+"""Number of eager steps, in which the state of forwards is learned and R is compared with F."""
 WARM_UP_STEPS = COLD_STEPS + 2
-"""Those, one that is watched and one that is captured: steps before the first that only replays."""
+"""The eager steps, the observed one and the captured one: steps before the first that only replays."""
 MOST_CAPTURES = 4
-"""How often graphs are made anew before they are given up: something changes all the time."""
+"""How often graphs are captured again before giving up, because something changes all the time."""
 COLD, WATCHED, CAPTURING, REPLAYING, OFF = range(5)
 _log = logging.getLogger("octopipe.graphs")
 
 
 class Captured(NamedTuple):
-    """One op's graph with what goes in and what comes out."""
+    """The graph of one op with its inputs and outputs."""
 
     graph: Graph
     inputs: Inputs
     form: Any
     """How the outputs are nested."""
     outputs: list[Any]
-    """Views of where the graph leaves them."""
+    """Views of the memory to which the graph writes them."""
     needs: list[bool] | None = None
     then: Any = None
     """The function after the last layer, without its target."""
 
 
 class Passage:
-    """What F leaves in a cell: one micro-batch whose ops are captured (`runs`), or replayed (None)."""
+    """What F stores in a cell: one micro-batch whose ops are being captured (`runs`) or replayed (None)."""
 
     __slots__ = ("runs",)
 
@@ -75,15 +75,15 @@ class Passage:
 
 
 class Seen(NamedTuple):
-    """The first micro-batch of a stage in the watched step, for the trial."""
+    """The first micro-batch of a stage in the observed step, used for the trial capture."""
 
     kinds: list[str]
     given: dict[str, Any]
-    """By op: the forms of what it was given, leaf by leaf."""
+    """For each op, the forms of its inputs, leaf by leaf."""
 
 
 class GraphedOps(Ops):
-    """Ops that are replayed wherever that is safe."""
+    """Runs ops, replaying them from graphs where that is safe."""
 
     warm_up_steps = WARM_UP_STEPS
 
@@ -93,9 +93,9 @@ class GraphedOps(Ops):
         self._phase, self._cold = COLD, 0
         self._captures = 0
         self.reasons: dict[int, str] = {}
-        """Why stages run call by call."""
+        """For each stage that runs eagerly, the reason."""
         self.peak_bytes = 0
-        """Allocated at most in the step that was captured: replays allocate nothing, and are not in torch's books."""
+        """Peak allocation in the captured step; replays allocate nothing, so torch's statistics do not show it."""
         self._told: set[str] = set()
         self._watch: Watch | None = None
         self._pool: Pool | None = None
@@ -105,11 +105,11 @@ class GraphedOps(Ops):
         """Of the stages that are captured."""
         self._known: list[Any] = []
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []
-        """Where the gradients of captured stages' parameters are added up, for good."""
+        """The permanent buffers in which gradients of captured stages accumulate."""
         self._reached: dict[nn.Parameter, torch.dtype] = {}
-        """Parameters that got a gradient in the watched step, with its dtype."""
+        """Parameters that got a gradient in the observed step, with its dtype."""
         self._late: dict[nn.Parameter, None] = {}
-        """Parameters without a buffer that got one while ops were captured."""
+        """Parameters without a buffer that got a gradient while ops were captured."""
 
     @property
     def captured(self) -> int:  # type: ignore[override]
@@ -127,6 +127,9 @@ class GraphedOps(Ops):
             self.reasons = {s: r for s, chain in self.chains.items() if (r := fixed_reason(chain))}
             self._watch = Watch(self.chains)
             self._watch.reasons.update(self.reasons)
+            for chain in self.chains.values():
+                for stage, _ in chain.parts:
+                    stage.replay.observe()
         elif self._phase == CAPTURING:
             torch.cuda.synchronize(self._device)
             gc.collect()
@@ -156,7 +159,7 @@ class GraphedOps(Ops):
             self._phase = REPLAYING
 
     def _decide(self) -> None:
-        """After the watched step: try every stage, and say which ones stay as they are."""
+        """After the observed step: try to capture every stage, and report which ones stay eager."""
         assert self._watch is not None
         self.reasons = self._watch.reasons
         self._watch = None
@@ -164,8 +167,8 @@ class GraphedOps(Ops):
         if self._captures > MOST_CAPTURES:
             self.reasons = dict.fromkeys(self.chains, "its layers change again and again between steps")
         for number, chain in self.chains.items():
-            if any(stage.replay.moving() for stage, _ in chain.parts):
-                self.reasons.setdefault(number, "its forwards keep something for the next ones (statistics, caches)")
+            if any(stage.replay.restless() for stage, _ in chain.parts):
+                self.reasons.setdefault(number, "its forwards change what the next ones read (statistics, counters)")
             if number not in self.reasons:
                 if number in self._seen:
                     self._trial(number, chain)
@@ -194,7 +197,7 @@ class GraphedOps(Ops):
             _log.warning("stage %d (%s) runs without CUDA graphs: %s", stage, layers, reason)
 
     def _drop(self) -> None:
-        """Begin anew: something that the graphs took for granted has changed."""
+        """Drop the graphs and start again, because something they depend on has changed."""
         if self._graphs or self._pool is not None:
             torch.cuda.synchronize(self._device)
         self._graphs.clear()
@@ -206,7 +209,7 @@ class GraphedOps(Ops):
         self._phase = COLD
 
     def close(self) -> None:
-        """Give the graphs and their memory back."""
+        """Release the graphs and their memory."""
         self._drop()
         self._buffers = []
         self._phase = OFF
@@ -214,7 +217,7 @@ class GraphedOps(Ops):
     # -- gradients --------------------------------------------------------------------------------------
 
     def _look(self, stage: int) -> None:
-        """After a backward: which parameters have a gradient now. A reduction may take it away at once."""
+        """After a backward: record which parameters have a gradient, before a reduction takes it."""
         bound = {id(p) for p, _ in self._buffers}
         for module in modules_of(self.chains[stage]):
             for parameter in module.parameters(recurse=False):
@@ -234,7 +237,7 @@ class GraphedOps(Ops):
         self._reached.clear()
 
     def _bind(self) -> None:
-        """Every parameter's buffer in its `.grad`, with what was there before."""
+        """Assign every parameter's buffer to its `.grad`, including its previous value."""
         fresh = []
         with torch.no_grad():
             for parameter, buffer in self._buffers:
@@ -250,7 +253,7 @@ class GraphedOps(Ops):
                 foreach_zero_(fresh)
 
     def _rescue(self) -> None:
-        """Gradients that lie in the pool are taken out of it; the next graphs have buffers for them."""
+        """Copy gradients out of the pool; the next graphs will have buffers for them."""
         for parameter in self._late:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
@@ -391,7 +394,7 @@ class GraphedOps(Ops):
         self._look(cell.stage)
 
     def _note(self, cell: Cell, kind: str, value: Any, more: Any = None) -> None:
-        """Keep what the first micro-batch of a stage is given: forms, not values."""
+        """Record the forms (not the values) of the inputs of a stage's first micro-batch."""
         seen = self._seen.get(cell.stage)
         if seen is None:
             seen = self._seen[cell.stage] = Seen([], {"cell": cell})
@@ -406,7 +409,7 @@ class GraphedOps(Ops):
         seen.given[kind] = (form, [t.to("meta") if isinstance(t, Tensor) else t for t in leaves], more)
 
     def _trial(self, number: int, chain: StageChain) -> None:
-        """Capture the stage's ops once without ever running them: what fails here fails before it matters."""
+        """Capture the stage's ops once without running them, so that failures occur before graphs are used."""
         for stage, _ in chain.parts:
             stage.draws = False
         grads = [(p, p.grad) for m in modules_of(chain) for p in m.parameters(recurse=False)]

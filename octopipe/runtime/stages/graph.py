@@ -45,7 +45,7 @@ def run_backward(roots: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> None:
 
 
 def edge_of(tensor: Tensor) -> Any:
-    """Where the tensor's gradient enters the graph; keeps the graph, not the tensor, alive."""
+    """The edge at which the tensor's gradient enters the graph; keeps the graph alive, but not the tensor."""
     node = tensor.grad_fn
     # A node of a Function written in Python does not own its graph: torch's own way takes care of that.
     if node is None or isinstance(node, PythonFunctionNode):
@@ -62,7 +62,7 @@ def gradient_of_one(edge: Any) -> Tensor:
 
 
 class Dropped:
-    """What autograd would save in a forward that R repeats: nothing."""
+    """Placeholder for what autograd would save in a forward that R repeats."""
 
     __slots__ = ("place", "running")
 

@@ -13,23 +13,24 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octopipe.base.errors import OctoPipeError
-from octopipe.runtime.torch_private import end_allocating_to_pool
+from octopipe.runtime.torch_private import current_raw_stream, end_allocating_to_pool
+from octopipe.runtime.wire.driver import Driver
 
 Graph = Any
 """A `torch.cuda.CUDAGraph`."""
 _VIEW = "_graph_view"
-"""The attribute of a tensor made by a captured op: its view, which replays hand on in its place."""
+"""Attribute of a tensor made by a captured op: its view, which replays pass on instead."""
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all pools: libraries keep a workspace per stream."""
+    """One stream for all pools, because libraries keep a workspace per stream."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         # They make it now: made while capturing it would lie in a pool.
@@ -45,7 +46,7 @@ class Pool:
     def __init__(self, device: torch.device):
         self._id = torch.cuda.graph_pool_handle()
         self._kept: list[Graph] = []
-        """All graphs of the pool: torch gives its memory back with the last of them."""
+        """All graphs of the pool; torch frees its memory with the last of them."""
         self._stream = _capture_stream(device)
 
     def capture(self, body: Callable[[], Any]) -> tuple[Graph, Any]:
@@ -79,28 +80,42 @@ class Pool:
         generator.graphsafe_set_state(fresh)
 
 
-class Inputs:
-    """What a captured op was given, leaf by leaf, and where it lies when the op is replayed."""
+class Place(NamedTuple):
+    """Where one leaf of an op's input lies when the op is replayed."""
 
-    __slots__ = ("_form", "_leaves", "_needs")
+    value: Any
+    """A view of its memory; a constant; or a tensor that an earlier graph leaves there itself."""
+    copied: bool
+    """Whether what comes from outside is copied there."""
+    form: Any = None
+    """Shape, dtype, device and strides of what is copied."""
+    address: int = 0
+    nbytes: int = 0
+    """Of memory without gaps, which the driver copies without torch's dispatcher; 0 where torch must copy."""
+
+
+class Inputs:
+    """The inputs of a captured op, leaf by leaf, and their addresses when the op is replayed."""
+
+    __slots__ = ("_form", "_needs", "_places")
 
     def __init__(self, form: Any, needs: Sequence[bool] | None):
         self._form, self._needs = form, None if needs is None else list(needs)
-        self._leaves: list[tuple[Any, bool]] = []
-        """A view of its place and whether it is filled by a copy; a constant and False."""
+        self._places: list[Place] = []
 
     def placed(self, given: Sequence[Any]) -> list[Any]:
-        """While capturing: the leaves for the op, those from outside in memory of the pool."""
+        """During capture: the leaves for the op, with outside tensors copied to memory of the pool."""
         out = []
         for leaf in given:
             made = getattr(leaf, _VIEW, None) if isinstance(leaf, Tensor) else None
             if not isinstance(leaf, Tensor):
-                self._leaves.append((leaf, False))
+                self._places.append(Place(leaf, False))
             elif made is not None:
-                self._leaves.append((made, False))
+                self._places.append(Place(made, False))
             else:
                 leaf = torch.empty_like(leaf, device="cuda", requires_grad=False)
-                self._leaves.append((viewed(leaf), True))
+                nbytes = leaf.nbytes if leaf.is_contiguous() else 0
+                self._places.append(Place(viewed(leaf), True, _form_of(leaf), leaf.data_ptr(), nbytes))
             out.append(leaf)
         return out
 
@@ -108,47 +123,78 @@ class Inputs:
         """Whether the op may be replayed with these leaves."""
         if form != self._form or (None if needs is None else list(needs)) != self._needs:
             return False
-        for leaf, (place, copied) in zip(given, self._leaves):
-            if copied:
-                if not isinstance(leaf, Tensor) or leaf.shape != place.shape or leaf.dtype is not place.dtype:
+        for leaf, place in zip(given, self._places):
+            if place.copied:
+                if not isinstance(leaf, Tensor) or _form_of(leaf) != place.form:
                     return False
-                if leaf.device != place.device or leaf.stride() != place.stride():
+            else:
+                value = place.value
+                if leaf is not value and (isinstance(value, Tensor) or isinstance(leaf, Tensor) or leaf != value):
                     return False
-            elif leaf is not place and (isinstance(place, Tensor) or isinstance(leaf, Tensor) or leaf != place):
-                return False
         return True
 
     def fill(self, given: Sequence[Any]) -> None:
-        """Copy what comes from outside to its place."""
-        with torch.no_grad():
-            for leaf, (place, copied) in zip(given, self._leaves):
-                if copied:
-                    place.copy_(leaf)
+        """Copy outside tensors to the addresses that the graph reads."""
+        for leaf, place in zip(given, self._places):
+            if place.copied:
+                _copy(leaf, place)
 
     def fill_gradients(self, given: Sequence[Any]) -> None:
-        """The same for gradients of a micro-batch whose forward was replayed: no gradient counts as zeros."""
-        if len(given) != len(self._leaves):
-            raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._leaves)}"))
+        """The same for gradients of a micro-batch whose forward was replayed: a missing gradient counts as zeros."""
+        if len(given) != len(self._places):
+            raise OctoPipeError(_OTHER_GRADIENTS.format(f"{len(given)} gradients instead of {len(self._places)}"))
+        for leaf, place in zip(given, self._places):
+            value = place.value
+            if leaf is value:
+                continue
+            if value is None or not isinstance(value, Tensor):
+                raise OctoPipeError(_OTHER_GRADIENTS.format("a gradient of an output that had none"))
+            if leaf is None:
+                with torch.no_grad():
+                    value.zero_()
+            elif leaf.shape != value.shape or leaf.dtype is not value.dtype:
+                seen = f"shape {tuple(leaf.shape)} instead of {tuple(value.shape)}"
+                raise OctoPipeError(_OTHER_GRADIENTS.format(seen))
+            else:
+                _copy(leaf, place)
+
+
+def _form_of(leaf: Tensor) -> tuple[Any, ...]:
+    return leaf.shape, leaf.dtype, leaf.device, leaf.stride()
+
+
+@functools.cache
+def _driver() -> Driver | None:
+    """libcuda itself; None where there is none (ROCm), or torch does not tell its streams."""
+    if current_raw_stream is None:
+        return None
+    try:
+        return Driver()
+    except (OSError, AttributeError):
+        return None
+
+
+def _copy(leaf: Tensor, place: Place) -> None:
+    """On the current stream, as torch's own copy: between tensors without gaps on one device it is one call."""
+    driver, stream_of = _driver(), current_raw_stream
+    if (
+        driver is None
+        or stream_of is None
+        or not place.nbytes
+        or not leaf.is_contiguous()
+        or leaf.device != place.form[2]
+    ):
         with torch.no_grad():
-            for leaf, (place, _) in zip(given, self._leaves):
-                if leaf is place:
-                    continue
-                if place is None or not isinstance(place, Tensor):
-                    raise OctoPipeError(_OTHER_GRADIENTS.format("a gradient of an output that had none"))
-                if leaf is None:
-                    place.zero_()
-                elif leaf.shape != place.shape or leaf.dtype is not place.dtype:
-                    seen = f"shape {tuple(leaf.shape)} instead of {tuple(place.shape)}"
-                    raise OctoPipeError(_OTHER_GRADIENTS.format(seen))
-                else:
-                    place.copy_(leaf)
+            place.value.copy_(leaf)
+        return
+    driver.copy(stream_of(leaf.device.index), place.address, leaf.data_ptr(), place.nbytes)
 
 
 _OTHER_GRADIENTS = "a stage replayed from CUDA graphs got other gradients than were captured: {}; use cuda_graphs=False"
 
 
 class _Address:
-    """Memory as torch takes it from other libraries."""
+    """Memory in the form in which torch accepts it from other libraries."""
 
     def __init__(self, tensor: Tensor):
         nbytes = tensor.untyped_storage().nbytes()

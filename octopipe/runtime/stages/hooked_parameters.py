@@ -30,7 +30,7 @@ _NOBODY = _references(nn.Parameter(torch.zeros(1)))
 
 
 class HookedParameters:
-    """The parameters of one stage, and who listens to them."""
+    """The parameters of one stage, and the hooks on them."""
 
     def __init__(self, modules: Sequence[nn.Module], first_layer: int):
         self._modules = tuple(modules)
@@ -39,9 +39,9 @@ class HookedParameters:
             (f"{first_layer + k}.{n}", b) for k, m in enumerate(modules) for n, b in m.named_buffers()
         ]
         self._after: list[tuple[str, Tensor]] = []
-        """Parameters with hooks that run once their gradient was added."""
+        """Parameters with hooks that run after their gradient has been accumulated."""
         self.forwards = False
-        """Whether a forward hook may look at any module's output."""
+        """Whether a forward hook may see the output of any module."""
         self.backwards = False
         """Whether a module has backward hooks."""
         self._versions: dict[str, int] = {}
@@ -66,7 +66,7 @@ class HookedParameters:
         return held
 
     def _held_by_python(self, parameters: Sequence[Tensor]) -> set[int]:
-        """Ids of the parameters whose nodes some Python object holds, beside us."""
+        """Ids of the parameters whose autograd nodes are held by another Python object."""
         counts = {id(p): count for p in parameters if (count := _references(p)) > _NOBODY}
         if counts != self._counts:
             # Looking through all objects takes milliseconds: only where something has changed.
@@ -83,7 +83,7 @@ class HookedParameters:
         return [(n, p, p._version) for n, p in self._after]
 
     def refuse_stepping(self, before: Sequence[tuple[str, Tensor, int]]) -> None:
-        """An optimizer that stepped inside backward, where other micro-batches still need the old weights."""
+        """Raise if an optimizer stepped inside backward while other micro-batches still need the old weights."""
         for name, parameter, version in before:
             if parameter._version != version:
                 raise OctoPipeError(
@@ -93,7 +93,7 @@ class HookedParameters:
                 )
 
     def changed(self) -> str:
-        """A parameter or buffer that was changed in place since the step began."""
+        """A parameter or buffer that has been modified in place since the step began, if any."""
         named = (*self._named, *self._buffers())
         return next((n for n, p in named if self._versions.get(n, p._version) != p._version), "")
 
@@ -105,7 +105,7 @@ class HookedParameters:
         ) from None
 
     def refuse_in_place(self, error: RuntimeError, first: int, last: int) -> NoReturn:
-        """Autograd found something saved that has changed: say what it may be."""
+        """Explain autograd's error about a saved tensor that was modified in place."""
         changed = self.changed()
         what = f"{changed} was changed in place in this step" if changed else "something was changed in place"
         raise OctoPipeError(

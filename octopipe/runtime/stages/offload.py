@@ -1,20 +1,20 @@
 """Activations of a stage in host memory between its F and its backward.
 
-Knows: which tensors autograd saves in a forward, how their memory is copied to the host and back on streams beside the
-computation, and the pinned buffers they lie in. Does not know: when (`simulation/host_moves.py` decides, the executor's
-program says), or what plans are.
+Knows: which tensors autograd saves in a forward, how their memory is copied to the host and back on separate streams,
+and the pinned buffers that hold them. Does not know: when to copy (`simulation/host_moves.py` decides, and the
+executor's program contains it), or plans.
 
-What leaves is memory, not tensors: tensors that share memory leave once, and come back as the same views of it. What
-other owners hold on the device anyway stays there: parameters, buffers, and everything the forward was given. On a GPU
-copies are ordered by events alone, and the host waits for nothing:
+Memory is offloaded, not tensors: tensors that share memory are copied once and restored as the same views of it. Memory
+that has other owners on the device stays there: parameters, buffers, and all inputs of the forward. On a GPU, copies
+are ordered by events alone, and the host does not wait:
 
-- down waits for the compute stream's place after F;
-- release lets the compute stream wait for down, then drops the memory: whatever the allocator hands out of it from now
-  on is used later on that stream;
-- fetch takes memory on the compute stream, up waits for that place;
+- down (the copy to the host) waits for the compute stream's position after F;
+- release makes the compute stream wait for down and then frees the memory, so whatever the allocator reuses it for runs
+  later on that stream;
+- fetch allocates memory on the compute stream, and up (the copy to the device) waits for that position;
 - the backward waits for up.
 
-On a CPU the copies are made at once, with the same effect on what is kept.
+On a CPU the copies are made immediately, with the same effect on memory.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Parcel:
         memory = self.memories.get(key)
         if memory is None:
             memory = self.memories[key] = Memory(tensor)
-        return Ticket(memory, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Ticket(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
     def unpack(kept: Any) -> Tensor:

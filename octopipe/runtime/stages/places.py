@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from octopipe.runtime.stages.state import ATOMS, Box, HeldTensor, Snapshot, Source, items_of
 
 MOST_PLACES = 20_000
-"""So many places are looked at per stage; a model that holds its whole data set in a list is not walked through."""
+"""Maximum number of places inspected per stage, so that a data set in a list is not walked through."""
 MOST_ITEMS = 4096
-"""Containers with more items than this are not opened."""
+"""Containers with more items than this are not inspected."""
 _LIBRARIES = frozenset(
     ("torch", "builtins", "numpy", "transformers", "octopipe", "typing", "abc", "collections", "functools", "logging",
      "threading", "multiprocessing", "concurrent", "asyncio", "weakref", "warnings", "enum", "contextlib", "pathlib")
@@ -42,7 +42,7 @@ _PYTHONS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconf
 
 
 def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence[tuple[str, Any]] = ()) -> Snapshot:
-    """All that modules (with what to call them) and other things (a loss, hooks) hold."""
+    """A snapshot of all state of modules (given with their names) and other objects (a loss, hooks)."""
     walk = _Walk()
     for label, top in modules:
         walk.module(top, label)
@@ -52,16 +52,18 @@ def snapshot_of_modules(modules: Sequence[tuple[str, nn.Module]], also: Sequence
 
 
 def snapshot_of_boxes(boxes: Iterable[Box]) -> Snapshot:
-    """These boxes, and what is in them."""
-    walk = _Walk()
+    """A snapshot of these boxes and their contents except modules. State that changed inside a module is its own box
+    among these, so a box that holds a whole model (a cache, a list) does not cost a walk through that model."""
+    walk = _Walk(into_modules=False)
     for box in boxes:
         walk.box(box)
     return walk.found
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, *, into_modules: bool = True) -> None:
         self.found = Snapshot()
+        self._into_modules = into_modules
         self._seen: set[int] = set()
         self._alive: list[Any] = []
         """Numbers of `_seen` are of living objects."""
@@ -103,7 +105,8 @@ class _Walk:
         if kind in ATOMS or id(value) in self._seen or len(self.found.boxes) > MOST_PLACES:
             return
         if isinstance(value, nn.Module):
-            self.module(value, label)
+            if self._into_modules:
+                self.module(value, label)
         elif isinstance(value, (list, deque)):
             if len(value) <= MOST_ITEMS:
                 self.box(Box("list", value, label))

@@ -24,9 +24,9 @@ from octopipe.runtime.torch_private import WithoutFunctionModes
 from octopipe.runtime.values import flatten
 
 CHECKED_STEPS = 2
-"""So many training steps (and again after `train()` or `eval()` changed the layers) compare every R with its F."""
+"""Number of training steps (restarted by `train()` or `eval()`) in which every R is compared with its F."""
 LOOKS_AGAIN_AT = 64
-"""From that step on, those whose number is a power of two do so, too."""
+"""From this step on, R is also compared with F in steps whose number is a power of two."""
 NOISE_FACTOR = 8.0
 NOISE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex64: 1e-4}
 """Of a value's norm, by dtype: the most that runs of one forward may differ on a GPU; `HALF_NOISE` for the others."""

@@ -43,7 +43,7 @@ from octopipe.runtime.stages.state import (
 
 
 class Start:
-    """What a forward found. Until `Replay.after` or `undo`, copies stand for the tensors that it may change."""
+    """The state before a forward. Until `Replay.after` or `undo`, copies replace the tensors that it may modify."""
 
     __slots__ = (
         "again",
@@ -64,13 +64,13 @@ class Start:
         self.copies: dict[int, Tensor] = {}
         """Copies of inputs, by place in `tensors`."""
         self.standing: dict[int, Tensor] = {}
-        """What stands for a tensor, by the tensor's id."""
+        """The copy that replaces a tensor, by the tensor's id."""
         self.which: list[HeldTensor] = []
         self.sources: list[Source] = []
         self.host: Any = None
 
     def stand(self, which: Iterable[HeldTensor]) -> None:
-        """Put a copy in the place of each of these tensors."""
+        """Replace each of these tensors by a copy."""
         self.which = list(which)
         self.stand_again()
 
@@ -83,7 +83,7 @@ class Start:
                 _exchange(box, contents, self.standing)
 
     def undo(self) -> None:
-        """Everything as it was found, after a forward that broke off."""
+        """Restore everything after a forward that failed."""
         if self.standing:
             for box, contents in self.snapshot.boxes:
                 box.write(contents)
@@ -99,17 +99,17 @@ class Start:
 
 
 class Kept(NamedTuple):
-    """What R starts from."""
+    """The state that R starts from."""
 
     boxes: list[tuple[Box, Any]]
     copies: dict[int, Tensor]
-    """Of tensors that F changed in place, by the tensor's id, as F found them."""
+    """Copies of tensors that F modified in place, by the tensor's id, with their values before F."""
     inputs: dict[int, Tensor]
-    """The same of inputs, by place."""
+    """The same for inputs, by position."""
     sources: list[Source]
     host: Any
     left: list[dict[Any, Tensor]]
-    """Box by box: the tensors with a graph that F left there, by key."""
+    """For each box, the tensors with a graph that F stored there, by key."""
 
     @contextmanager
     def again(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -142,27 +142,37 @@ class Kept(NamedTuple):
 
 
 class Replay:
-    """What one stage's forwards change, learned as they run."""
+    """The state that the forwards of one stage change, learned while they run."""
 
     def __init__(self, modules: Sequence[nn.Module], first_layer: int):
         self._modules = tuple(modules)
         self._named = [(str(first_layer + k), m) for k, m in enumerate(modules)]
         self._place = f"layers {first_layer} to {first_layer + len(modules) - 1}"
         self._training: list[bool] | None = None
-        """What the modules' `training` was when the forwards' habits were learned."""
+        """The modules' `training` flags when the behaviour of the forwards was learned."""
         self._losses: dict[int, Any] = {}
-        """What followed the layers so far."""
+        """The losses that have been called after the layers so far."""
         self._watch: dict[tuple[int, str, tuple[str, ...]], Box] = {}
         """Places that forwards change."""
         self._in_place: set[tuple[int, Any]] = set()
         """Places, by their object and key, whose tensor forwards change in place."""
         self._own: dict[int, Tensor] = {}
-        """Tensors that were there before the first forward: they keep their identity."""
+        """Tensors that existed before the first forward; they keep their identity."""
         self._sources: list[Source] = []
         self._changed: set[int] = set()
         """Inputs that forwards change in place."""
         self.elsewhere: Callable[[Snapshot, list[Box]], None] | None = None
-        """Looks at what a forward has changed, for values that would leave the stage that way (`crossing.py`)."""
+        """Checks what a forward has changed for values that would bypass the pipeline (`crossing.py`)."""
+        self._restless = False
+
+    def observe(self) -> None:
+        """From now on `restless` reports on the forwards that follow."""
+        self._restless = False
+
+    def restless(self) -> bool:
+        """Whether a forward since `observe` changed known state. A cache that was filled once and is only read since
+        (tables of positions, for example) is at rest."""
+        return self._restless
 
     def moving(self) -> bool:
         """Whether forwards are known to change anything besides their outputs."""
@@ -174,15 +184,15 @@ class Replay:
         return [box.label for box in self._watch.values() if id(box.thing) not in buffers]
 
     def is_known(self) -> bool:
-        """Whether a forward has run while the modules were as they are now (`train()`, `eval()`)."""
+        """Whether a forward has run in the current mode of the modules (`train()`, `eval()`)."""
         return self._training == [m.training for m in self._modules]
 
     def look(self, loss: Any = None) -> Snapshot:
-        """All places of the stage and its loss, as they are now."""
+        """A snapshot of all places of the stage and its loss."""
         return snapshot_of_modules(self._named, [] if loss is None else [("loss_fn", loss)])
 
     def before(self, tensors: list[Tensor], loss: Any, *, again: bool, checking: bool) -> Start | None:
-        """What is kept before a forward; None where none of it is needed."""
+        """The state to keep before a forward; None if nothing is needed."""
         first = not self.is_known() or (loss is not None and id(loss) not in self._losses)
         if not (first or again or self._watch):
             return None
@@ -219,7 +229,7 @@ class Replay:
         return any((id(b.thing), k) in self._in_place or (checking and key_of(b) in self._watch) for b, k in held.slots)
 
     def after(self, start: Start | None) -> Kept | None:
-        """Ends a forward: the real tensors are back. What R starts from, where it will come."""
+        """Ends a forward and restores the real tensors; returns the state for R, if R will follow."""
         if start is None:
             return None
         snapshot = start.snapshot
@@ -239,12 +249,13 @@ class Replay:
         changed = [box for box, _ in snapshot.changes()]
         for box in changed:
             self._watch.setdefault(key_of(box), box)
+        self._restless = self._restless or bool(moved or changed)
         if changed and start.checking and self.elsewhere is not None:
             self.elsewhere(snapshot, changed)
         return self._kept(start, moved)
 
     def _settle(self, start: Start) -> list[HeldTensor]:
-        """Real tensors in the place of what stood for them, with its values; which of them changed."""
+        """Put the real tensors back with the values of their copies; returns which of them changed."""
         if not start.standing:
             return []
         moved, back = [], {}

@@ -39,7 +39,7 @@ _READ_NOTHING = frozenset(
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad")),
     )
 )  # fmt: skip
-"""Calls that need no values for their backward, and such that look at no values at all."""
+"""Calls whose backward needs no values, and calls that read no values at all."""
 _READ_NOTHING_NODES = _VIEW_NODES | {"AddBackward0"}
 
 
@@ -53,16 +53,16 @@ class Rerun(SplitMode):
         self.hooked = self.in_backward = self._off = self._own_graph = self.keeps_nothing = False
         self._whole = False
         self._leave_out: int | None = None
-        """Number of the linear that is left out; 0 where none may be, None before the first run."""
+        """Number of the linear layer that is skipped; 0: none may be skipped; None: before the first run."""
         self._linears, self._unread = 0, False
-        """Linears so far, and whether nothing has read the last one's value."""
+        """Number of linear layers so far, and whether nothing has read the value of the last one."""
         self._node: Any = None
         self._left_out = False
         self._results: list[weakref.ref[Tensor]] = []
         """The last linear's result, and what was made of it."""
 
     def begin(self, queue: WeightQueue, *, whole: bool = False) -> None:
-        """Before a forward; `whole`: nothing may be left out of this one."""
+        """Called before a forward; `whole`: nothing may be skipped in this one."""
         self.queue, self._whole = queue, whole
         self._results.clear()
         self._linears, self._unread, self._node, self._left_out = 0, False, None, False

@@ -26,7 +26,7 @@ def micro_batch_seed(seed: int, step: int, replica: int, micro_batch: int) -> in
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
-    """What the micro-batches of one training step have in common."""
+    """The part of the seed that all micro-batches of one training step share."""
     return _mixed(_mixed(seed & _MASK, step), replica)
 
 
@@ -75,7 +75,7 @@ def set_rng_state(states: States) -> None:
 
 @contextmanager
 def rng_kept() -> Iterator[None]:
-    """Leaves the global generators as they were."""
+    """Restores the global generators afterwards."""
     states = rng_state()
     try:
         yield

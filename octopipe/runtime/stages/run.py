@@ -38,7 +38,7 @@ _NOTHING = nullcontext()
 
 
 class StageRun:
-    """One micro-batch's passage through a stage: what `Stage.forward` makes, with the graph or for R to build it."""
+    """One micro-batch in a stage, returned by `Stage.forward`: with its graph, or for R to build it."""
 
     __slots__ = (
         "_digests", "_edges", "_inputs", "_kept", "_leaves", "_parcel", "_queue", "_rng", "_seed", "_side", "_stage",
@@ -80,9 +80,9 @@ class StageRun:
             self._inputs = build(form, iter(self._leaves))
         self._wanted: Sequence[bool] = wanted
         self.outputs: Any = None
-        """What the last module (or `then`) returned, cut from the graph; set to None once passed on."""
+        """The detached result of the last module (or of `then`); set to None once it has been passed on."""
         self.outputs_need_grad: list[bool] = []
-        """Leaf by leaf of `outputs`: whether I and B take a gradient for it."""
+        """For each leaf of `outputs`: whether I and B take a gradient for it."""
         if (graph or again) and not stage._step_begun:
             stage.begin_step()
         if again:
@@ -118,7 +118,7 @@ class StageRun:
             self._then = Loss(self._then.function, target)
 
     def _entered(self) -> Any:
-        """The inputs as the layers see them: inside a graph where a gradient is wanted."""
+        """The inputs as the layers see them: inside a graph if a gradient is required."""
         if isinstance(self._inputs, Tensor):
             return Enter.apply(self._inputs.requires_grad_()) if self._wanted[0] else self._inputs
         if True not in self._wanted:
@@ -154,7 +154,7 @@ class StageRun:
             self._cut(value, grad)
 
     def _attempts(self, grad: bool, mode: SplitMode, start: Start | None, *, again: bool = False) -> Any:
-        """The forward, repeated where it shows that it must run another way."""
+        """The forward, repeated if it turns out that it must run in another way."""
         stage, digests = self._stage, self._digests
         rng = None if start is None or self._seed is not None or not stage.draws else rng_state()
         while True:
@@ -195,7 +195,7 @@ class StageRun:
         return edge_of(Enter.apply(output) if output._backward_hooks or self._stage.hooked.backwards else output)
 
     def _cut(self, value: Any, grad: bool) -> None:
-        """The outputs, and the edges to their graph, of a value that is more than one tensor."""
+        """The detached outputs of a nested value, and the edges to their graph."""
         leaves: list[Any] = []
         form = flatten(value, leaves)
         check_leaves(leaves, lambda: f"{self._stage.place() if self._then is None else 'loss_fn'} returned")
@@ -226,7 +226,7 @@ class StageRun:
             self._leaves, self._inputs = [], None  # the graph holds what it needs
 
     def _again(self, checking: bool) -> None:
-        """The forward once more, from what F found; all else is left as it is now."""
+        """Runs the forward again from the state that F saw; everything else is left unchanged."""
         stage, kept, then = self._stage, self._kept, self._then
         assert kept is not None
         rerun, given = stage.rerun, self._given()
@@ -322,7 +322,7 @@ class StageRun:
         return storage_bytes(self._queue.tensors(), {})
 
     def _walk(self, roots: tuple[Any, ...], seeds: tuple[Tensor, ...]) -> None:
-        """Backward from here to the stage's inputs and parameters."""
+        """Runs backward from these edges to the stage's inputs and parameters."""
         stage, queue = self._stage, self._queue
         stepping = stage.hooked.before_backward()
         handles = [edge.node.register_prehook(queue.begin) for edge in roots]

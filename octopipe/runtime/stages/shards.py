@@ -107,7 +107,7 @@ def cut_module(module: nn.Module, number: int, count: int, layer: int) -> nn.Mod
 
 
 class EmbeddingRows(nn.Module):
-    """Some rows of an embedding: zero for all other tokens, so that shards add up to the whole."""
+    """Some rows of an embedding; zero for all other tokens, so that the shards sum to the whole."""
 
     def __init__(self, weight: nn.Parameter, start: int):
         super().__init__()
@@ -146,7 +146,7 @@ def masked_embedding(module: nn.Module, start: int, path: str) -> nn.Module:
 
 
 class CutLoss(Protocol):
-    """A loss that can be made of the losses of single tokens."""
+    """A loss that can be computed from the losses of single tokens."""
 
     def partial(self, module: nn.Module) -> Callable[[Any, Any], tuple[Tensor, Tensor]]:
         """For a shard: from its output and the target to its two numbers per token."""
@@ -213,7 +213,7 @@ def partial_softmax(logits: Tensor, labels: Tensor, start: int) -> tuple[Tensor,
 
 
 def cut_loss(loss_fn: Any) -> CutLoss:
-    """How a loss function is made of shards; an error where nobody can know."""
+    """How a loss function is computed from shards; raises if that is not known."""
     own = getattr(loss_fn, "of_shards", None)
     if own is not None:
         return cast(CutLoss, own())

@@ -76,7 +76,7 @@ class Stage:
         self.replay = Replay(self.modules, first_layer)
         self.hooked = HookedParameters(self.modules, first_layer)
         self.grad_inside = False
-        """Whether forwards need gradients also when none is wanted of them."""
+        """Whether forwards need gradients enabled even if none are required."""
         self.draws = True
         """Whether forwards may draw random numbers."""
         self.needs_saved = False
@@ -88,13 +88,13 @@ class Stage:
         self._steps_checked, self._step_begun = 0, False
         self._tried_backward = False
         self._given_away: list[tuple[weakref.ref[Tensor], int]] = []
-        """Outputs that may still be in use, with the version they had."""
+        """Outputs that may still be in use, with their versions."""
 
     @property
     def checking(self) -> bool:
         """Whether R is compared with F in this step.
 
-        After the first steps seldom, and ever more seldom: what begins to move later is found, at no cost that shows.
+        After the first steps this becomes rarer and rarer, so late changes are found at a negligible cost.
         """
         n = self._steps_checked
         return self.always_check or n < CHECKED_STEPS or (n >= LOOKS_AGAIN_AT and n & (n - 1) == 0)
@@ -122,7 +122,7 @@ class Stage:
         return [t for module in self.modules for t in (*module.parameters(), *module.buffers())]
 
     def begin_step(self) -> None:
-        """Look at what may have changed since the last step (the first forward of a step calls this)."""
+        """Check what may have changed since the last step (called by the first forward of a step)."""
         self._step_begun = True
         self.mode.left_alone.clear()
         self.mode.left_alone.update(self.hooked.look(self.mode.parameters()))
@@ -130,14 +130,14 @@ class Stage:
             self._steps_checked = 0
 
     def end_step(self) -> None:
-        """Forget what is only valid while the weights stand still (autocast's copies of them)."""
+        """Drop what is only valid while the weights do not change (autocast's copies of them)."""
         self.mode.clear_casts()
         self._given_away.clear()
         self._steps_checked += self._step_begun
         self._step_begun = False
 
     def check_repeatable(self) -> None:
-        """Refuse to recompute a layer that says of itself that it cannot run a second time."""
+        """Raise if a layer that declares itself not repeatable would be recomputed."""
         for k, top in enumerate(self.modules):
             for module in top.modules():
                 if getattr(module, "repeatable", True) is False:
@@ -181,7 +181,7 @@ class Stage:
         return value
 
     def adapt(self, error: BaseException, start: Start | None) -> None:
-        """Learn from a forward that broke off what the next attempt must do; raises where nothing helps.
+        """Learn from a failed forward what the next attempt must do differently; raises if nothing helps.
 
         `start`: what it found; None where that was not kept, which does no harm if forwards leave all as it is.
         """
@@ -202,7 +202,7 @@ class Stage:
             ) from error
 
     def give_away(self, outputs: Any) -> None:
-        """Remember outputs that are handed on, to see that no later forward writes to them."""
+        """Remember outputs that are passed on, to check that no later forward writes to them."""
         leaves = [outputs]
         if not isinstance(outputs, Tensor):
             leaves = []
@@ -211,7 +211,7 @@ class Stage:
         self._given_away += [(weakref.ref(t), t._version) for t in leaves if isinstance(t, Tensor)]
 
     def check_given_away(self) -> None:
-        """Refuse a forward that has written to an earlier micro-batch's output while that is still needed."""
+        """Raise if a forward has written to an earlier micro-batch's output that is still needed."""
         for ref, version in self._given_away:
             tensor = ref()
             if tensor is not None and tensor._version != version:

@@ -27,11 +27,11 @@ ATOMS = frozenset(
     )
 )  # fmt: skip
 NOT_OPENED = frozenset(("_parameters", "_modules"))
-"""Parameters are the optimizer's, submodules are walked by name."""
+"""Not inspected here: parameters belong to the optimizer, and submodules are visited by name."""
 
 
 class Box:
-    """One place with contents that can be read and exchanged in place."""
+    """A place whose contents can be read and exchanged in place."""
 
     __slots__ = ("kind", "label", "names", "thing")
 
@@ -61,7 +61,7 @@ class Box:
         return {k: getattr(thing, k) for k in self.names if hasattr(thing, k)}  # fields: of a class, or slots
 
     def write(self, contents: Any) -> None:
-        """Put contents in the place of what is there."""
+        """Replace the contents."""
         thing, kind = self.thing, self.kind
         if kind in ("attributes", "variables"):
             for key in [k for k in thing if k not in contents and (k in self.names or kind == "attributes")]:
@@ -142,10 +142,10 @@ class HeldTensor:
         self.tensor, self.label, self.version = tensor, label, tensor._version
         self.copy: Tensor | None = None
         self.slots: list[tuple[Box, Any]] = []
-        """Where it can be exchanged for another one."""
+        """The places where it can be exchanged for another tensor."""
 
     def copyable(self) -> bool:
-        """Whether a copy can stand for it: plain memory without a history."""
+        """Whether a copy can replace it: plain memory without an autograd history."""
         t = self.tensor
         plain = type(t) is Tensor and not t.is_meta and t.layout is torch.strided
         return plain and t.grad_fn is None and not t.requires_grad
@@ -200,7 +200,7 @@ class Snapshot:
                 yield held.label
 
     def put_back(self) -> None:
-        """Everything as it was found."""
+        """Restore all contents."""
         with torch.no_grad():
             for held in self.tensors.values():
                 if held.copy is not None and held.moved():

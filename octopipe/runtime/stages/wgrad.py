@@ -82,15 +82,15 @@ _VIEW_NODES = frozenset(
 
 
 class Habits:
-    """What is known of a stage's forwards."""
+    """What is known about the forwards of a stage."""
 
     __slots__ = ("backward_inside", "quick")
 
     def __init__(self, *, quick: bool) -> None:
         self.quick = quick
-        """Whether linears may go the quick way."""
+        """Whether linear layers may use the fast way."""
         self.backward_inside = False
-        """Whether a forward was seen that runs backward itself."""
+        """Whether a forward has been seen that runs backward itself."""
 
 
 class SplitMode(TorchFunctionMode):
@@ -122,7 +122,7 @@ class SplitMode(TorchFunctionMode):
         self._casts: dict[tuple[int, Layout], tuple[int, Tensor]] = {}
 
     def parameters(self) -> Iterable[Tensor]:
-        """What is split."""
+        """The parameters whose products are split."""
         return self._params.values()
 
     # What torch's own do in the end, without the two functions in between.

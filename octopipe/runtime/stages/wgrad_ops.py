@@ -31,7 +31,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class OperandChanged(RuntimeError):
-    """A tensor that a weight's gradient is made of has other values than it had in forward."""
+    """An operand of a weight gradient has changed since the forward."""
 
     def __init__(self, parameter: Tensor, what: str, shape: tuple[int, ...]):
         super().__init__(
@@ -64,7 +64,7 @@ class WeightQueue:
         self._items: list[tuple[Callable[..., None], tuple[Any, ...], tuple[int, ...]]] = []
 
     def begin(self, *_: Any) -> None:
-        """The stage's own backward starts."""
+        """Called when the stage's own backward starts."""
         if self.task is None:
             self.task = engine_task_id()
 

@@ -1,4 +1,4 @@
-"""What the stages of a structure cost, as the arrays that the kernels of this package take.
+"""Costs of the stages of a structure, as the arrays that the kernels of this package take.
 
 Knows: the arrays. Does not know: how they are filled (`candidate`), or what they are used for (`replay`, `arrange`).
 """

@@ -16,7 +16,7 @@ from octopipe.plans.plan import Plan
 from octopipe.search.algorithm1.candidate import Candidate, Desk
 from octopipe.search.algorithm1.placement import balanced_stages
 from octopipe.search.algorithm1.structure import derived, layer_times, retimed, rule_keys
-from octopipe.search.does_not_fit import misfit
+from octopipe.search.does_not_fit import does_not_fit_error
 from octopipe.search.systems.registry import build_plan, systems
 from octopipe.simulation.simulator import simulate
 
@@ -88,4 +88,4 @@ def something_that_fits(desk: Desk, may_recompute: bool) -> Candidate:
                                 found = seen
         if found is not None:
             return found
-    raise misfit(costs, ranks, may_recompute)
+    raise does_not_fit_error(costs, ranks, may_recompute)

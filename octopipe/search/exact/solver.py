@@ -30,7 +30,7 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.plan import Op, Plan, Stage
 from octopipe.search.algorithm1 import IterativeSearch
 from octopipe.search.algorithm1.settings import Settings
-from octopipe.search.does_not_fit import misfit
+from octopipe.search.does_not_fit import does_not_fit_error
 from octopipe.search.exact.model import RESOLUTION, Model, OutOfTime, in_time, state_problem
 from octopipe.search.result import Callback, Found, Progress, Step
 from octopipe.simulation.simulator import simulate
@@ -119,7 +119,7 @@ def solve(
         status, stopped = _run(solver, stated.model, began, budget_s, given, progress)
         reached = f"{size}, {time.monotonic() - began:.1f} s"
         if status == cp.INFEASIBLE:
-            raise misfit(costs, num_ranks, recompute)
+            raise does_not_fit_error(costs, num_ranks, recompute)
         bound_ms = max(0.0, float(solver.best_objective_bound)) * unit_ms
         if status in (cp.OPTIMAL, cp.FEASIBLE):
             plan = _read(solver, stated, costs, num_ranks, num_micro_batches)

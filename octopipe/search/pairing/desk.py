@@ -1,8 +1,7 @@
-"""What the list schedulers with pairs share, compiled: the state of ranks and stages, and how a slot is run.
+"""Compiled state that the list schedulers with pairs share: ranks and stages, and the execution of a slot.
 
-Knows: prices of a structure, which ops of a stage come next, and what a slot of up to three ops changes. Does not know:
-how a rank decides what to run (`schedule`, `rhythm`), or plans. When a result arrives is the rule of
-`simulation/timing.py`.
+Knows: costs of a structure, which ops of a stage come next, and the effect of a slot of up to three ops. Does not know:
+how a rank decides what to run (`schedule`, `rhythm`), or plans. `simulation/timing.py` defines when a result arrives.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def deepspeed(candidate: Candidate, spec: ModelSpec, model: str, plan_file: str 
     if split.cp * split.ep * split.vp > 1:
         raise OctoPipeError("DeepSpeed's pipeline has no context or expert parallelism and one stage a rank")
     if split.hsdp > 1:
-        raise OctoPipeError("DeepSpeed's ZeRO divides over all replicas; plan with --hsdp 1")
+        raise OctoPipeError("DeepSpeed's ZeRO shards over all replicas; plan with --hsdp 1")
     if 0 < setup.offload_optimizer < 1:
         raise OctoPipeError("DeepSpeed keeps all of the optimizer state in the host's memory or none (below ZeRO-3)")
     host = ', "offload_optimizer": {"device": "cpu"}' if setup.offload_optimizer else ""

@@ -101,7 +101,7 @@ def split_flags(candidate: Candidate, spec: ModelSpec) -> list[str]:
         flags.append(f"--cpu-offloading-num-layers {setup.offload_layers}")
     if setup.offload_optimizer:
         if split.zero != 1:
-            raise OctoPipeError("--optimizer-cpu-offload wants the distributed optimizer; give --zero 1")
+            raise OctoPipeError("--optimizer-cpu-offload requires the distributed optimizer; give --zero 1")
         share = f"--optimizer-offload-fraction {setup.offload_optimizer:g}"
         flags.append(f"--optimizer-cpu-offload {share} --use-precision-aware-optimizer")
     flags.append("--bf16")
@@ -125,7 +125,7 @@ def _routing(candidate: Candidate, spec: ModelSpec) -> list[str]:
     routed = next(part for layer in spec for part in layer.parts if isinstance(part, Moe))
     if routed.experts % nodes or routed.top_k % setup.nodes_per_token:
         raise OctoPipeError(
-            f"Megatron-LM's group-limited routing wants groups of equal size: {routed.experts} experts on {nodes} "
+            f"Megatron-LM's group-limited routing requires groups of equal size: {routed.experts} experts on {nodes} "
             f"nodes, {routed.top_k} of them per token on {setup.nodes_per_token}"
         )
     return [f"--moe-router-num-groups {nodes} --moe-router-group-topk {setup.nodes_per_token}"]

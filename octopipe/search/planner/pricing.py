@@ -193,8 +193,16 @@ class Pricer:
         beside all of their work. Layer by layer no more of them can be hidden."""
         gpu = self.base.gpu
         assert gpu is not None
-        sizes = {"tp": split.tp, "cp": split.cp, "dp": split.dp, "ep": split.ep, "etp": split.etp, "hsdp": split.hsdp}
-        cluster = Cluster(gpu=gpu, gpus_per_node=self.base.gpus_per_node, **sizes)
+        cluster = Cluster(
+            gpu=gpu,
+            tp=split.tp,
+            cp=split.cp,
+            dp=split.dp,
+            ep=split.ep,
+            etp=split.etp,
+            hsdp=split.hsdp,
+            gpus_per_node=self.base.gpus_per_node,
+        )
         gather = reduce = 0.0
         counts = (self.dense / split.tp, self.experts / (split.ep * split.etp))
         copies = (split.dp * split.cp // split.hsdp, cluster.expert_dp // split.hsdp)

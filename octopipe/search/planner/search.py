@@ -279,18 +279,19 @@ class _Run:
 
     def _skip(self, candidate: Candidate, now_ms: float, why: str) -> None:
         hope = 100 * (min(now_ms, self.best_ms) / candidate.tuned_ms - 1.0)
-        may = f" By estimate, more time may bring up to {hope:.0f} %." if hope >= 1.0 else ""
+        may = f" More time could gain up to {hope:.0f} % (estimate)." if hope >= 1.0 else ""
         self.skipped.append(f"{candidate.split.words()} was not tuned: {why}.{may}")
 
     def _unjudged(self, best: Candidate) -> list[str]:
-        """What time left out, and the most that it can bring: a bound holds for every order of a split's ops."""
+        """What was not evaluated for lack of time, and its maximum gain: a bound holds for every order of the ops."""
         if self.left_ms is None:
             return []
         most = best.step_ms / self.left_ms - 1.0
         gain = f"is more than {100 * most:.0f} % faster than this answer" if most > 0 else "is faster than this answer"
         return [
-            f"Time ended the judging after {self.judged} of {len(self.every)} splits; by their bounds none of the "
-            f"others {gain}. A longer --budget looks at them too."
+            f"Only {self.judged} of {len(self.every)} splits were evaluated in time; according to "
+            f"their bounds, none of "
+            f"the others {gain}. A longer --budget evaluates more of them."
         ]
 
     @property

@@ -1,8 +1,8 @@
 """How the search uses its machine and its budget: threads, clocks, portions of work, bytes kept free.
 
-Knows: numbers that follow from what they stand for (how long a person waits, how much a plan of that size costs to
-simulate). Does not know: the numbers by which a search finds better plans; those are in `settings.py`, where each says
-what it is worth.
+Knows: numbers that follow from their purpose (how long a person waits, how much it costs to simulate a plan of a given
+size). Does not know: the numbers that affect how good plans are found; those are in `settings.py`, each with its
+measured effect.
 """
 
 from __future__ import annotations

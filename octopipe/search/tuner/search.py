@@ -31,7 +31,7 @@ from octopipe.base.compile import usable_cores
 from octopipe.simulation.bounds.bounds import loads_bound_ms
 from octopipe.base.errors import StoppedError
 from octopipe.costs.table import CostTable
-from octopipe.search.does_not_fit import misfit
+from octopipe.search.does_not_fit import does_not_fit_error
 from octopipe.plans.plan import Plan
 from octopipe.search.result import Callback, Found, Progress, Step
 from octopipe.simulation.simulator import simulate
@@ -158,7 +158,7 @@ class Search:
                 raise KeyboardInterrupt
             if self.asked:
                 raise StoppedError("the search was stopped before it found a first plan; give it more time")
-            raise misfit(self.costs, self.problem.ranks, self.may_recompute)
+            raise does_not_fit_error(self.costs, self.problem.ranks, self.may_recompute)
         return Found(
             plan=self.best_plan,
             timeline=self.best_timeline,

@@ -1,7 +1,7 @@
-"""Memory and lanes that processes on one device share: made by one of them, shown to the others, seen there.
+"""Memory and lanes shared by processes on one device: created by one process and opened by the others.
 
-Knows: pinned files, CUDA IPC handles, and plain files for CPU tensors (which is also how whatever is built on this is
-tested without a GPU). Does not know: what lies in the memory (`ring` has the protocol).
+Knows: pinned files, CUDA IPC handles, and plain files for CPU tensors (which also allow testing without a GPU). Does
+not know: what the memory contains (`ring` has the protocol).
 
 Counters are in device memory and arenas in pinned host memory, although both ends are on one GPU. The multiprocessors
 perform copies within a GPU, so such a copy waits for kernels that occupy all of them (6 ms for 16 MiB during a large

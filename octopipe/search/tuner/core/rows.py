@@ -1,4 +1,4 @@
-"""What a decision of the list scheduler reads: columns of rows per stage and per rank, and what they hold at first.
+"""The rows that a decision of the list scheduler reads, per stage and per rank: their columns and initial values.
 
 Knows: the keys of list scheduling and the columns of `Scratch.row` and `Scratch.num`. Does not know: how a rank decides
 (`decode`), or where keys come from (`keys`).
