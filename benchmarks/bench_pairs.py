@@ -1,6 +1,7 @@
 """How much of the experts' exchange plans hide, and what that is worth: large models, and random settings.
 
-    python benchmarks/bench_pairs.py models [--budget 60] [--only deepseek-v3] [--again]
+    python benchmarks/bench_pairs.py models [--budget 60 | --iterations 500] [--only deepseek-v3] [--again]
+    python benchmarks/bench_pairs.py moves [--iterations 200] [--only deepseek-v3]
     python benchmarks/bench_pairs.py random [--budget 10] [--settings 20]
     python benchmarks/bench_pairs.py dense --against CHECKOUT [--budget 5]
 
@@ -8,15 +9,19 @@
 1F1B, ZB-V, Megatron's combined interleaved 1F1B, DualPipe, DualPipeV and the tuned plan. A system that does not fit is
 shown as it is and with as many layers recomputed as let it fit; only what fits is compared with the tuned plan. Every
 model's rows are written to benchmarks/results/pairs.jsonl when they are there, and a model that has its rows for these
-sizes and this budget is not run again (`--again`: it is).
+sizes and this budget is not run again (`--again`: it is). With `--iterations` the tuned plan does not depend on how
+busy the machine is: so many moves of the search without pairs, and at least 400 schedules with pairs.
 
 Costs are analytic; how tokens are exchanged is what DeepSeek published for its own run: fp8 to the experts and bf16
 back, a token on at most 4 nodes, 20 of 132 multiprocessors, and links at 0.9 of 50 GB/s (our choice).
+Kimi-K2: the batch of its own run, 67 M tokens (arXiv 2507.20534, section 2.5), on GPUs of our choice.
 DeepSeek-V3: its own set-up (2,048 H800; 128 micro-batches where its 15,360 sequences a step made 120, because the
 interleaved schedule wants a multiple of pp), whose
 published throughput is 14.8 T tokens in 2.664 M GPU hours: 1,543 tokens per GPU and second. The other models' sizes are
 our choice; on 80 GB GLM-4.5 and Qwen3-235B would have to recompute most of their layers under every plan, so they are
 given H200.
+
+`moves`: the search for pairs alone, so many schedules of it, three seeds: the same on every machine, busy or not.
 
 `random`: random models of which 10 to 60 % is exchange, tuned plan against every system, with the gap to the bound.
 
@@ -28,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -46,7 +52,7 @@ from octopipe.costs.table import CostTable
 from octopipe.models.zoo import preset
 from octopipe.plans.plan import Plan
 from octopipe.search.comparison import compare
-from octopipe.search.recompute import plan_under
+from octopipe.search.pairing.search import PairSearch
 from octopipe.search.systems import build_plan
 from octopipe.search.tuner import tune
 from octopipe.simulation.simulator import simulate
@@ -65,6 +71,7 @@ CASES = {
     "glm-4.5": ("h200", 8, 32, 32, 64, "bf16"),
     "qwen3-235b-a22b": ("h200", 8, 32, 32, 64, "bf16"),
 }
+LAYERS_AT_ONCE = 3
 RESULTS = HERE / "results" / "pairs.jsonl"
 DENSE = (("nemotron-h-8b", 4, 16), ("jamba-52b", 8, 16), ("llama3-70b", 8, 16))
 
@@ -92,19 +99,21 @@ def row_of(plan: Plan, costs: CostTable, recomputed: str = "") -> dict[str, Any]
 
 
 def recomputed_to_fit(system: str, name: str) -> dict[str, Any] | None:
-    """The system with as few layers recomputed as let it fit; None where nothing does."""
-    _, pp, count = model_costs(name)
+    """The fastest of the system's plans that fit with some whole layers recomputed; None where none does.
 
-    def price(mode: str, layers: int | None = None) -> CostTable:
-        return model_costs(name, mode, layers)[0]
+    Numbers of layers are tried one after the other, LAYERS_AT_ONCE apart: more recomputation does not always need less
+    memory, because layers that run again take their workspace beside all that is kept.
+    """
+    best: dict[str, Any] | None = None
+    for layers in range(LAYERS_AT_ONCE, model_costs(name)[0].num_layers, LAYERS_AT_ONCE):
+        costs, pp, count = model_costs(name, "full", layers)
+        row = row_of(build_plan(system, costs, pp, count), costs, f"{layers} layers recomputed")
+        if row["fits"] and (best is None or row["step_ms"] < best["step_ms"]):
+            best = row
+    return best
 
-    plan, costs = plan_under("auto", lambda table: build_plan(system, table, pp, count), price)
-    assert costs.setup is not None
-    row = row_of(plan, costs, costs.setup.recompute_words())
-    return row if row["fits"] else None
 
-
-def model_rows(name: str, budget_s: float) -> dict[str, Any]:
+def model_rows(name: str, budget_s: float, iterations: int | None) -> dict[str, Any]:
     costs, pp, count = model_costs(name)
     rows: dict[str, dict[str, Any]] = {}
     for system in SYSTEMS:
@@ -117,14 +126,15 @@ def model_rows(name: str, budget_s: float) -> dict[str, Any]:
         except OctoPipeError as error:
             rows[system] = {"refused": str(error)}
     began = time.monotonic()
-    found = tune(costs, pp, count, budget_s=budget_s)
+    found = tune(costs, pp, count, budget_s=budget_s, iterations=iterations)
     rows["tuned"] = row_of(found.plan, costs)
     others = {key: row["step_ms"] for key, row in rows.items() if key != "tuned" and row.get("fits")}
     best = min(others, key=lambda key: others[key]) if others else None
     return {
         "model": name,
         "sizes": list(CASES[name]),
-        "budget_s": budget_s,
+        "budget_s": None if iterations else budget_s,
+        "iterations": iterations,
         "seconds": round(time.monotonic() - began, 1),
         "rows": rows,
         "bound_ms": found.lower_bound_ms,
@@ -134,14 +144,15 @@ def model_rows(name: str, budget_s: float) -> dict[str, Any]:
     }
 
 
-def models(budget_s: float, only: str, again: bool) -> None:
+def models(budget_s: float, only: str, again: bool, iterations: int | None) -> None:
     known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     for name in [only] if only else list(CASES):
-        kept = [r for r in known if (r["model"], r["sizes"], r["budget_s"]) == (name, list(CASES[name]), budget_s)]
+        asked = (name, list(CASES[name]), None if iterations else budget_s, iterations)
+        kept = [r for r in known if (r["model"], r["sizes"], r["budget_s"], r.get("iterations")) == asked]
         if kept and not again:
             result = kept[-1]
         else:
-            result = model_rows(name, budget_s)
+            result = model_rows(name, budget_s, iterations)
             known = [r for r in known if r not in kept] + [result]
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text("".join(json.dumps(r) + "\n" for r in known))
@@ -168,7 +179,31 @@ def show(result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def settings(budget_s: float, number: int) -> None:
+def searches(only: str, judged: int) -> None:
+    """The search for pairs alone: its plans depend on the seed and the number of schedules, not on the machine."""
+    known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    print("| model | schedules | seed | processor time, s | step, ms | hidden | best other that fits, over it |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    for name in [only] if only else list(CASES):
+        costs, pp, count = model_costs(name)
+        other = [r for r in known if (r["model"], r["sizes"]) == (name, list(CASES[name])) and r["best_other"]]
+        for seed in range(3):
+            began = time.process_time()
+            search = PairSearch(
+                costs=costs, num_ranks=pp, num_micro_batches=count, budget_s=math.inf, seed=seed, moves=judged
+            )
+            made = search.run()
+            assert made is not None
+            step = made[1].step_ms
+            over = f"{other[-1]['rows'][other[-1]['best_other']]['step_ms'] / step:.3f}" if other else ""
+            print(
+                f"| {name} | {search.judged} | {seed} | {time.process_time() - began:.1f} | {step:.0f} "
+                f"| {made[1].exchange.share:.3f} | {over} |",
+                flush=True,
+            )
+
+
+def settings(budget_s: float, number: int, iterations: int | None) -> None:
     print(
         "| exchange | ranks x micro-batches, layers | best system | ms | tuned, ms | over it | gap to bound | hidden |"
     )
@@ -179,7 +214,7 @@ def settings(budget_s: float, number: int) -> None:
         costs, ranks, count = moe_setting(random.Random(k), share, ranks=(2, 4, 8))
         names = list(compare(costs, ranks, count, processes=1, options={"tessel": {"time_limit_s": 2}}).results)
         best = min((r for r in names if not r.reason), key=lambda r: r.step_ms)
-        found = tune(costs, ranks, count, budget_s=budget_s)
+        found = tune(costs, ranks, count, budget_s=budget_s, iterations=iterations)
         ahead += found.step_ms < best.step_ms
         print(
             f"| {share:.0%} | {ranks} x {count}, {costs.num_layers} | {best.system} | {best.step_ms:.1f} "
@@ -230,8 +265,9 @@ def dense(against: Path, budget_s: float, repeats: int = 3) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("models", "random", "dense"))
+    parser.add_argument("what", choices=("models", "moves", "random", "dense"))
     parser.add_argument("--budget", type=float, default=None, help="seconds of every search")
+    parser.add_argument("--iterations", type=int, default=None, help="moves instead of seconds, for models and random")
     parser.add_argument("--settings", type=int, default=20)
     parser.add_argument("--only", default="", choices=("", *CASES), help="one model")
     parser.add_argument("--again", action="store_true", help="also models whose rows are kept")
@@ -239,13 +275,15 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     if args.what == "models":
-        models(args.budget or 60.0, args.only, args.again)
+        models(args.budget or 60.0, args.only, args.again, args.iterations)
+    elif args.what == "moves":
+        searches(args.only, args.iterations or 200)
     elif args.what == "dense":
         if args.against is None:
             parser.error("dense: give the checkout to compare with, --against PATH")
         dense(args.against.resolve(), args.budget or 5.0)
     else:
-        settings(args.budget or 10.0, args.settings)
+        settings(args.budget or 10.0, args.settings, args.iterations)
     print(f"\n{time.monotonic() - began:.0f} s")
 
 

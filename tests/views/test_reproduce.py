@@ -16,7 +16,7 @@ from octopipe.costs.measured import AUTHORS as MEASURED_TIMES
 from octopipe.costs.table import CostTable
 from octopipe.search.systems import build_plan
 from octopipe.simulation.simulator import simulate
-from octopipe.views.reproduce.bench import Bench, Options, find_measured, find_profiles
+from octopipe.views.reproduce.bench import Bench, Options, costs_key, find_measured, find_profiles
 from octopipe.views.reproduce.markdown import grouped, part_page, whole_page
 from octopipe.views.reproduce.models import AUTHORS, TABLE, model_costs, recomputed
 from octopipe.views.reproduce.overlap import overlapping_more, share_of
@@ -332,6 +332,14 @@ def test_a_search_is_the_same_twice_and_kept_on_disk(tmp_path: Path) -> None:
     other = Bench(options=options, shelf=Shelf(folder=tmp_path / "a"), say=said.append)
     other.plan("search", read(costs, Reading(head=2.0), hidden=64), 2, 4)
     assert len(said) == 1
+
+
+def test_the_last_bit_of_a_cost_is_no_other_question() -> None:
+    costs = tiny_model()
+    nearly = costs.replace(forward_ms=np.nextafter(costs.forward_ms, 9.0))
+    assert nearly.digest() != costs.digest() and costs_key(nearly) == costs_key(costs)
+    assert costs_key(costs.replace(forward_ms=costs.forward_ms * (1 + 1e-7))) != costs_key(costs)
+    assert costs_key(costs.replace(rank_slowdown=(1.0, 1.2))) != costs_key(costs)
 
 
 def test_kept_plans_come_back_and_plans_of_other_code_only_where_asked(tmp_path: Path) -> None:

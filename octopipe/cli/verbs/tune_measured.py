@@ -28,6 +28,7 @@ def run_measured(args: argparse.Namespace) -> int:
         ("--for", args.target != "octopipe"),
         ("--method", args.method != "best"),
         ("--start", args.start),
+        ("--offload", args.offload),
     ):
         if given:
             raise OctoPipeError(f"--measure works with the default search only; leave {flag} out")

@@ -126,7 +126,10 @@ def _claim(rows: list[Row]) -> str:
     while not all(c.endswith(back) for c in ends):
         back = back[1:]
     back = back[back.find(" ") :] if " " in back else ""
-    return start + " / ".join(e[: len(e) - len(back)] for e in ends) + back + source
+    words = [e[: len(e) - len(back)] for e in ends]
+    if len({w[-1:] for w in words}) == 1 and words[0][-1:] in (",", ":"):
+        words, back = [w[:-1] for w in words], words[0][-1] + back
+    return start + " / ".join(words) + back + source
 
 
 def _joined(values: list[Value], unit: str) -> str:

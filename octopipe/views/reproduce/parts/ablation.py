@@ -59,7 +59,7 @@ def run(bench: Bench) -> Result:
                 ours(lambda g, n=name: g[n]),  # type: ignore[misc]
                 unit="×",
                 source=SOURCE,
-                group="ablation.single" if len(name) == 1 else "ablation.joint",
+                group="ablation.single" if len(name) == 1 else "ablation.all",
                 why=WHY[name],
                 test=NOISE_AND_QUEUE if name == "ASPO" else SHARE,
                 trial=partial(_noisy, bench) if name == "ASPO" else partial(gain_of, name),
