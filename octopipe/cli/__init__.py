@@ -159,6 +159,8 @@ class Parser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value == [] and action.nargs == "*":
+            return  # Python 3.11 checks the empty list of an argument that may be left out
         if action.choices is not None and value not in action.choices:
             known = [str(c) for c in action.choices]
             hint = _did_you_mean(str(value), known)

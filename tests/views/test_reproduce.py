@@ -414,6 +414,11 @@ def test_the_verb_runs_parts_writes_files_and_refuses_unknown_ones(
     assert "--profiles none" in capsys.readouterr().err
 
 
+def test_a_check_needs_no_names_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "--check", str(tmp_path / "page.md")]) == 2
+    assert "page.md" in capsys.readouterr().err
+
+
 def test_the_environment_names_the_folder_of_layer_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.json").write_text("{}")
     monkeypatch.setenv("OCTOPIPE_PROFILES", str(tmp_path))

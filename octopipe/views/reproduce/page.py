@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from octopipe.base.errors import OctoPipeError
 from octopipe.base.files import write_whole
 from octopipe.costs.table import CostTable
 from octopipe.views.reproduce.bench import Bench, Options, write_json
@@ -96,6 +97,8 @@ def stale(path: Path, options: Options, parts: Sequence[Part], *, search_again: 
     """What of the page and its folder this code would write differently, with the plans that are kept there; with
     `search_again` the quickest searches must find their plans again."""
     folder = path.with_suffix("")
+    if not (folder / PLANS).is_file():
+        raise OctoPipeError(f"{path}: no plans are kept beside it in {folder.name}/{PLANS}; run make reproduce")
     shelf = Shelf(any_code=True, plans=read_kept(folder / PLANS))
     again = quick if search_again else never
     bench = Bench(options=options, shelf=shelf, searches=False, search_again=again)
