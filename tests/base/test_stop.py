@@ -86,7 +86,7 @@ def test_plan_hands_over_the_best_split_so_far(number: signal.Signals, tmp_path:
 def test_plan_that_is_stopped_while_it_judges_hands_over_what_it_has() -> None:
     words = ("plan", "llama3-8b", "--gpus", "8", "--gpu", "h100", "--global-batch", "32", "--budget", LONG)
     code, out, err = stopped(signal.SIGTERM, "octopipe.search.planner.search", "Pricer", "bound_ms", *words)
-    assert code == 143 and "1 judged" in out and "interrupted: this is the best split so far" in out, err
+    assert code == 143 and "1 evaluated" in out and "interrupted: this is the best split so far" in out, err
 
 
 @pytest.mark.parametrize("number", SIGNALS)

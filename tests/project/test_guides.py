@@ -43,6 +43,7 @@ NOT_RUN = {
     ("torchtitan.md", "import dataclasses, octopipe.torchtitan"): IN_HIS_SCRIPT + "; run in test_torchtitan.py",
     ("megatron.md", "import octopipe.megatron"): IN_HIS_SCRIPT + "; run in test_megatron.py",
     ("megatron.md", "profile = octopipe.megatron.profile("): IN_HIS_SCRIPT + "; run in test_megatron.py",
+    ("megatron.md", "outcome = octopipe.megatron.tune_measured("): IN_HIS_SCRIPT + "; run in test_megatron.py",
     ("megatron.md", "pip install megatron-core"): "installs a package; test_examples.py runs the script",
     ("torchtitan.md", "pip install torchtitan"): "installs a package; test_examples.py runs the script",
     ("profiles.md", "with torch.profiler.profile"): "lines for the reader's script; test_foreign_times.py records so",

@@ -104,5 +104,5 @@ def test_whoever_started_the_ranks_says_what_they_wait_for():
     gone = [multiprocessing.Process(target=exit, args=(1,)) for _ in range(2)]
     for process in gone:
         process.start()
-    with pytest.raises(OctoPipeError, match=r"exit code 1 .*without a word|the device made no progress for 3 s"):
+    with pytest.raises(OctoPipeError, match=r"exit code 1 .*without a message|the device made no progress for 3 s"):
         Watch(gone, ours, print, store, grace_s=1.0, timeout_s=30.0).run()

@@ -128,3 +128,10 @@ def test_offloaded_activations_mean_no_pipeline_and_no_recomputation() -> None:
     assert {c.split.pp for c in answer.ranked} == {1} and {c.recompute for c in answer.ranked} == {"none"}
     with pytest.raises(OctoPipeError, match="leave --recompute full out"):
         search(DENSE, base(offload_layers=16), gpus=8, global_batch=32, budget_s=2.0, recompute="full")
+
+
+def test_a_size_that_the_runtime_does_not_run_is_named() -> None:
+    """It is the runtime that refuses the size: another batch or other GPUs would not help."""
+    with pytest.raises(OctoPipeError, match="`octopipe train` does not run tp 2, ep 4; leave --for out"):
+        fixed = {"tp": 2, "ep": 4}
+        search(EXPERTS, base(), gpus=8, global_batch=64, fixed=fixed, runtime=RUNTIMES["octopipe"], budget_s=1.0)

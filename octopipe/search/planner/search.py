@@ -124,6 +124,10 @@ class _Run:
     ):
         if reason := runtime.refuses(base):
             raise OctoPipeError(f"{reason}; leave --for out, or name another runtime")
+        if beyond := [f"{size} {fixed[size]}" for size, most in runtime.most.items() if fixed.get(size, 0) > most]:
+            raise OctoPipeError(
+                f"{runtime.title} does not run {', '.join(beyond)}; leave --for out, or give other sizes"
+            )
         self.spec, self.base, self.gpus, self.fixed = spec, base, gpus, fixed
         self.runtime, self.seed, self.budget = runtime, seed, budget
         self.recompute = recompute if base.offload_layers is None else "none"

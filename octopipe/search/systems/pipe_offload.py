@@ -30,7 +30,11 @@ def pipe_offload(setting: Setting) -> Plan:
     """Option `chunks`: stages per rank; left out, the fastest of 2..8 that fits (or the leanest)."""
     p, m, costs = setting.num_ranks, setting.num_micro_batches, setting.costs
     require(m % p == 0, "pipe-offload", f"{m} micro-batches are not a multiple of pp {p}")
-    require(costs.host_link is not None, "pipe-offload", "the link to host memory is not known (host_gb_per_s)")
+    require(
+        costs.host_link is not None,
+        "pipe-offload",
+        "the speed of the link to host memory is not known; give --host-gb-per-s (host_gb_per_s)",
+    )
     most = min(MOST_CHUNKS, costs.num_layers // p)
     require(most >= 2, "pipe-offload", f"{costs.num_layers} layers give pp {p} no second stage per rank")
     chunks = setting.option("chunks", None)
