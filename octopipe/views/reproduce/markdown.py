@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from octopipe.views.reproduce.noise import NOISE
 from octopipe.views.reproduce.part import Part
 from octopipe.views.reproduce.row import COUNTED, OUTCOMES, VERDICTS, Result, Row, Value
 
@@ -208,9 +209,11 @@ def _explained(claims: Sequence[Row]) -> str:
     """How many differences each outcome of a test has."""
     outcomes = [row.outcome for row in claims if row.verdict.startswith("differs")]
     told = [f"the change {o} in {outcomes.count(o)}" for o in OUTCOMES[:3]]
+    alone = f"; {outcomes.count('')} are looked into by a row of their own below" if "" in outcomes else ""
     return (
         f"Of the {len(outcomes)} differences with the published head, {', '.join(told)}; {outcomes.count(OUTCOMES[3])} "
-        f"are numbers to which the head is fitted; {outcomes.count('')} are looked into by a row of their own below."
+        f"are numbers to which the head is fitted{alone}. *noise, one queue*: {100 * NOISE:.1f} % of noise on every op "
+        "(the paper's own figure, §VIII-C), and OctoPipe's transfers in one queue per rank as the baselines' are."
     )
 
 
