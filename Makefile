@@ -72,7 +72,7 @@ pictures: $(VENV)/.test
 reproduce: $(VENV)/.test
 	$(BIN)/python -m octopipe reproduce all -o out/reproduction --page docs/reproduction.md
 
-# Is the page what this code writes of the plans that are kept beside it? Nothing is searched but the smallest case.
+# Is the page what this code writes of the plans that are kept beside it? A few quick searches must find their plans again.
 reproduce-check: $(VENV)/.test
 	$(BIN)/python -m octopipe reproduce --check docs/reproduction.md
 
