@@ -20,6 +20,7 @@ from octopipe.costs.table import CostTable
 from octopipe.plans.two_lanes import pair_table
 from octopipe.search.algorithm1.arrange import Desk, _stashed
 from octopipe.search.algorithm1.prices import Prices
+from octopipe.search.graphs.cut_head import CutHeadSearch
 from octopipe.search.systems import build_plan, systems
 from octopipe.search.tuner import tune
 from octopipe.search.tuner.core.anneal import write_line
@@ -73,6 +74,8 @@ def _work() -> None:
         with suppress(octopipe.OctoPipeError):
             build_plan("adapipe", costs.replace(rank_memory_bytes=(memory,)), 2, 4)
     tune(costs.replace(optimizer_ms=np.ones(6)), 2, 4, budget_s=600.0, iterations=300, workers=1)
+    headed = costs.replace(symbols="ETTTTL", boundary_bytes=np.ones(6), tokens_per_micro_batch=16, rank_memory_bytes=())
+    CutHeadSearch(costs=headed, num_ranks=2, num_micro_batches=4, budget_s=600.0, moves=60).run()
     # What small settings do not come to.
     pair_table(0, np.array([1.0, 2.0, 0.5]), 1, np.array([0.7, 1.1]), 0.1, 0.2)
     write_line(np.zeros((2, 4)), 1, 5, 2, 3.5, 3.25)

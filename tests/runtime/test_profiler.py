@@ -109,10 +109,14 @@ def test_bytes_are_those_counted_by_hand() -> None:
     assert measured.memory[2].parameter_bytes == 4 * (hidden * width + width)
 
 
-def test_profiling_leaves_gradients_for_training_steps_like_the_second() -> None:
+def test_profiling_leaves_gradients_as_they_were() -> None:
+    """What was measured must not be trained with: the step after a profile begins as it would have without one."""
     layers = linears(2)
+    kept = torch.randn_like(layers[1].weight)
+    layers[1].weight.grad = kept.clone()
     profile_layers(layers, torch.randn(8, 64), mse, torch.randn(8, 64), repeats=1, warm_up=0)
-    assert all(p.grad is not None for p in layers[0].parameters())
+    assert all(p.grad is None for p in layers[0].parameters())
+    assert torch.equal(layers[1].weight.grad, kept)
 
 
 def test_a_layer_that_does_not_fit_its_input_is_named() -> None:

@@ -297,9 +297,15 @@ def _finished(
         chosen, mean_ms = most_robust(found.finalists or [chosen], costs, seed=seed)
     timeline = found.timeline if chosen is found.plan else simulate(chosen, costs)
     small = sum(map(len, chosen.orders)) <= HIDE_OPS and not (chosen.pairs or chosen.forks or chosen.offloads)
-    if hide is not None and not found.interrupted and small:  # Megatron's orders are what they are
-        hidden, after, cut_short = hide(chosen, timeline, seed=seed)
-        found = replace(found, interrupted=cut_short)
+    if hide is None or found.interrupted or not small:  # Megatron's orders are what they are
+        return found, chosen, timeline, mean_ms
+    # A robust search is never behind the plan that it would hand out without jitter: that one is tried as well.
+    tried = [(chosen, timeline)]
+    if mean_ms is not None and chosen is not found.plan:
+        tried.append((found.plan, found.timeline))
+    for plan, before in tried:
+        hidden, after, cut_short = hide(plan, before, seed=seed)
+        found = replace(found, interrupted=found.interrupted or cut_short)
         hidden_ms = mean_jittered_ms(hidden, costs, seed=seed) if mean_ms is not None else None
         if mean_ms is None or (hidden_ms is not None and hidden_ms <= mean_ms):
             chosen, timeline, mean_ms = hidden, after, hidden_ms

@@ -33,6 +33,7 @@ def limited(costs: CostTable, share: float) -> CostTable:
     return costs.replace(rank_memory_bytes=(share * float(free.peak_bytes.max()),))
 
 
+@pytest.mark.slow
 def test_host_memory_beats_recomputation_at_the_same_limit():
     costs = limited(setting(), 0.3)
     common = {"iterations": 60, "copies": False, "workers": 1}
@@ -56,6 +57,7 @@ def test_it_fits_where_nothing_else_does():
     assert any("no plan was found that fits without it" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_plan():
     costs = limited(setting(), 0.5)
     plans = [tune(costs, 4, 8, offload=True, iterations=40, copies=False, workers=w).plan for w in (1, 2)]
