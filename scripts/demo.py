@@ -196,7 +196,7 @@ def narrow_model() -> ModelSpec:
 
 def run(jobs: list[TrainJob]) -> list[TrainResult]:
     """A step of each job in turn, so that whatever else the machine does, it does to both."""
-    from octopipe.cli.verbs.train import step_line
+    from octopipe.cli.verbs.train_result import step_line
     from octopipe.runtime.training.job import Phase, StepReport
     from octopipe.runtime.training.train import train_in_turns
 
